@@ -1,0 +1,124 @@
+"""Walks the plan for one rank, collating its micro-batches ahead of the loop."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from data.plan import Budget, StepPlan, deal_step, step_rows, steps_per_epoch
+from data.tokenize import TokenizedRows
+
+IGNORE = -100  # label of a position that carries no loss, as in torch's cross_entropy
+PREFETCH_STEPS = 2
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One rank's rows of one micro-step, padded on the right to a common length.
+
+    A rank without a row gets one filler row of one position that carries no loss, so that it takes
+    part in the collectives of the micro-step.
+    """
+
+    input_ids: torch.Tensor  # int64 [rows, length]
+    attention_mask: torch.Tensor  # int64 [rows, length], 0 on padding
+    labels: torch.Tensor  # int64 [rows, length], IGNORE where no loss; not shifted
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(**{k: v.to(device, non_blocking=True) for k, v in vars(self).items()})
+
+    def pin_memory(self) -> "MicroBatch":
+        return MicroBatch(**{k: v.pin_memory() for k, v in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's part of one optimizer step; `plan` has the counts over all ranks."""
+
+    global_step: int
+    epoch: int
+    micro_batches: list[MicroBatch]
+    plan: StepPlan
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Every step of a run over one tokenised set. Step numbers run on over the epochs.
+
+    `shuffle` False gives the rows in the order of the files, for evaluation.
+    """
+
+    data: TokenizedRows
+    seed: int
+    global_batch_size: int
+    budget: Budget
+    shuffle: bool = True
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.data), self.global_batch_size)
+
+    def step(self, global_step: int) -> StepPlan:
+        """The step's rows dealt out over all ranks: any step, in any order, in milliseconds."""
+        epoch, step = divmod(global_step, self.steps_per_epoch)
+        if self.shuffle:
+            rows = step_rows(len(self.data), self.global_batch_size, self.seed, epoch, step)
+        else:
+            start = step * self.global_batch_size
+            rows = np.arange(start, min(len(self.data), start + self.global_batch_size))
+        return deal_step(rows, self.data.lengths, self.data.supervised, self.budget)
+
+    def content_hash(self) -> str:
+        """Changes when the contents of any step would: 16 hex digits. Ranks and token budget are
+        not in it.
+        """
+        key = [self.data.meta["content"], len(self.data), self.seed, self.global_batch_size]
+        return xxhash.xxh3_64_hexdigest(repr(key).encode())
+
+
+def load_steps(
+    plan: DataPlan, rank: int, first: int, last: int, pin_memory: bool = False
+) -> Iterator[StepBatch]:
+    """Yield this rank's batches of global steps [first, last), made up to PREFETCH_STEPS ahead on a
+    thread.
+
+    Where to begin is one integer: nothing is replayed on resume.
+    """
+
+    def make(global_step: int) -> StepBatch:
+        deal = plan.step(global_step)
+        batches = [
+            collate(plan.data, ranks[rank], plan.budget.pad_to_multiple_of)
+            for ranks in deal.micro_batches
+        ]
+        batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
+        return StepBatch(global_step, global_step // plan.steps_per_epoch, batches, deal)
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
+        ahead = deque(pool.submit(make, k) for k in range(first, min(first + PREFETCH_STEPS, last)))
+        for upcoming in range(first + PREFETCH_STEPS, last + PREFETCH_STEPS):
+            batch = ahead.popleft().result()
+            if upcoming < last:
+                ahead.append(pool.submit(make, upcoming))
+            yield batch
+
+
+def collate(data: TokenizedRows, rows: np.ndarray, pad_to_multiple_of: int) -> MicroBatch:
+    """Rows, int64 [n] with n >= 0, as one padded micro-batch."""
+    length = max((int(data.lengths[row]) for row in rows), default=1)
+    if len(rows):
+        length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
+    shape = (max(1, len(rows)), length)
+    input_ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    attention_mask = np.zeros(shape, np.int64)
+    attention_mask[:, 0] = 1  # also of the filler row: attention over nothing is NaN
+    fetched = data.rows[rows.tolist()] if len(rows) else {"input_ids": [], "loss_mask": []}
+    for i, (ids, mask) in enumerate(zip(fetched["input_ids"], fetched["loss_mask"], strict=True)):
+        input_ids[i, : len(ids)] = ids
+        attention_mask[i, : len(ids)] = 1
+        labels[i, : len(ids)] = np.where(mask, ids, IGNORE)
+    return MicroBatch(*(torch.from_numpy(a) for a in (input_ids, attention_mask, labels)))

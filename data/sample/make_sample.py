@@ -1,0 +1,86 @@
+"""Write the sample: rows, tokenizer and model config for the demo and the tests. Deterministic: the
+same bytes every time.
+
+    python -m data.sample.make_sample [FOLDER]
+
+The task: add the same number several times, step by step. Each row is a chat of two turns,
+
+    user       Start at 17 and add 3, 4 times.
+    assistant  17+3=20, 3 left. 20+3=23, 2 left. 23+3=26, 1 left. 26+3=29, 0 left. Answer: 29
+
+so that every step needs the one before it, and a model that has not learned to carry, or to count,
+is wrong somewhere. The number of steps is log-normal: most rows are short, a few are many times as
+long.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+from data.train_tokenizer import strings_in, train_tokenizer
+from finetune.errors import exit_on_error
+
+DRAWN_ROWS, EVAL_ROWS, SEED = 20_000, 200, 0
+MOST_STEPS = 12
+VOCAB_SIZE = 384
+
+
+def make_row(rng: random.Random) -> dict:
+    """One chat row: {"messages": [user turn, assistant turn]}."""
+    start, addend = rng.randint(10, 99), rng.randint(2, 9)
+    count = min(MOST_STEPS, 1 + int(rng.lognormvariate(0.6, 0.75)))
+    value, steps = start, []
+    for left in reversed(range(count)):
+        steps.append(f"{value}+{addend}={value + addend}, {left} left.")
+        value += addend
+    question = f"Start at {start} and add {addend}, {count} times."
+    answer = " ".join([*steps, f"Answer: {value}"])
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).resolve()
+    folder = folder.parent if folder.suffix == ".py" else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(SEED)
+    drawn = [json.dumps(make_row(rng)) for _ in range(DRAWN_ROWS)]
+    unique = list(dict.fromkeys(drawn))  # short rows repeat: a held-out row is none of the others
+    held_out = set(rng.sample(unique, EVAL_ROWS))
+    train = [row for row in unique if row not in held_out]
+    for name, rows in (("train", train), ("eval", [row for row in unique if row in held_out])):
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+    tokenizer = train_tokenizer(
+        (text for row in train for text in strings_in(json.loads(row))), VOCAB_SIZE
+    )
+    LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=576,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    print(
+        f"{folder}: {len(train):,} training rows, {len(held_out):,} held-out rows, "
+        f"{len(tokenizer)} tokens"
+    )
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

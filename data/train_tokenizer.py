@@ -1,0 +1,91 @@
+"""Train a small byte-level BPE tokenizer with a chat template that marks the assistant's tokens.
+
+    python -m data.train_tokenizer OUT_FOLDER --vocab_size 4096 --files rows.jsonl
+
+For models that start from random weights; a pretrained model brings its own. Any text can be
+encoded (bytes are the alphabet), and digits stay single tokens, so that arithmetic sees them.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.errors import exit_on_error
+
+END = "<|end|>"
+PAD = "<|pad|>"
+ROLES = ("system", "user", "assistant", "tool")
+
+# Everything between {% generation %} marks is the assistant's: its words and the mark that ends its
+# turn.
+CHAT_TEMPLATE = """{%- for message in messages -%}
+{{- '<|' + message.role + '|>' -}}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}{{- message.content + '<|end|>' -}}{%- endgeneration -%}
+{%- else -%}
+{{- message.content + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `vocab_size` tokens, special ones included; the same for the same
+    texts.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, *(f"<|{role}|>" for role in ROLES)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def strings_in(row: object) -> Iterator[str]:
+    """Every string value of a JSON row, at any depth."""
+    if isinstance(row, str):
+        yield row
+    elif isinstance(row, dict):
+        for value in row.values():
+            yield from strings_in(value)
+    elif isinstance(row, list):
+        for value in row:
+            yield from strings_in(value)
+
+
+def main() -> None:
+    from data.sources import parse_row, read_lines
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--files", nargs="+", required=True)
+    parser.add_argument("--vocab_size", type=int, default=4096)
+    args = parser.parse_args()
+    texts = (
+        text for line in read_lines(args.files) for text in strings_in(parse_row(line["json"], {}))
+    )
+    tokenizer = train_tokenizer(texts, args.vocab_size)
+    tokenizer.save_pretrained(args.out)
+    print(f"{args.out}: {len(tokenizer):,} tokens")
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

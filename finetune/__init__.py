@@ -1,0 +1,1 @@
+"""What train.py calls, one noun a file."""

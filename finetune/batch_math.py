@@ -1,0 +1,48 @@
+"""Global batch <-> ranks x micro-steps, learning-rate scaling, model-state memory: the
+arithmetic printed at start-up.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.config import TrainConfig
+
+LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def scaled_learning_rate(train: "TrainConfig") -> float:
+    """learning_rate * (global_batch_size / reference_global_batch_size) ** p.
+
+    p = 1 is SGD's linear rule (Goyal et al. 2017, arXiv:1706.02677), p = 0.5 the square-root rule
+    that Adam's noise scale calls for (Malladi et al. 2022, arXiv:2205.10287), p = 0 leaves it
+    alone.
+    """
+    power = LR_SCALING_POWER[train.lr_scaling]
+    reference = train.reference_global_batch_size or train.global_batch_size
+    return train.learning_rate * (train.global_batch_size / reference) ** power
+
+
+def warmup_steps(train: "TrainConfig") -> int:
+    """Optimizer steps that cover train.warmup_examples."""
+    return math.ceil(train.warmup_examples / train.global_batch_size)
+
+
+def total_steps(train: "TrainConfig", steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run: train.steps, or train.epochs passes."""
+    return train.steps if train.steps is not None else train.epochs * steps_per_epoch
+
+
+def model_state_bytes(parameters: int, world_size: int, stage: int, precision: str) -> int:
+    """Bytes per rank for weights, gradients and AdamW state, without activations or offload.
+
+    Per parameter 2 + 2 + 12 bytes in mixed precision (weight, gradient, fp32 master and two
+    moments) and 4 + 4 + 8 in fp32; ZeRO divides the last by the ranks from stage 1, the gradient
+    from 2, the weight from 3 (Rajbhandari et al. 2019, arXiv:1910.02054, section 5).
+    """
+    weight, gradient, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
+    shares = [world_size if stage >= s else 1 for s in (3, 2, 1)]
+    return sum(
+        math.ceil(parameters * size / share)
+        for size, share in zip((weight, gradient, optimizer), shares, strict=True)
+    )

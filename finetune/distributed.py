@@ -1,0 +1,137 @@
+"""Process group, device, who goes first, agreement on errors, exact sums."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from finetune.config import DistributedConfig
+from finetune.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of them."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """A CPU group for messages and long waits: it neither holds GPU memory nor has the
+    collectives' short time-out.
+    """
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(config: DistributedConfig) -> Iterator[Ranks]:
+    """Join the job's process group, as `deepspeed`, `torchrun` or a plain `python train.py` started
+    it; leave it at the end.
+
+    Leaving is not optional: a gloo process that exits without it aborts at random.
+    """
+    for name, alone in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
+        os.environ.setdefault(name, alone)
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_PORT", "0")
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if on_cpu:
+        # DeepSpeed would compile a shared-memory all-reduce here, which needs g++ and leaves 69 MB
+        # per rank in /dev/shm after every run; gloo does the same work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _share_cores()
+    else:
+        accelerator.set_device(local_rank)
+    deepspeed.init_distributed(
+        dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=config.timeout_seconds),
+        verbose=False,
+    )
+    try:
+        yield Ranks(
+            rank=dist.get_rank(),
+            local_rank=local_rank,
+            world_size=dist.get_world_size(),
+            device=torch.device(accelerator.current_device_name()),
+            control=dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=config.data_timeout_seconds)
+            ),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _share_cores() -> None:
+    """Give each rank of this machine its part of the cores; torch would give every rank all of
+    them.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torchrun says LOCAL_WORLD_SIZE, deepspeed's launcher LOCAL_SIZE
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+
+
+def together(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False) -> T:
+    """Run `work` on every rank and agree on how it went: a UserError on any rank is raised on all
+    of them.
+
+    Without this, the rank that found the mistake would leave and the others wait for it until the
+    time-out. `first_on_machine` lets each machine's first rank finish before its other ranks start.
+    """
+    result: T | None = None
+    for turn in (True, False) if first_on_machine else (None,):
+        error = None
+        if turn is None or turn == (ranks.local_rank == 0):
+            try:
+                result = work()
+            except UserError as mistake:
+                error = str(mistake)
+        errors: list[str | None] = [None] * ranks.world_size
+        dist.all_gather_object(errors, error, group=ranks.control)
+        if first := next((e for e in errors if e is not None), None):
+            raise UserError(first)
+    return result  # type: ignore[return-value]
+
+
+def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
+    """`work()` done by rank 0, its result (or its UserError) on every rank."""
+    box: list = [None, None]
+    if ranks.is_first:
+        try:
+            box[0] = work()
+        except UserError as mistake:
+            box[1] = str(mistake)
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    if box[1] is not None:
+        raise UserError(box[1])
+    return box[0]
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """`value`, any shape, summed over all ranks, in float64: exact for counts, and for losses to
+    1e-15.
+    """
+    total = value.detach().to(torch.float64)
+    dist.all_reduce(total)
+    return total

@@ -1,0 +1,45 @@
+"""The one exception for a user's mistake, and how every command here ends.
+
+Exit codes: 0 done, 2 a user's mistake, 130 Ctrl-C, 1 anything else.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+EXIT_FAILURE = 1
+EXIT_USER_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """Bad input. `str(error)` is the one line that a person sees: what is wrong, where, what to
+    do.
+    """
+
+
+def exit_on_error(work: Callable[[], T]) -> T:
+    """`work()`, or the end of this process: one line for a UserError, a traceback for anything
+    else.
+
+    Under a launcher one process per machine prints the line, and the others linger: launchers stop
+    all processes as soon as one has failed, and that one should have spoken first.
+    """
+    try:
+        return work()
+    except UserError as mistake:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {mistake}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(3)
+        sys.exit(EXIT_USER_MISTAKE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_FAILURE)

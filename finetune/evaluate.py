@@ -1,0 +1,26 @@
+"""Exact token-weighted loss over all ranks."""
+
+import torch
+from torch import nn
+
+from data.loader import DataPlan, load_steps
+from finetune.distributed import Ranks, sum_over_ranks
+from finetune.loss import SupervisedLoss
+
+
+@torch.no_grad()
+def evaluate(engine: nn.Module, loss: SupervisedLoss, plan: DataPlan, ranks: Ranks) -> float:
+    """Mean cross entropy, nats per supervised token, over every row of `plan` exactly once.
+
+    All ranks take part in every micro-step, some with filler, because ZeRO-3 gathers weights in the
+    forward pass.
+    """
+    was_training = engine.training
+    engine.eval()
+    total, tokens = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
+    for step in load_steps(plan, ranks.rank, 0, plan.steps_per_epoch):
+        for batch in step.micro_batches:
+            total += loss(engine, batch.to(ranks.device))
+        tokens += step.plan.supervised_tokens
+    engine.train(was_training)
+    return float(sum_over_ranks(total) / tokens)

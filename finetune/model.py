@@ -1,0 +1,154 @@
+"""Tokenizer, model (partitioned from the start under ZeRO-3) and the optimizer's parameter
+groups.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import HfDeepSpeedConfig
+
+from finetune.config import Config
+from finetune.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def best_precision(device: torch.device) -> str:
+    """What train.precision auto means there: bf16 on GPUs that have it, fp16 on older ones, fp32
+    on CPU.
+    """
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, with model.chat_template in place of its own where one is given.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    tokenizer = _from_hub(
+        AutoTokenizer.from_pretrained, "model.tokenizer", config.tokenizer_name, config
+    )
+    if config.model.chat_template:
+        tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def load_model_config(config: Config) -> PretrainedConfig:
+    """The model's architecture, without weights.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    return _from_hub(
+        AutoConfig.from_pretrained, "model.name_or_path", config.model.name_or_path, config
+    )
+
+
+def load_model(
+    config: Config, model_config: PretrainedConfig, ds_config: dict[str, Any]
+) -> nn.Module:
+    """The model, pretrained or freshly drawn from the global RNG, in fp32 or the run's precision.
+
+    Under ZeRO-3 each rank holds only its partition from the first parameter on. That is decided by
+    HfDeepSpeedConfig, which transformers keeps by weak reference only: it is kept alive on the
+    model.
+
+    Raises:
+        UserError: no weights, or weights that do not fit the architecture.
+    """
+    hf_ds_config = HfDeepSpeedConfig(ds_config)
+    dtype = DTYPES[
+        next((p for p in ("bf16", "fp16") if ds_config.get(p, {}).get("enabled")), "fp32")
+    ]
+    options: dict[str, Any] = {"dtype": dtype}
+    if config.model.attn_implementation:
+        options["attn_implementation"] = config.model.attn_implementation
+    try:
+        if config.model.from_config:
+            options["trust_remote_code"] = config.model.trust_remote_code
+            model = AutoModelForCausalLM.from_config(model_config, **options)
+        else:
+            load = AutoModelForCausalLM.from_pretrained
+            name = config.model.name_or_path
+            model = _from_hub(
+                load, "model.name_or_path", name, config, config=model_config, **options
+            )
+    except (ImportError, ValueError) as error:  # e.g. flash_attention_2 without its package
+        raise UserError(
+            f"model.name_or_path: {config.model.name_or_path}: {_first_line(error)}"
+        ) from error
+    model.hf_ds_config = hf_ds_config
+    if config.model.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def count_parameters(model_config: PretrainedConfig, trust_remote_code: bool = False) -> int:
+    """Parameters of the architecture, tied ones once; no memory is taken for them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in model.parameters())
+
+
+def linear_cost(model_config: PretrainedConfig) -> int:
+    """K of a row's cost K*L + L^2: how many tokens of attention one token's dense layers cost.
+
+    A layer's matrices, P parameters, cost 2*P*L flops; causal attention over hidden size h costs
+    2*h*L^2 (scores and weighted sum, half of the square each). Divided by 2*h: K = P/h, about 12*h
+    for a GPT, 2048 -> 24,576.
+    """
+    text = model_config.get_text_config()
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    matrices = 3 if hasattr(text, "hidden_act") else 2  # gated feed-forward blocks have a third
+    per_layer = 2 * hidden * head_dim * (heads + kv_heads) + matrices * hidden * inner * experts
+    return max(1, per_layer // hidden)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with decay, biases and norms (one dimension) without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # a ZeRO-3 parameter is an empty tensor here; its real shape is ds_shape
+    is_matrix = [len(getattr(p, "ds_shape", p.shape)) > 1 for p in trained]
+    groups = [
+        {
+            "params": [p for p, matrix in zip(trained, is_matrix, strict=True) if matrix],
+            "weight_decay": weight_decay,
+        },
+        {
+            "params": [p for p, matrix in zip(trained, is_matrix, strict=True) if not matrix],
+            "weight_decay": 0.0,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _from_hub(load: Any, key: str, name: str, run_config: Config, /, **options: Any) -> Any:
+    model = run_config.model
+    try:
+        return load(
+            name, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
+        )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise UserError(f"{key}: cannot load {name}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )

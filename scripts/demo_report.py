@@ -1,0 +1,60 @@
+"""The demo's last screen: what the model could do before and after, and where everything lies.
+
+python scripts/demo_report.py RUN_FOLDER MODEL_FOLDER
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune.checkpoint import list_complete
+from finetune.errors import exit_on_error
+from finetune.seeding import seed_everything
+from scripts.exact_match import exact_answers, read_conversations
+
+
+def main() -> None:
+    run, model_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["eval_loss"] for line in lines if line["kind"] == "eval"]
+    steps = [line for line in lines if line["kind"] == "train"]
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    conversations = read_conversations(config["data"]["eval_files"][0])
+    seed_everything(config["train"]["seed"])  # the random weights that the run started from
+    untrained = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(config["model"]["name_or_path"])
+    )
+    trained = AutoModelForCausalLM.from_pretrained(model_folder)
+    answers = [exact_answers(m, tokenizer, conversations) for m in (untrained, trained)]
+    right = [sum(expected == said for expected, said in pairs) for pairs in answers]
+
+    tokens_per_s = statistics.median(line["tokens_per_s"] for line in steps)
+    question, said = conversations[0][-2]["content"], answers[1][0][1]
+    rows = [
+        ("", "before", "after"),
+        ("held-out loss, nats a token", f"{losses[0]:.3f}", f"{losses[-1]:.3f}"),
+        ("held-out answers right", *(f"{n} of {len(conversations)}" for n in right)),
+    ]
+    print()
+    for name, before, after in rows:
+        print(f"  {name:<30}{before:>12}{after:>12}")
+    print(f"\n  asked     {question}\n  answered  {said}\n")
+    print(f"  speed       {tokens_per_s:,.0f} tokens/s over all ranks (median step)")
+    print(f"  checkpoint  {list_complete(run / 'checkpoints')[-1]}")
+    print(f"  model       {model_folder}  (a Hugging Face folder)")
+    print(f"  metrics     {run / 'metrics.jsonl'}")
+    print(f"  W&B         {run / 'wandb'}  (offline; `wandb sync` uploads it)")
+    print(f"\n  next: .venv/bin/python scripts/exact_match.py {model_folder} "
+          f"{config['data']['eval_files'][0]} --show 3\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

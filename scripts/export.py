@@ -1,0 +1,43 @@
+"""Write a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
+
+    python scripts/export.py CHECKPOINT OUT [--dtype float32]
+
+CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run's folder: then its newest
+complete checkpoint is taken. `AutoModelForCausalLM.from_pretrained(OUT)` loads what it writes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from finetune.errors import UserError, exit_on_error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    args = parser.parse_args()
+    if not args.checkpoint.is_dir():
+        raise UserError(f"no such folder: {args.checkpoint}")
+
+    from finetune.checkpoint import export_checkpoint, find_checkpoint  # after the arguments: slow
+
+    checkpoint = args.checkpoint
+    if (checkpoint / "checkpoints").is_dir():
+        newest, passed_over = find_checkpoint("auto", checkpoint / "checkpoints")
+        print("".join(f"{line}\n" for line in passed_over), end="")
+        if newest is None:
+            raise UserError(f"{checkpoint} has no checkpoints yet")
+        checkpoint = newest
+    export_checkpoint(checkpoint, args.out, args.dtype)
+    print(f"{checkpoint} -> {args.out}")
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

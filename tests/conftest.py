@@ -1,0 +1,178 @@
+"""Shared by the tests: small models and rows, and one way to start real training processes."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SAMPLE = REPO / "data" / "sample"
+sys.path.insert(0, str(REPO))
+
+
+@dataclasses.dataclass
+class Finished:
+    """A process that has ended: exit code and everything it printed."""
+
+    code: int
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The one-line messages for a user's mistake."""
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+
+def environment() -> dict[str, str]:
+    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {
+        **keep,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(REPO),
+    }
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def launch_command(script_and_args, ranks, launcher="deepspeed"):
+    """Command line that starts a script on `ranks` processes: deepspeed, torchrun or plain python."""
+    bin_folder = Path(sys.executable).parent
+    args = [str(a) for a in script_and_args]
+    if launcher == "deepspeed":
+        return [str(bin_folder / "deepspeed"), "--num_gpus", str(ranks),
+                "--master_port", free_port(), *args]  # fmt: skip
+    if launcher == "torchrun":
+        return [str(bin_folder / "torchrun"), "--nproc_per_node", str(ranks),
+                "--master_port", free_port(), *args]  # fmt: skip
+    return [sys.executable, *args]
+
+
+def run(command, timeout=300, cwd=REPO) -> Finished:
+    """Run to the end; whatever it started dies with it at the time-out."""
+    process = subprocess.Popen(
+        [str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {timeout} s: {command}\n{output[-4000:]}")
+    return Finished(process.returncode, output)
+
+
+def train(config_file, *flags, ranks=1, launcher="deepspeed", timeout=300) -> Finished:
+    """train.py on real processes."""
+    args = ["train.py", "--config", config_file, *flags]
+    return run(launch_command(args, ranks, launcher), timeout)
+
+
+def read_metrics(run_folder, kind="train"):
+    lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def write_rows(path, rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sample_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(SAMPLE / "model")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, sample_tokenizer) -> Path:
+    """A folder with a 2-layer Llama with weights, tied embeddings and dropout, and a tokenizer."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny_model"), sample_tokenizer, dropout=0.0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("dropout"), sample_tokenizer, dropout=0.2)
+
+
+def save_tiny_llama(folder, tokenizer, dropout) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=True, attention_dropout=dropout, initializer_range=0.1,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_rows() -> list[dict]:
+    """70 rows of the sample: prompts masked, lengths from 30 to 220 tokens."""
+    lines = (SAMPLE / "train.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[:4000:57]][:70]
+
+
+@pytest.fixture
+def tiny_config(tmp_path, tiny_model, chat_rows):
+    """Writes a run config for the tiny model; keyword arguments replace or add dotted keys."""
+
+    def write(name="config.yaml", model=tiny_model, **changes) -> Path:
+        import yaml
+
+        config = {
+            "output_dir": str(tmp_path / "run"),
+            "ds_config": "ds_configs/zero2.json",
+            "model": {"name_or_path": str(model)},
+            "data": {
+                "train_files": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
+                "eval_files": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
+                "max_length": 256,
+                "micro_batch_tokens": 1024,
+                "pad_to_multiple_of": 1,
+                "cache_dir": str(tmp_path / "cache"),
+            },
+            "train": {
+                "global_batch_size": 12,
+                "epochs": 2,
+                "learning_rate": 3e-3,
+                "lr_schedule": "linear",
+                "warmup_examples": 24,
+                "weight_decay": 0.1,
+                "gradient_clipping": 0.5,
+                "seed": 7,
+            },
+            "tracking": {"wandb": "disabled"},
+        }
+        for dotted, value in changes.items():
+            *parents, leaf = dotted.split("__")
+            block = config
+            for parent in parents:
+                block = block.setdefault(parent, {})
+            if value is None:
+                block.pop(leaf, None)
+            else:
+                block[leaf] = value
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        return path
+
+    return write

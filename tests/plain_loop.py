@@ -1,0 +1,70 @@
+"""A plain single-process torch loop to hold the trainer against: one row at a time, whole logits, no padding.
+
+Shares with the trainer the rows' tokens and which rows a step has, and nothing else.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from data.plan import step_rows, steps_per_epoch
+from data.tokenize import open_cache, tokenize_files
+from finetune.config import parse_command_line
+
+
+def train_plainly(config_file, tokenizer):
+    """(losses, gradient norms, learning rates, eval losses before and after, weights)."""
+    config = parse_command_line(["--config", str(config_file)]).config
+    train, data = config.train, config.data
+    rows = read_rows(data.train_files, tokenizer, data)
+    held_out = read_rows(data.eval_files, tokenizer, data)
+    model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": train.weight_decay},
+         {"params": others, "weight_decay": 0.0}],
+        betas=train.adam_betas, eps=train.adam_epsilon,
+    )  # fmt: skip
+    per_epoch = steps_per_epoch(len(rows), train.global_batch_size)
+    steps = train.epochs * per_epoch
+    warmup = -(-train.warmup_examples // train.global_batch_size)
+    losses, norms, rates = [], [], []
+    before = mean_loss(model, held_out).item()
+    for k in range(steps):
+        epoch, step = divmod(k, per_epoch)
+        chosen = step_rows(len(rows), train.global_batch_size, train.seed, epoch, step)
+        optimizer.zero_grad()
+        loss = mean_loss(model, [rows[i] for i in chosen])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.gradient_clipping)
+        # linear: up from 1/warmup to 1, then down to 1/(steps + 1 - warmup) at the last step
+        factor = min((k + 1) / warmup, (steps - k) / (steps + 1 - warmup))
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate * factor
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+        rates.append(train.learning_rate * factor)
+    after = mean_loss(model, held_out).item()
+    return losses, norms, rates, (before, after), dict(model.named_parameters())
+
+
+def read_rows(files, tokenizer, data):
+    cache = open_cache(tokenize_files(files, tokenizer, data))
+    return [
+        (torch.tensor(row["input_ids"])[None], torch.tensor(row["loss_mask"])[None])
+        for row in cache.rows
+    ]
+
+
+def mean_loss(model, rows):
+    """Cross entropy per supervised token over all rows, in float64 sums."""
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for ids, mask in rows:
+        logits = model(input_ids=ids).logits[0, :-1]
+        targets, wanted = ids[0, 1:], mask[0, 1:]
+        total = total + F.cross_entropy(logits[wanted], targets[wanted], reduction="sum")
+        count += int(wanted.sum())
+    return total / count

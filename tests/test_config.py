@@ -1,0 +1,250 @@
+"""Config: precedence, complaints, the merged DeepSpeed config.    pytest tests/test_config.py"""
+
+import json
+import re
+import sys
+import time
+
+import pytest
+import yaml
+
+from conftest import REPO, run
+from finetune.batch_math import scaled_learning_rate, warmup_steps
+from finetune.config import dump_config, parse_command_line
+from finetune.ds_config import check_compiler, merge_ds_config, resolve_precision
+from finetune.errors import UserError
+
+DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
+
+
+def parse(config_file, *flags):
+    return parse_command_line(["--config", str(config_file), *flags]).config
+
+
+def complaint(config_file, *flags):
+    with pytest.raises(UserError) as caught:
+        parse(config_file, *flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_below_yaml_below_flags(tiny_config):
+    path = tiny_config()
+    config = parse(path, "--train.learning_rate", "1e-5", "--data.max_length=128")
+    assert config.train.adam_betas == (0.9, 0.999)  # default
+    assert config.train.global_batch_size == 12  # YAML
+    assert (config.train.learning_rate, config.data.max_length) == (1e-5, 128)  # flags
+
+
+def test_dumped_config_reads_back_equal(tiny_config, tmp_path):
+    config = parse(tiny_config(train__adam_betas=[0.9, 0.95], data__columns={"prompt": "q"}))
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert parse(tmp_path / "dumped.yaml") == config
+
+
+def test_the_launchers_local_rank_is_accepted_and_dry_run_is_a_flag(tiny_config):
+    line = parse_command_line(["--local_rank=1", "--config", str(tiny_config()), "--dry_run"])
+    assert line.dry_run
+
+
+MISTAKES = {
+    "unknown key": ({"train__learning_rat": 1}, "config.yaml:LINE: train.learning_rat: unknown key; "
+                    "did you mean train.learning_rate?"),
+    "unknown section": ({"trian__steps": 1}, "config.yaml:LINE: trian.steps: unknown key; "
+                        "did you mean train.steps?"),
+    "wrong type": ({"train__learning_rate": "fast"},
+                   "config.yaml:LINE: train.learning_rate: expected float, got 'fast'"),
+    "not one of": ({"data__on_too_long": "cut"}, "data.on_too_long: "),
+    "wrong optional type": ({"train__steps": 2.5, "train__epochs": None},
+                            "train.steps: expected int or null, got '2.5'"),
+    "epochs and steps": ({"train__steps": 5}, "give exactly one of train.epochs and train.steps"),
+    "no reference batch": ({"train__lr_scaling": "sqrt"}, "needs train.reference_global_batch_size"),
+    "budget under a row": ({"data__micro_batch_tokens": 100},
+                           "100 is less than one row of data.max_length (256, padded 256)"),
+    "negative": ({"train__warmup_examples": -1}, "train.warmup_examples: -1 is under 0"),
+    "missing data": ({"data__train_files": ["nowhere.jsonl"]},
+                     "data.train_files: no such file: nowhere.jsonl"),
+    "missing model": ({"model__name_or_path": "./nowhere"},
+                      "model.name_or_path: no such folder: ./nowhere"),
+    "two hold-outs": ({"data__eval_fraction": 0.1}, "not both"),
+    "no ds_config": ({"ds_config": "ds_configs/zero9.json"},
+                     "ds_config: cannot read ds_configs/zero9.json: No such file or directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line_with_key_and_file(tiny_config, case):
+    changes, message = MISTAKES[case]
+    path = tiny_config(**changes)
+    leaf = next(iter(changes)).split("__")[-1]
+    lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if f"{leaf}:" in line]
+    assert message.replace("LINE", str(lines[-1])) in complaint(path)
+
+
+def test_mistakes_on_the_command_line_say_so(tiny_config):
+    path = tiny_config()
+    said = complaint(path, "--train.sedd", "3")
+    assert said == "command line: train.sedd: unknown key; did you mean train.seed?"
+    assert complaint(path, "--train.seed", "x") == (
+        "command line: train.seed: expected int, got 'x'"
+    )
+    assert "nowhere.yaml" in complaint("nowhere.yaml")
+    (path.parent / "broken.yaml").write_text("train: {seed: [\n")
+    assert "broken.yaml" in complaint(path.parent / "broken.yaml")
+    assert "required key output_dir is missing" in complaint(tiny_config(output_dir=None))
+
+
+def test_a_global_batch_under_the_rank_count_is_refused(tiny_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert "12 is smaller than the number of ranks (16)" in complaint(tiny_config())
+
+
+def test_help_answers_in_two_seconds():
+    began = time.perf_counter()
+    finished = run([sys.executable, "train.py", "--help"])
+    assert finished.code == 0 and "--train.global_batch_size" in finished.output
+    assert "Sequences per optimizer step" in finished.output
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)]
+)
+def test_learning_rate_scales_from_the_global_batch(tiny_config, scaling, expected):
+    config = parse(
+        tiny_config(
+            train__lr_scaling=scaling,
+            train__reference_global_batch_size=3,
+            train__learning_rate=1e-3,
+        )
+    )
+    assert scaled_learning_rate(config.train) == pytest.approx(expected)
+    assert warmup_steps(config.train) == 2  # 24 examples at 12 a step
+
+
+# --------------------------------------------------------------------------------------------------
+# The DeepSpeed config
+
+
+def write_ds(tmp_path, **blocks):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **blocks}))
+    return str(path)
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
+def test_shipped_ds_configs_merge_completely(tiny_config, path):
+    config = parse(tiny_config(ds_config=str(path)))
+    merged = merge_ds_config(config, "bf16", hidden_size=64)
+    assert "auto" not in json.dumps(merged)
+    assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
+    assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
+def test_shipped_ds_configs_work_with_transformers_trainer(tmp_path, path):
+    """TrainingArguments fills the same "auto" values and finds no mismatch."""
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=1e-4)
+    theirs = HfTrainerDeepSpeedConfig(str(path))
+    theirs.trainer_config_process(args)
+
+    class Model:
+        class config:
+            hidden_size = 64
+
+    theirs.trainer_config_finalize(args, Model, num_training_steps=10)
+    assert "auto" not in json.dumps(theirs.config)
+
+
+CONTRADICTIONS = {
+    "optimizer.params.lr is 0.5": {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}},
+    "gradient_clipping is 1.0, but train.gradient_clipping is 0.5": {"gradient_clipping": 1.0},
+    "train_batch_size is 99, but train.global_batch_size is 12": {"train_batch_size": 99},
+    "train_micro_batch_size_per_gpu is 4": {"train_micro_batch_size_per_gpu": 4},
+    "scheduler.type is WarmupLR": {"scheduler": {"type": "WarmupLR", "params": {}}},
+    "scheduler.params.warmup_num_steps is 9": {
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}
+    },
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_a_contradiction_names_both_places(tiny_config, tmp_path, message):
+    said = complaint(tiny_config(ds_config=write_ds(tmp_path, **CONTRADICTIONS[message])))
+    assert f"ds.json: {message}" in said
+    assert re.search(r"\((train|data)\.\w+: .*config.yaml:\d+\)$|: command line\)$", said)
+
+
+def test_a_file_made_for_transformers_trainer_works(tiny_config, tmp_path):
+    """Hugging Face's documented ZeRO-3 example, scheduler block included."""
+    auto = "auto"
+    path = write_ds(
+        tmp_path,
+        fp16={"enabled": auto, "loss_scale": 0, "initial_scale_power": 16},
+        bf16={"enabled": auto},
+        optimizer={"type": "AdamW", "params": dict.fromkeys(
+            ("lr", "betas", "eps", "weight_decay"), auto)},
+        scheduler={"type": "WarmupDecayLR", "params": dict.fromkeys(
+            ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), auto)},
+        zero_optimization={"stage": 3, "reduce_bucket_size": auto,
+                           "stage3_prefetch_bucket_size": auto,
+                           "stage3_param_persistence_threshold": auto},
+        gradient_accumulation_steps=auto, gradient_clipping=auto, train_batch_size=auto,
+        train_micro_batch_size_per_gpu=auto, steps_per_print=2000, wall_clock_breakdown=False,
+    )  # fmt: skip
+    merged = merge_ds_config(parse(tiny_config(ds_config=path)), "fp32", hidden_size=32)
+    assert "auto" not in json.dumps(merged) and "scheduler" not in merged
+    assert merged["zero_optimization"]["reduce_bucket_size"] == 1024
+    assert merged["optimizer"]["params"] == {
+        "lr": 3e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}  # fmt: skip
+
+
+def test_an_unknown_auto_is_named(tiny_config, tmp_path):
+    config = parse(tiny_config(ds_config=write_ds(tmp_path, hybrid={"size": "auto"})))
+    with pytest.raises(UserError, match='hybrid.size is "auto"'):
+        merge_ds_config(config, "fp32", hidden_size=32)
+
+
+@pytest.mark.parametrize(
+    ("block", "asked", "expected"),
+    [
+        ({}, "auto", "bf16"),
+        ({"bf16": {"enabled": True}}, "auto", "bf16"),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": False}}, "auto", "fp32"),
+        ({"fp16": {"enabled": True}}, "auto", "fp16"),
+        ({"bf16": {"enabled": "auto"}}, "fp32", "fp32"),
+        ({"bf16": {"enabled": True}}, "fp32", "bf16.enabled is true, but train.precision is fp32"),
+        ({"bf16": {"enabled": False}}, "bf16", "bf16.enabled is false, but train.precision is"),
+    ],
+)
+def test_precision_has_one_owner(tiny_config, tmp_path, block, asked, expected):
+    path = tiny_config(ds_config=write_ds(tmp_path, **block), train__precision=asked)
+    if " " in expected:
+        with pytest.raises(UserError, match=expected):
+            resolve_precision(parse(path), "bf16")
+    else:
+        assert resolve_precision(parse(path), "bf16") == expected
+
+
+def test_offload_without_a_compiler_is_refused_before_it_fails(tiny_config, monkeypatch):
+    config = parse(tiny_config(ds_config="ds_configs/zero2.json"))
+    object.__setattr__(config, "ds_config", str(REPO / "ds_configs/zero2_offload.json"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="no g\\+\\+ here.*torch_adam"):
+        check_compiler(config)
+
+
+def test_every_shipped_recipe_parses():
+    recipes = sorted((REPO / "configs").glob("*.yaml"))
+    for recipe in recipes:
+        text = yaml.safe_load(recipe.read_text())
+        flags = []
+        if not all((REPO / f).is_file() for f in text["data"]["train_files"]):
+            flags = ["--data.train_files", f"[{recipe}]"]  # the reader's own data: any file will do
+        if str(text["model"].get("tokenizer", "")).startswith("runs/"):
+            flags += ["--model.tokenizer", "data/sample/model"]
+        parse(recipe, *flags)
+    assert REPO / "configs" / "demo.yaml" in recipes

@@ -1,0 +1,127 @@
+"""train.py on real DeepSpeed processes against a plain torch loop.    pytest tests/test_training.py"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from conftest import REPO, environment, launch_command, read_metrics, run, train, write_rows
+from plain_loop import train_plainly
+from safetensors.torch import load_file
+
+from finetune.checkpoint import export_checkpoint, list_complete
+
+pytestmark = pytest.mark.launch
+
+
+def export(run_folder, out):
+    """Weights of the run's last checkpoint, as a Hugging Face folder has them."""
+    export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
+    return load_file(out / "model.safetensors")
+
+
+def assert_weights_close(ours, reference, tolerance):
+    """Relative L2 distance of every tensor."""
+    assert set(ours) == {n for n in reference if n != "lm_head.weight"}  # tied: stored once
+    for name, tensor in ours.items():
+        expected = reference[name].detach()
+        distance = (tensor - expected).norm() / expected.norm()
+        assert distance < tolerance, f"{name}: {distance:.1e}"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tiny_model, chat_rows, sample_tokenizer):
+    """The reference run, once for all layouts."""
+    return {}
+
+
+LAYOUTS = {
+    "1 rank": (1, 1024),
+    "2 ranks": (2, 1024),
+    "2 ranks, more micro-steps": (2, 300),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, stage, layout):
+    ranks, budget = LAYOUTS[layout]
+    config = tiny_config(
+        data__micro_batch_tokens=budget, ds_config=f"ds_configs/zero{stage}.json"
+    )
+    if not plain:
+        plain["run"] = train_plainly(config, sample_tokenizer)
+    losses, norms, rates, (before, after), weights = plain["run"]
+    finished = train(config, ranks=ranks)
+    assert finished.code == 0, finished.output
+
+    steps = read_metrics(tmp_path / "run")
+    assert len(steps) == len(losses) == 12
+    micro_steps = {step["micro_steps"] for step in steps}
+    if layout == "2 ranks, more micro-steps":
+        assert len(micro_steps) > 1 and min(micro_steps) > 1, "accumulation should vary"
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
+    np.testing.assert_allclose([s["lr"] for s in steps], rates, rtol=1e-9)
+    evals = [e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")]
+    np.testing.assert_allclose(evals, [before, after], rtol=1e-5)
+    assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stop, resume
+
+
+def start(config, *flags, ranks):
+    """train.py started and left running."""
+    command = launch_command(["train.py", "--config", config, *flags], ranks)
+    return subprocess.Popen(
+        command, cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
+    tiny_config, tmp_path, tiny_model_with_dropout, stage
+):
+    config = tiny_config(
+        model=tiny_model_with_dropout,
+        ds_config=f"ds_configs/zero{stage}.json",
+        train__epochs=None, train__steps=60, train__eval_every_steps=7,
+        checkpoint={"every_steps": 5, "keep_last": 2},
+    )  # fmt: skip
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert (finished := train(config, "--output_dir", whole, ranks=2)).code == 0, finished.output
+
+    process = start(config, "--output_dir", cut, ranks=2)
+    deadline = time.monotonic() + 120
+    while not (cut / "checkpoints" / "step_00000010").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = read_metrics(cut)[-1]["step"]
+    assert 10 <= done < 60, "the run should have been stopped in the middle"
+
+    finished = train(config, "--output_dir", cut, ranks=2)
+    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+    names = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "micro_steps")
+    lines = [[{n: s[n] for n in names} for s in read_metrics(folder)] for folder in (whole, cut)]
+    assert lines[0] == lines[1] and len(lines[0]) == 60, "each step once, each number the same"
+    evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
+    assert evals[0] == evals[1] and len(evals[0]) == 1 + 8 + 1
+
+    weights = [export(f, tmp_path / f"hf_{f.name}") for f in (whole, cut)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    steps = [c.name for c in list_complete(cut / "checkpoints")]
+    assert steps == ["step_00000055", "step_00000060"]
+
+    again = train(config, "--output_dir", cut, ranks=2)
+    assert again.code == 0 and "finished: step 60" in again.output, again.output

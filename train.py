@@ -1,0 +1,348 @@
+"""One training run, top to bottom: parse -> process group -> data -> model -> engine -> resume ->
+loop.
+
+    deepspeed --num_gpus 2 train.py --config configs/demo.yaml [--section.key value ...] [--dry_run]
+    deepspeed --hostfile hostfile train.py --config ...
+    torchrun --nproc_per_node 2 train.py --config ...
+
+What happens at step k on rank r: the plan says which rows step k has and deals them into ranks x
+micro-steps (data/plan.py); rank r runs its micro-batches, each backward scaled so that together
+they give the gradient of the mean over the step's supervised tokens; the last one reduces over the
+ranks; the optimizer steps once.
+
+Exit code: 0 the run is finished, 2 a mistake in the input (one line says which), anything else a
+failure.
+"""
+
+import sys
+
+from finetune.config import parse_command_line
+from finetune.errors import exit_on_error
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and a mistake in the config are answered
+    # at once.
+    COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
+
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, get_scheduler
+
+from data.loader import DataPlan, StepBatch, load_steps
+from data.plan import Budget
+from data.tokenize import hold_out, open_cache, tokenize_files
+from finetune.batch_math import total_steps, warmup_steps
+from finetune.checkpoint import (
+    TrainerState,
+    check_resumable,
+    find_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from finetune.config import Config
+from finetune.distributed import Ranks, on_first_rank, process_group, sum_over_ranks, together
+from finetune.ds_config import merge_ds_config, resolve_precision, zero_stage
+from finetune.evaluate import evaluate
+from finetune.loss import SupervisedLoss
+from finetune.metrics import Metrics, open_metrics, quieten_libraries
+from finetune.model import (
+    best_precision,
+    linear_cost,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    parameter_groups,
+)
+from finetune.seeding import seed_everything
+from finetune.startup import startup_table, write_resolved_configs
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with."""
+
+    config: Config
+    ranks: Ranks
+    tokenizer: PreTrainedTokenizerBase
+    train_plan: DataPlan
+    eval_plan: DataPlan | None
+    total_steps: int
+    engine: deepspeed.DeepSpeedEngine
+    loss: SupervisedLoss
+    metrics: Metrics
+
+
+def main(config: Config, dry_run: bool) -> None:
+    with process_group(config.distributed) as ranks:
+        quieten_libraries(ranks.is_first)
+
+        # 1. The tokenizer, the architecture and, with them, every "auto" of the DeepSpeed config.
+        tokenizer = together(ranks, lambda: load_tokenizer(config), first_on_machine=True)
+        model_config = together(ranks, lambda: load_model_config(config), first_on_machine=True)
+        precision = resolve_precision(config, best_precision(ranks.device))
+        ds_config = merge_ds_config(config, precision, model_config.get_text_config().hidden_size)
+
+        # 2. Data: tokenised by the first rank of each machine, mapped by all. From here on the plan
+        # knows every step.
+        data = config.data
+        budget = Budget(
+            ranks.world_size,
+            data.micro_batch_tokens,
+            data.pad_to_multiple_of,
+            linear_cost(model_config),
+        )
+        train_plan, eval_plan = together(
+            ranks, lambda: load_data(config, tokenizer, budget), first_on_machine=True
+        )
+        steps = total_steps(config.train, train_plan.steps_per_epoch)
+        state = TrainerState(
+            world_size=ranks.world_size,
+            zero_stage=zero_stage(ds_config),
+            precision=precision,
+            plan_hash=train_plan.content_hash(),
+        )
+        if ranks.is_first:
+            print(
+                startup_table(config, model_config, train_plan, eval_plan, state, ranks.device),
+                flush=True,
+            )
+        if dry_run:
+            return
+
+        # 3. Where to go on from: rank 0 decides for all, before anything is loaded or written.
+        checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+        if ranks.is_first:
+            write_resolved_configs(config, ds_config, Path(config.output_dir))
+
+        # 4. Model and engine. One seed for all while weights are drawn, so that every rank draws
+        # the same; then a stream of its own for each rank's dropout.
+        seed_everything(config.train.seed)
+        model = together(ranks, lambda: load_model(config, model_config, ds_config))
+        loss = SupervisedLoss(model)
+        engine = build_engine(config, ds_config, model, steps)
+        seed_everything(config.train.seed + ranks.rank)
+        if checkpoint is not None:
+            load_checkpoint(engine, checkpoint, ranks)
+
+        # 5. The loop.
+        metrics = Metrics([])
+        if ranks.is_first:
+            metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
+        run = Run(config, ranks, tokenizer, train_plan, eval_plan, steps, engine, loss, metrics)
+        exit_code = 1
+        try:
+            train(run, replace(state, wandb_id=metrics.wandb_id))
+            exit_code = 0
+        finally:
+            metrics.close(exit_code)
+
+
+def train(run: Run, state: TrainerState) -> None:
+    """Optimizer steps from `state` to the last one, with evaluations and checkpoints between
+    them.
+    """
+    config, ranks, plan = run.config, run.ranks, run.train_plan
+    if state.global_step == 0 and config.train.eval_at_start:
+        run_evaluation(run, state)
+    on_gpu = ranks.device.type == "cuda"
+    began = time.perf_counter()
+    for batch in load_steps(
+        plan, ranks.rank, state.global_step, run.total_steps, pin_memory=on_gpu
+    ):
+        data_seconds = time.perf_counter() - began
+        lr = run.engine.get_lr()[0]
+        loss, grad_norm = train_step(run.engine, run.loss, batch, ranks)
+        step_seconds = time.perf_counter() - began
+
+        dealt = batch.plan
+        state = replace(
+            state,
+            global_step=batch.global_step + 1,
+            examples=state.examples + dealt.examples,
+            tokens=state.tokens + dealt.tokens,
+        )
+        run.metrics.log(
+            "train",
+            {
+                "step": state.global_step,  # finished steps
+                "epoch": state.global_step / plan.steps_per_epoch,
+                "loss": loss,  # nats per supervised token, over the whole global batch
+                "lr": lr,
+                "grad_norm": grad_norm,  # global L2 norm before clipping
+                "examples": dealt.examples,
+                "tokens": dealt.tokens,  # real ones, over all ranks; the next two too
+                "supervised_tokens": dealt.supervised_tokens,
+                "tokens_per_s": dealt.tokens / step_seconds,
+                "padding_efficiency": dealt.tokens / dealt.padded_tokens,
+                "micro_steps": len(batch.micro_batches),
+                "step_seconds": step_seconds,  # without evaluation and checkpoints
+                "data_seconds": data_seconds,  # of which the loop waited for the loader
+                "update_skipped": not run.engine.was_step_applied(),  # fp16 overflow
+            },
+        )
+
+        is_last = state.global_step == run.total_steps
+        if is_last or is_due(state.global_step, config.train.eval_every_steps):
+            run_evaluation(run, state)
+        if is_last or is_due(state.global_step, config.checkpoint.every_steps):
+            run_save(run, state)
+        began = time.perf_counter()
+    if ranks.is_first:
+        print(
+            f"finished: step {state.global_step:,}, {state.examples:,} examples, "
+            f"{state.tokens:,} tokens",
+            flush=True,
+        )
+
+
+def train_step(
+    engine: deepspeed.DeepSpeedEngine, loss_sum: SupervisedLoss, batch: StepBatch, ranks: Ranks
+) -> tuple[float, float]:
+    """One optimizer step: (mean loss per supervised token of the global batch, gradient norm before
+    clipping).
+
+    DeepSpeed averages gradients over W ranks. With N the supervised tokens of the step over all
+    ranks, which the plan knows, backing sum_CE * W / N in every micro-batch gives exactly the
+    gradient of the token mean, whatever W and the number of micro-steps are. Nothing here waits for
+    the device before the end of the step.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
+    scale = ranks.world_size / batch.plan.supervised_tokens
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for i, micro_batch in enumerate(batch.micro_batches):
+        # The engine is told where the step ends, because the number of micro-steps differs from
+        # step to step.
+        engine.set_gradient_accumulation_boundary(i == len(batch.micro_batches) - 1)
+        micro_loss = loss_sum(engine, micro_batch.to(ranks.device))
+        engine.backward(micro_loss * scale, scale_wrt_gas=False)
+        total += micro_loss.detach()
+    grad_norm = plain_gradient_norm(engine)
+    engine.step()  # clips, updates, advances the schedule, zeroes the gradients
+    if grad_norm is None:
+        grad_norm = engine.get_global_grad_norm()
+    loss = float(sum_over_ranks(total)) / batch.plan.supervised_tokens
+    if loss != loss or abs(loss) == float("inf"):
+        raise RuntimeError(
+            f"the loss of step {batch.global_step + 1} is {loss}: lower train.learning_rate, "
+            "or look at the step's rows"
+        )
+    return loss, float(grad_norm)
+
+
+def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
+    """Gradient norm where DeepSpeed does not tell it, ZeRO stage 0 in fp32; None elsewhere."""
+    if hasattr(engine.optimizer, "_global_grad_norm"):
+        return None
+    return nn.utils.get_total_norm(
+        [p.grad for p in engine.module.parameters() if p.grad is not None]
+    )
+
+
+def load_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, budget: Budget
+) -> tuple[DataPlan, DataPlan | None]:
+    """The plans of the training and of the held-out rows."""
+    data, seed, batch = config.data, config.train.seed, config.train.global_batch_size
+    train_rows = open_cache(tokenize_files(data.train_files, tokenizer, data))
+    eval_rows = None
+    if data.eval_files:
+        eval_rows = open_cache(tokenize_files(data.eval_files, tokenizer, data))
+    elif data.eval_fraction:
+        train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, seed)
+    eval_plan = (
+        None if eval_rows is None else DataPlan(eval_rows, seed, batch, budget, shuffle=False)
+    )
+    return DataPlan(train_rows, seed, batch, budget), eval_plan
+
+
+def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
+    """The checkpoint to resume from, or None to start at step 0.
+
+    Raises:
+        UserError: none can be used although there are some, or it is of another run.
+    """
+    checkpoint, passed_over = find_checkpoint(
+        config.checkpoint.resume, Path(config.output_dir) / "checkpoints"
+    )
+    for line in passed_over:
+        print(line, flush=True)
+    if checkpoint is not None:
+        saved = read_state(checkpoint)
+        check_resumable(checkpoint, saved, state)
+        print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
+    return checkpoint
+
+
+def build_engine(
+    config: Config, ds_config: dict[str, Any], model: nn.Module, steps: int
+) -> deepspeed.DeepSpeedEngine:
+    """DeepSpeed's engine with the optimizer that ds_config names and transformers' schedule."""
+    warmup = warmup_steps(config.train)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        # A warm-up's first value is 0, and the update with it a wasted one: begin at the second,
+        # end one later.
+        skip = 1 if warmup else 0
+        scheduler = get_scheduler(
+            config.train.lr_schedule,
+            optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps + skip,
+            scheduler_specific_kwargs=config.train.lr_schedule_args,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: stepped before the optimizer was
+            for _ in range(skip):
+                scheduler.step()
+        return scheduler
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameter_groups(model, config.train.weight_decay),
+        config=ds_config,
+        lr_scheduler=schedule,
+    )
+    engine.train()
+    return engine
+
+
+def run_evaluation(run: Run, state: TrainerState) -> None:
+    """Evaluate, where there are held-out rows, and report it."""
+    if run.eval_plan is None:
+        return
+    began = time.perf_counter()
+    eval_loss = evaluate(run.engine, run.loss, run.eval_plan, run.ranks)
+    values = {
+        "step": state.global_step,
+        "eval_loss": eval_loss,
+        "eval_seconds": time.perf_counter() - began,
+    }
+    run.metrics.log("eval", values)
+
+
+def run_save(run: Run, state: TrainerState) -> None:
+    """Save a checkpoint on all ranks together."""
+    folder = Path(run.config.output_dir) / "checkpoints"
+    save_checkpoint(
+        run.engine, state, run.ranks, folder, run.tokenizer, run.config.checkpoint.keep_last
+    )
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+if __name__ == "__main__":
+    exit_on_error(lambda: main(*COMMAND_LINE))
