@@ -11,9 +11,11 @@
 It is written as step_00001000.tmp and renamed when whole.
 """
 
+import io
 import json
 import os
 import shutil
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -270,7 +272,8 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
         )
         weights = saved["module"]
     else:
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=SHARDS)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it is chatty
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=SHARDS)
     config = AutoConfig.from_pretrained(checkpoint / "model")
     default = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[state.precision]
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or default))

@@ -382,7 +382,7 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         ("model.name_or_path", model.name_or_path),
         ("model.tokenizer", config.tokenizer_name),
     ):
-        # A hub id is `name` or `owner/name`; everything else, and all that exists here, is a folder.
+        # A hub id is `name` or `owner/name`; everything else, and what exists here, is a folder.
         local = Path(name).exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
         check(not local or Path(name).is_dir(), key, f"no such folder: {name}")
     check(

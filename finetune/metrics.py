@@ -166,6 +166,7 @@ class WandbSink:
         import wandb
 
         tracking: TrackingConfig = config.tracking
+        ds_config = json.loads((folder / "resolved_ds_config.json").read_text())
         settings: dict[str, Any] = {
             "init_timeout": WANDB_INIT_SECONDS,
             "finish_timeout": WANDB_FINISH_SECONDS,
@@ -183,7 +184,7 @@ class WandbSink:
             "mode": mode,
             "id": wandb_id,
             "resume": "allow",
-            "config": {**asdict(config), **git_state()},
+            "config": {**asdict(config), "resolved_ds_config": ds_config, **git_state()},
             "settings": wandb.Settings(**settings),
         }
 

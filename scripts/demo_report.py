@@ -15,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint import list_complete
 from finetune.errors import exit_on_error
+from finetune.metrics import quieten_libraries
 from finetune.seeding import seed_everything
 from scripts.exact_match import exact_answers, read_conversations
 
 
 def main() -> None:
+    quieten_libraries(is_first=True)
     run, model_folder = Path(sys.argv[1]), Path(sys.argv[2])
     config = yaml.safe_load((run / "resolved_config.yaml").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -37,7 +39,8 @@ def main() -> None:
     right = [sum(expected == said for expected, said in pairs) for pairs in answers]
 
     tokens_per_s = statistics.median(line["tokens_per_s"] for line in steps)
-    question, said = conversations[0][-2]["content"], answers[1][0][1]
+    shown = len(conversations) // 2
+    question, (expected, said) = conversations[shown][-2]["content"], answers[1][shown]
     rows = [
         ("", "before", "after"),
         ("held-out loss, nats a token", f"{losses[0]:.3f}", f"{losses[-1]:.3f}"),
@@ -46,7 +49,7 @@ def main() -> None:
     print()
     for name, before, after in rows:
         print(f"  {name:<30}{before:>12}{after:>12}")
-    print(f"\n  asked     {question}\n  answered  {said}\n")
+    print(f"\n  asked       {question}\n  expected    {expected}\n  answered    {said}\n")
     print(f"  speed       {tokens_per_s:,.0f} tokens/s over all ranks (median step)")
     print(f"  checkpoint  {list_complete(run / 'checkpoints')[-1]}")
     print(f"  model       {model_folder}  (a Hugging Face folder)")

@@ -78,6 +78,10 @@ def main() -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer  # after the arguments: slow
 
+    from finetune.metrics import quieten_libraries
+
+    quieten_libraries(is_first=True)
+
     model = AutoModelForCausalLM.from_pretrained(args.model)
     pairs = exact_answers(model, AutoTokenizer.from_pretrained(args.model), conversations)
     for conversation, (expected, said) in list(zip(conversations, pairs, strict=True))[: args.show]:

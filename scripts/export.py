@@ -27,6 +27,9 @@ def main() -> None:
         raise UserError(f"no such folder: {args.checkpoint}")
 
     from finetune.checkpoint import export_checkpoint, find_checkpoint  # after the arguments: slow
+    from finetune.metrics import quieten_libraries
+
+    quieten_libraries(is_first=True)
 
     checkpoint = args.checkpoint
     if (checkpoint / "checkpoints").is_dir():

@@ -47,7 +47,7 @@ def free_port() -> str:
 
 
 def launch_command(script_and_args, ranks, launcher="deepspeed"):
-    """Command line that starts a script on `ranks` processes: deepspeed, torchrun or plain python."""
+    """Command line of a script on `ranks` processes: deepspeed, torchrun or plain python."""
     bin_folder = Path(sys.executable).parent
     args = [str(a) for a in script_and_args]
     if launcher == "deepspeed":

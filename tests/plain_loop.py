@@ -1,4 +1,4 @@
-"""A plain single-process torch loop to hold the trainer against: one row at a time, whole logits, no padding.
+"""A plain torch loop to hold the trainer against: one process, one row at a time, whole logits.
 
 Shares with the trainer the rows' tokens and which rows a step has, and nothing else.
 """

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import yaml
-
 from conftest import REPO, run
+
 from finetune.batch_math import scaled_learning_rate, warmup_steps
 from finetune.config import dump_config, parse_command_line
 from finetune.ds_config import check_compiler, merge_ds_config, resolve_precision
@@ -48,7 +48,8 @@ def test_the_launchers_local_rank_is_accepted_and_dry_run_is_a_flag(tiny_config)
 
 
 MISTAKES = {
-    "unknown key": ({"train__learning_rat": 1}, "config.yaml:LINE: train.learning_rat: unknown key; "
+    "unknown key": ({"train__learning_rat": 1},
+                    "config.yaml:LINE: train.learning_rat: unknown key; "
                     "did you mean train.learning_rate?"),
     "unknown section": ({"trian__steps": 1}, "config.yaml:LINE: trian.steps: unknown key; "
                         "did you mean train.steps?"),
@@ -58,7 +59,8 @@ MISTAKES = {
     "wrong optional type": ({"train__steps": 2.5, "train__epochs": None},
                             "train.steps: expected int or null, got '2.5'"),
     "epochs and steps": ({"train__steps": 5}, "give exactly one of train.epochs and train.steps"),
-    "no reference batch": ({"train__lr_scaling": "sqrt"}, "needs train.reference_global_batch_size"),
+    "no reference batch": ({"train__lr_scaling": "sqrt"},
+                           "needs train.reference_global_batch_size"),
     "budget under a row": ({"data__micro_batch_tokens": 100},
                            "100 is less than one row of data.max_length (256, padded 256)"),
     "negative": ({"train__warmup_examples": -1}, "train.warmup_examples: -1 is under 0"),
@@ -144,8 +146,8 @@ def test_shipped_ds_configs_merge_completely(tiny_config, path):
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
 def test_shipped_ds_configs_work_with_transformers_trainer(tmp_path, path):
     """TrainingArguments fills the same "auto" values and finds no mismatch."""
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
     from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=1e-4)
     theirs = HfTrainerDeepSpeedConfig(str(path))
@@ -204,7 +206,7 @@ def test_a_file_made_for_transformers_trainer_works(tiny_config, tmp_path):
 
 def test_an_unknown_auto_is_named(tiny_config, tmp_path):
     config = parse(tiny_config(ds_config=write_ds(tmp_path, hybrid={"size": "auto"})))
-    with pytest.raises(UserError, match='hybrid.size is "auto"'):
+    with pytest.raises(UserError, match=r'hybrid\.size is "auto"'):
         merge_ds_config(config, "fp32", hidden_size=32)
 
 
@@ -233,7 +235,7 @@ def test_offload_without_a_compiler_is_refused_before_it_fails(tiny_config, monk
     config = parse(tiny_config(ds_config="ds_configs/zero2.json"))
     object.__setattr__(config, "ds_config", str(REPO / "ds_configs/zero2_offload.json"))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="no g\\+\\+ here.*torch_adam"):
+    with pytest.raises(UserError, match=r"no g\+\+ here.*torch_adam"):
         check_compiler(config)
 
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
-    AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
 )  # fmt: skip
 
 from data.loader import IGNORE, MicroBatch

@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 import pytest
-
 from conftest import write_rows
+
 from data.sources import parse_row
 from data.tokenize import RenderOptions, cache_path, hold_out, open_cache, render, tokenize_files
 from finetune.config import DataConfig
@@ -165,7 +165,7 @@ def test_a_template_that_marks_no_assistant_token_is_refused(tmp_path, sample_to
 
     tokenizer = copy.deepcopy(sample_tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(UserError, match="marks no assistant token.*model.chat_template"):
+    with pytest.raises(UserError, match=r"marks no assistant token.*model\.chat_template"):
         build(tmp_path, tokenizer, [{"messages": CHAT}])
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="has no chat template"):

@@ -1,17 +1,13 @@
-"""train.py on real DeepSpeed processes against a plain torch loop.    pytest tests/test_training.py"""
+"""train.py on real processes against a plain torch loop.    pytest tests/test_training.py"""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
-import psutil
 import pytest
-from conftest import REPO, environment, launch_command, read_metrics, run, train, write_rows
+from conftest import REPO, environment, launch_command, read_metrics, train
 from plain_loop import train_plainly
 from safetensors.torch import load_file
 
@@ -52,9 +48,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, stage, layout):
     ranks, budget = LAYOUTS[layout]
-    config = tiny_config(
-        data__micro_batch_tokens=budget, ds_config=f"ds_configs/zero{stage}.json"
-    )
+    config = tiny_config(data__micro_batch_tokens=budget, ds_config=f"ds_configs/zero{stage}.json")
     if not plain:
         plain["run"] = train_plainly(config, sample_tokenizer)
     losses, norms, rates, (before, after), weights = plain["run"]

@@ -1,0 +1,50 @@
+"""Compare the loss curves of two runs, step by step.
+
+    python scripts/compare_runs.py runs/before runs/after
+
+Prints the largest relative difference of loss and gradient norm; exit code 1 where it is over 1e-5.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from finetune.errors import EXIT_FAILURE, UserError, exit_on_error
+
+TOLERANCE = 1e-5  # relative; what fp32 sums in another order differ by
+
+
+def read_steps(run: str) -> dict[int, dict]:
+    """The run's training steps by number."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == "train"}
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise UserError("give two run folders: compare_runs.py runs/before runs/after")
+    before, after = map(read_steps, sys.argv[1:])
+    common = sorted(before.keys() & after.keys())
+    if not common:
+        raise UserError("the runs have no step in common")
+    worst = 0.0
+    for name in ("loss", "grad_norm"):
+        differences = [abs(after[k][name] / before[k][name] - 1) for k in common]
+        largest = max(differences)
+        step = common[differences.index(largest)]
+        print(f"{name:<10} largest relative difference {largest:.1e}, at step {step}")
+        worst = max(worst, largest)
+    same = worst <= TOLERANCE
+    print(
+        f"{len(common)} steps: {'the same curve' if same else f'NOT the same within {TOLERANCE}'}"
+    )
+    sys.exit(0 if same else EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

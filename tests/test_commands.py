@@ -1,0 +1,254 @@
+"""The commands as a person runs them: codes, messages, files.    pytest tests/test_commands.py"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import (
+    REPO,
+    SAMPLE,
+    environment,
+    launch_command,
+    read_metrics,
+    run,
+    train,
+)
+
+pytestmark = pytest.mark.launch
+METRICS = {
+    "step", "epoch", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "tokens_per_s",
+    "padding_efficiency", "micro_steps", "step_seconds", "data_seconds",
+}  # fmt: skip
+
+
+def processes_of(folder) -> list[str]:
+    """Command lines of the processes that work on `folder`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(folder) in line and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's mistake: exit code 2, one line, through the launcher, and nobody left behind
+
+SHORT_ROW = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+UNSUPERVISED = {"messages": [{"role": "user", "content": "1"}]}
+MISTAKES = {
+    "malformed line": ({"rows": '{"messages": [\n'}, [], "rows.jsonl:1: not JSON"),
+    "empty file": ({"rows": ""}, [], "rows.jsonl: has no rows"),
+    "nothing supervised": ({"rows": json.dumps(UNSUPERVISED) + "\n"}, [],
+                           "rows.jsonl:1: no token is supervised"),
+    "missing model folder": ({}, ["--model.name_or_path", "./nowhere"],
+                             "model.name_or_path: no such folder: ./nowhere"),
+    "model that is not on the hub": ({}, ["--model.name_or_path", "no-one/no-model"],
+                                     "cannot load no-one/no-model"),
+    "unknown key": ({}, ["--train.nonsense", "1"], "command line: train.nonsense: unknown key"),
+    "contradiction": ({"ds": {"gradient_clipping": 9}}, [], "gradient_clipping is 9, but "
+                      "train.gradient_clipping is 0.5"),
+    "batch under ranks": ({}, ["--train.global_batch_size", "1"],
+                          "1 is smaller than the number of ranks (2)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_exits_2_with_one_line(tiny_config, tmp_path, case):
+    files, flags, message = MISTAKES[case]
+    changes = {}
+    if "rows" in files:
+        (tmp_path / "rows.jsonl").write_text(files["rows"])
+        changes["data__train_files"] = [str(tmp_path / "rows.jsonl")]
+    if "ds" in files:
+        (tmp_path / "ds.json").write_text(json.dumps(files["ds"]))
+        changes["ds_config"] = str(tmp_path / "ds.json")
+    finished = train(tiny_config(**changes), *flags, ranks=2)
+    assert finished.code == 2, finished.output
+    assert len(finished.errors) == 1 and message in finished.errors[0], finished.output
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists(), "nothing half-written"
+    assert not processes_of(tmp_path)
+
+
+def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(tiny_config, tmp_path):
+    """The run folder is a file: an OSError in the middle of the run, on one rank of two."""
+    (tmp_path / "run").write_text("")
+    finished = train(tiny_config(), ranks=2)
+    assert finished.code not in (0, 2) and "Traceback" in finished.output, finished.output
+    assert not processes_of(tmp_path)
+
+
+def test_a_killed_rank_ends_the_job(tiny_config, tmp_path):
+    config = tiny_config(train__epochs=None, train__steps=5000)
+    process = subprocess.Popen(
+        launch_command(["train.py", "--config", config], 2), cwd=REPO, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    victim = next(
+        p for p in psutil.process_iter(["cmdline"])
+        if "--local_rank=1" in (p.info["cmdline"] or []) and str(config) in p.info["cmdline"]
+    )  # fmt: skip
+    victim.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2), output
+    assert not processes_of(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run writes
+
+
+def test_dry_run_prints_the_arithmetic_and_writes_nothing(tiny_config, tmp_path):
+    config = tiny_config(
+        train__lr_scaling="sqrt", train__reference_global_batch_size=3, data__micro_batch_tokens=300
+    )
+    finished = train(config, "--dry_run", ranks=2)
+    assert finished.code == 0, finished.output
+    for text in (
+        r"70 rows read, 70 to train on; over data.max_length 256: none",
+        r"2 ranks x \d-\d micro-steps x <= 300 tokens = 11-12 sequences a step",
+        r"0.006 \(0.003 x sqrt\(12 / 3\)\), linear, warm-up 24 examples = 2 steps",
+        r"12 = 2 epochs of 6",
+        r"global gradient norm 0.5",
+        r"[\d,]+ supervised \(\d+%\), padding adds [\d.]+%",
+        r"7 for weights and plan, 7 \+ rank for dropout",
+    ):
+        assert re.search(text, finished.output), f"{text}\n{finished.output}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_wandb_and_resolved_configs(tiny_config, tmp_path):
+    """One run with W&B offline; then both resolved files alone start it again, under torchrun."""
+    config = tiny_config(tracking__wandb="offline", train__eval_every_steps=5)
+    first = train(config, ranks=2)
+    assert first.code == 0, first.output
+    steps = read_metrics(tmp_path / "run")
+    assert all(set(step) >= METRICS for step in steps)
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert [e["step"] for e in read_metrics(tmp_path / "run", "eval")] == [0, 5, 10, 12]
+    assert sum(step["examples"] for step in steps) == 140, "70 rows, 2 epochs"
+
+    (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    rows, logged_config = read_wandb(offline)
+    assert [r["_step"] for r in rows] == list(range(13))
+    assert [r["train/loss"] for r in rows[1:]] == pytest.approx([s["loss"] for s in steps])
+    assert {5, 10, 12} <= {r["_step"] for r in rows if "eval/eval_loss" in r}
+    assert logged_config["train"]["global_batch_size"] == 12
+    assert logged_config["resolved_ds_config"]["zero_optimization"]["stage"] == 2
+    if (REPO / ".git").exists():
+        assert re.fullmatch("[0-9a-f]{40}", logged_config["git_commit"])
+
+    resolved = tmp_path / "run" / "resolved_config.yaml"
+    again = tmp_path / "again"
+    flags = ["--output_dir", again, "--tracking.wandb", "disabled"]
+    second = train(resolved, *flags, ranks=2, launcher="torchrun")
+    assert second.code == 0, second.output
+    assert [s["loss"] for s in read_metrics(again)] == [s["loss"] for s in steps]
+
+    mixed = train(config, "--checkpoint.resume", "none", launcher="python")
+    assert mixed.code == 2 and "has checkpoints of an earlier run" in mixed.errors[0]
+    other = train(config, "--train.seed", "8", ranks=2)
+    assert other.code == 2 and "its plan (rows, train.seed" in other.errors[0], other.output
+    fewer = train(config, launcher="python")
+    assert fewer.code == 2 and "its ranks is 2, this run's 1" in fewer.errors[0], fewer.output
+
+
+def read_wandb(folder):
+    """(history rows, run config) of an offline run, as wandb's own inspector reads it back."""
+    wandb = Path(sys.executable).parent / "wandb"
+    finished = subprocess.run(
+        [wandb, "leet", "inspect", "--json", folder], capture_output=True, text=True, cwd=REPO,
+        env=environment(),
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    records = [json.loads(line) for line in finished.stdout.splitlines()]
+    history = [record["history"]["item"] for record in records if record["type"] == "history"]
+    (first,) = (record["run"] for record in records if record["type"] == "run")
+    return history, first["config"]["update"]
+
+
+def test_broken_checkpoints_are_passed_over_or_refused(tiny_config, tmp_path):
+    config = tiny_config(checkpoint={"every_steps": 4})
+    assert train(config, launcher="python").code == 0
+    newest, older = (tmp_path / "run" / "checkpoints" / f"step_{n:08d}" for n in (12, 8))
+    (newest / "COMPLETE").unlink()
+    finished = train(config, launcher="python")
+    assert finished.code == 0, finished.output
+    assert "passing over" in finished.output and "it has no COMPLETE" in finished.output
+    assert "step_00000008: step 8" in finished.output
+
+    for checkpoint in (newest, older):
+        shard = next((checkpoint / "deepspeed").glob("*optim_states.pt"))
+        shard.write_bytes(shard.read_bytes()[:-100])
+    finished = train(config, launcher="python")
+    assert finished.code == 2 and "no usable checkpoint" in finished.errors[0], finished.output
+    explicit = train(config, "--checkpoint.resume", str(newest), launcher="python")
+    assert explicit.code == 2 and "bytes instead of" in explicit.errors[0], explicit.output
+
+
+# --------------------------------------------------------------------------------------------------
+# The exported model, the sample, the shipped configs
+
+
+def test_export_answers_and_complains(tiny_config, tmp_path):
+    assert train(tiny_config(), launcher="python").code == 0
+    out = tmp_path / "hf"
+    export = [sys.executable, "scripts/export.py"]
+    finished = run([*export, tmp_path / "run", out])
+    assert finished.code == 0, finished.output
+    files = {path.name for path in out.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= files
+    ask = [sys.executable, "scripts/exact_match.py", out, SAMPLE / "eval.jsonl"]
+    answers = run([*ask, "--show", "1"])
+    assert answers.code == 0 and re.search(r"exact match: \d+ of 200", answers.output)
+
+    assert "is not empty" in run([*export, tmp_path / "run", out]).errors[0]
+    assert "no such folder" in run([*export, tmp_path / "nowhere", out]).errors[0]
+    assert "it has no COMPLETE" in run([*export, out, tmp_path / "x"]).errors[0]
+
+
+def test_the_sample_is_what_its_script_writes(tmp_path):
+    finished = run([sys.executable, "-m", "data.sample.make_sample", tmp_path])
+    assert finished.code == 0, finished.output
+    counts = re.search(r"(\S+) training rows, (\S+) held-out rows, (\d+) tokens", finished.output)
+    readme = (REPO / "data" / "README.md").read_text()
+    assert all(count in readme for count in counts.groups()), "data/README.md states the counts"
+    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
+        shipped = SAMPLE / path.relative_to(tmp_path)
+        assert path.read_bytes() == shipped.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_same_ds_config_trains_with_transformers_trainer(tmp_path, tiny_model, stage):
+    """A real two-rank Trainer run (through accelerate) with a file of ds_configs/."""
+    script = tmp_path / "trainer.py"
+    script.write_text(f"""
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiler needed
+deepspeed.init_distributed("gloo")  # Trainer does so itself, but not on CPU
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+rows = [dict(input_ids=torch.arange(2, 18), labels=torch.arange(2, 18)) for _ in range(16)]
+args = TrainingArguments(r"{tmp_path}/out", deepspeed="ds_configs/zero{stage}.json", max_steps=3,
+    per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, use_cpu=True,
+    report_to="none", save_strategy="no", logging_steps=1)
+model = AutoModelForCausalLM.from_pretrained(r"{tiny_model}")
+trainer = Trainer(model, args, train_dataset=rows)
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+assert losses[-1] < losses[0], losses
+print("TRAINED", trainer.model_wrapped.zero_optimization_stage())
+torch.distributed.destroy_process_group()
+""")
+    finished = run(launch_command([script], 2, "torchrun"))
+    assert finished.code == 0 and f"TRAINED {stage}" in finished.output, finished.output
