@@ -259,13 +259,14 @@ def cache_path(
     files: list[str], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
 ) -> Path:
     """Folder of the cache for these files, this tokenizer and these options."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: a tokenizer without a Rust side
     key = json.dumps(
         [
             CACHE_VERSION,
             sources.fingerprint(files),
             asdict(RenderOptions.of(config)),
             tokenizer.chat_template,
-            tokenizer.backend_tokenizer.to_str(),
+            backend.to_str() if backend else sorted(tokenizer.get_vocab().items()),
             tokenizer.eos_token,
         ]
     )

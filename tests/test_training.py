@@ -1,6 +1,8 @@
 """train.py on real processes against a plain torch loop.    pytest tests/test_training.py"""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -68,6 +70,42 @@ def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, sta
     assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+def test_offload_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, name):
+    """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's."""
+    ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
+    if shutil.which("g++") is None:
+        ds_config["optimizer"]["params"]["torch_adam"] = True
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    config = tiny_config(data__micro_batch_tokens=300, ds_config=str(tmp_path / "ds.json"))
+    if not plain:
+        plain["run"] = train_plainly(config, sample_tokenizer)
+    losses, norms, *_, weights = plain["run"]
+    finished = train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    steps = read_metrics(tmp_path / "run")
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
+    assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_follows_the_fp32_curve(tiny_config, tmp_path, sample_tokenizer, plain, stage):
+    config = tiny_config(
+        data__micro_batch_tokens=300, train__precision="bf16",
+        ds_config=f"ds_configs/zero{stage}.json",
+    )  # fmt: skip
+    if not plain:
+        plain["run"] = train_plainly(config, sample_tokenizer)
+    losses, norms, *_ = plain["run"]
+    finished = train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    steps = read_metrics(tmp_path / "run")
+    # bf16 has 8 bits of mantissa, 0.4 %; the loss averages over hundreds of tokens
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-2)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=5e-2)
+
+
 # --------------------------------------------------------------------------------------------------
 # Stop, resume
 
@@ -88,7 +126,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
     config = tiny_config(
         model=tiny_model_with_dropout,
         ds_config=f"ds_configs/zero{stage}.json",
-        train__epochs=None, train__steps=60, train__eval_every_steps=7,
+        train__epochs=None, train__steps=40, train__eval_every_steps=7,
         checkpoint={"every_steps": 5, "keep_last": 2},
     )  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -102,20 +140,22 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     done = read_metrics(cut)[-1]["step"]
-    assert 10 <= done < 60, "the run should have been stopped in the middle"
+    assert 10 <= done < 40, "the run should have been stopped in the middle"
 
     finished = train(config, "--output_dir", cut, ranks=2)
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
     names = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "micro_steps")
     lines = [[{n: s[n] for n in names} for s in read_metrics(folder)] for folder in (whole, cut)]
-    assert lines[0] == lines[1] and len(lines[0]) == 60, "each step once, each number the same"
+    assert lines[0] == lines[1] and len(lines[0]) == 40, "each step once, each number the same"
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
-    assert evals[0] == evals[1] and len(evals[0]) == 1 + 8 + 1
+    assert evals[0] == evals[1] and len(evals[0]) == 1 + 5 + 1
 
     weights = [export(f, tmp_path / f"hf_{f.name}") for f in (whole, cut)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     steps = [c.name for c in list_complete(cut / "checkpoints")]
-    assert steps == ["step_00000055", "step_00000060"]
+    assert steps == ["step_00000035", "step_00000040"]
 
+    if stage > 0:
+        return  # a finished run started again is the same for all
     again = train(config, "--output_dir", cut, ranks=2)
-    assert again.code == 0 and "finished: step 60" in again.output, again.output
+    assert again.code == 0 and "finished: step 40" in again.output, again.output
