@@ -1,5 +1,4 @@
-"""One training run, top to bottom: parse -> process group -> data -> model -> engine -> resume ->
-loop.
+"""One training run: parse -> process group -> data -> model -> engine -> resume -> loop.
 
     deepspeed --num_gpus 2 train.py --config configs/demo.yaml [--section.key value ...] [--dry_run]
     deepspeed --hostfile hostfile train.py --config ...
@@ -20,25 +19,24 @@ from finetune.config import parse_command_line
 from finetune.errors import exit_on_error
 
 if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and a mistake in the config are answered
-    # at once.
+    # Before the imports below, which take seconds: --help and mistakes are answered at once.
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
 
 import time
-import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 
 from data.loader import DataPlan, StepBatch, load_steps
 from data.plan import Budget
 from data.tokenize import hold_out, open_cache, tokenize_files
-from finetune.batch_math import total_steps, warmup_steps
+from finetune.batch_math import total_steps
 from finetune.checkpoint import (
     TrainerState,
     check_resumable,
@@ -49,7 +47,7 @@ from finetune.checkpoint import (
 )
 from finetune.config import Config
 from finetune.distributed import Ranks, on_first_rank, process_group, sum_over_ranks, together
-from finetune.ds_config import merge_ds_config, resolve_precision, zero_stage
+from finetune.ds_config import check_with_deepspeed, merge_ds_config, resolve_precision, zero_stage
 from finetune.evaluate import evaluate
 from finetune.loss import SupervisedLoss
 from finetune.metrics import Metrics, open_metrics, quieten_libraries
@@ -59,6 +57,11 @@ from finetune.model import (
     load_model,
     load_model_config,
     load_tokenizer,
+)
+from finetune.optimizer import (
+    check_schedule,
+    forget_empty_update,
+    make_schedule,
     parameter_groups,
 )
 from finetune.seeding import seed_everything
@@ -89,6 +92,7 @@ def main(config: Config, dry_run: bool) -> None:
         model_config = together(ranks, lambda: load_model_config(config), first_on_machine=True)
         precision = resolve_precision(config, best_precision(ranks.device))
         ds_config = merge_ds_config(config, precision, model_config.get_text_config().hidden_size)
+        check_with_deepspeed(config, ds_config)
 
         # 2. Data: tokenised by the first rank of each machine, mapped by all. From here on the plan
         # knows every step.
@@ -103,6 +107,7 @@ def main(config: Config, dry_run: bool) -> None:
             ranks, lambda: load_data(config, tokenizer, budget), first_on_machine=True
         )
         steps = total_steps(config.train, train_plan.steps_per_epoch)
+        check_schedule(config.train, steps)
         state = TrainerState(
             world_size=ranks.world_size,
             zero_stage=zero_stage(ds_config),
@@ -121,8 +126,7 @@ def main(config: Config, dry_run: bool) -> None:
         checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
         if checkpoint is not None:
             state = read_state(checkpoint)
-        if ranks.is_first:
-            write_resolved_configs(config, ds_config, Path(config.output_dir))
+        on_first_rank(ranks, lambda: write_resolved_configs(config, ds_config))
 
         # 4. Model and engine. One seed for all while weights are drawn, so that every rank draws
         # the same; then a stream of its own for each rank's dropout.
@@ -141,16 +145,14 @@ def main(config: Config, dry_run: bool) -> None:
         run = Run(config, ranks, tokenizer, train_plan, eval_plan, steps, engine, loss, metrics)
         exit_code = 1
         try:
-            train(run, replace(state, wandb_id=metrics.wandb_id))
+            train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
             exit_code = 0
         finally:
             metrics.close(exit_code)
 
 
 def train(run: Run, state: TrainerState) -> None:
-    """Optimizer steps from `state` to the last one, with evaluations and checkpoints between
-    them.
-    """
+    """Optimizer steps from `state` to the last one, with evaluations and checkpoints in between."""
     config, ranks, plan = run.config, run.ranks, run.train_plan
     if state.global_step == 0 and config.train.eval_at_start:
         run_evaluation(run, state)
@@ -208,8 +210,7 @@ def train(run: Run, state: TrainerState) -> None:
 def train_step(
     engine: deepspeed.DeepSpeedEngine, loss_sum: SupervisedLoss, batch: StepBatch, ranks: Ranks
 ) -> tuple[float, float]:
-    """One optimizer step: (mean loss per supervised token of the global batch, gradient norm before
-    clipping).
+    """One optimizer step: (loss per supervised token of the global batch, norm before clipping).
 
     DeepSpeed averages gradients over W ranks. With N the supervised tokens of the step over all
     ranks, which the plan knows, backing sum_CE * W / N in every micro-batch gives exactly the
@@ -243,7 +244,7 @@ def train_step(
 
 def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
     """Gradient norm where DeepSpeed does not tell it, ZeRO stage 0 in fp32; None elsewhere."""
-    if hasattr(engine.optimizer, "_global_grad_norm"):
+    if engine.optimizer is not engine.basic_optimizer:
         return None
     return nn.utils.get_total_norm(
         [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -273,14 +274,13 @@ def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
     Raises:
         UserError: none can be used although there are some, or it is of another run.
     """
-    checkpoint, passed_over = find_checkpoint(
-        config.checkpoint.resume, Path(config.output_dir) / "checkpoints"
-    )
+    folder = Path(config.output_dir) / "checkpoints"
+    checkpoint, passed_over = find_checkpoint(config.checkpoint.resume, folder)
     for line in passed_over:
         print(line, flush=True)
     if checkpoint is not None:
         saved = read_state(checkpoint)
-        check_resumable(checkpoint, saved, state)
+        check_resumable(checkpoint, saved, state, folder)
         print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
     return checkpoint
 
@@ -289,31 +289,13 @@ def build_engine(
     config: Config, ds_config: dict[str, Any], model: nn.Module, steps: int
 ) -> deepspeed.DeepSpeedEngine:
     """DeepSpeed's engine with the optimizer that ds_config names and transformers' schedule."""
-    warmup = warmup_steps(config.train)
-
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        # A warm-up's first value is 0, and the update with it a wasted one: begin at the second,
-        # end one later.
-        skip = 1 if warmup else 0
-        scheduler = get_scheduler(
-            config.train.lr_schedule,
-            optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=steps + skip,
-            scheduler_specific_kwargs=config.train.lr_schedule_args,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: stepped before the optimizer was
-            for _ in range(skip):
-                scheduler.step()
-        return scheduler
-
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, config.train.weight_decay),
         config=ds_config,
-        lr_scheduler=schedule,
+        lr_scheduler=partial(make_schedule, config.train, steps),
     )
+    forget_empty_update(engine.basic_optimizer)
     engine.train()
     return engine
 

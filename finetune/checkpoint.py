@@ -110,7 +110,8 @@ def save_checkpoint(
             shutil.rmtree(target)
         os.replace(draft, target)
         _sync_folder(folder)
-        for old in list_complete(folder)[:-keep_last]:
+        usable = [path for path in list_complete(folder) if fault(path) is None]
+        for old in usable[:-keep_last]:
             shutil.rmtree(old)
     dist.barrier(group=ranks.control)
     return target
@@ -212,12 +213,18 @@ def read_state(checkpoint: Path) -> TrainerState:
     return TrainerState(**{name: saved[name] for name in TrainerState.__dataclass_fields__})
 
 
-def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState) -> None:
-    """Refuse what would not continue the same run.
+def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, folder: Path) -> None:
+    """Refuse what would not continue the same run, or would mix two runs in `folder`.
 
     Raises:
-        UserError: names what differs.
+        UserError: names what differs, or the checkpoint of `folder` that is further on.
     """
+    later = [path for path in list_complete(folder) if fault(path) is None]
+    if later and read_state(later[-1]).global_step > saved.global_step:
+        raise UserError(
+            f"{checkpoint} is at step {saved.global_step}, but {folder} goes on to "
+            f"{later[-1].name}; remove the later ones, or choose another output_dir"
+        )
     for name, meaning in {
         "world_size": "ranks",
         "zero_stage": "ZeRO stage",

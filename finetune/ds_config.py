@@ -133,6 +133,23 @@ def check_compiler(config: "Config") -> None:
         )
 
 
+def check_with_deepspeed(config: "Config", merged: dict[str, Any]) -> None:
+    """Let DeepSpeed itself look at the merged config, before anything is built or written.
+
+    Raises:
+        UserError: DeepSpeed refuses it, e.g. for an unknown key of zero_optimization.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig  # slow; the rest here needs no torch
+
+    try:
+        DeepSpeedConfig(json.loads(json.dumps(merged)))
+    except (
+        Exception
+    ) as error:  # pydantic's, its own, assertions: whatever it raises is about merged
+        message = " ".join(str(error).split())
+        raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {message}") from error
+
+
 def zero_stage(ds_config: dict[str, Any]) -> int:
     """ZeRO stage, 0 to 3."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))

@@ -123,7 +123,7 @@ class JsonlSink:
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    if json.loads(line)["step"] <= first_step:
+                    if 0 < first_step >= json.loads(line)["step"]:
                         kept.append(line + "\n")
                 except (json.JSONDecodeError, KeyError, TypeError):
                     pass  # the line a killed run was writing

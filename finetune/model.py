@@ -1,6 +1,4 @@
-"""Tokenizer, model (partitioned from the start under ZeRO-3) and the optimizer's parameter
-groups.
-"""
+"""Tokenizer and model, which under ZeRO-3 is partitioned from its first parameter on."""
 
 from pathlib import Path
 from typing import Any
@@ -118,24 +116,6 @@ def linear_cost(model_config: PretrainedConfig) -> int:
     matrices = 3 if hasattr(text, "hidden_act") else 2  # gated feed-forward blocks have a third
     per_layer = 2 * hidden * head_dim * (heads + kv_heads) + matrices * hidden * inner * experts
     return max(1, per_layer // hidden)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with decay, biases and norms (one dimension) without."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # a ZeRO-3 parameter is an empty tensor here; its real shape is ds_shape
-    is_matrix = [len(getattr(p, "ds_shape", p.shape)) > 1 for p in trained]
-    groups = [
-        {
-            "params": [p for p, matrix in zip(trained, is_matrix, strict=True) if matrix],
-            "weight_decay": weight_decay,
-        },
-        {
-            "params": [p for p, matrix in zip(trained, is_matrix, strict=True) if not matrix],
-            "weight_decay": 0.0,
-        },
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _from_hub(load: Any, key: str, name: str, run_config: Config, /, **options: Any) -> Any:

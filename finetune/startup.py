@@ -13,6 +13,7 @@ from data.tokenize import OUTCOMES
 from finetune.batch_math import model_state_bytes, scaled_learning_rate, total_steps, warmup_steps
 from finetune.checkpoint import TrainerState
 from finetune.config import Config, dump_config
+from finetune.errors import UserError
 from finetune.model import count_parameters
 
 SAMPLED_STEPS = 100  # of the first epoch, for the table's counts of micro-steps and padding
@@ -78,16 +79,21 @@ def startup_table(
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
 
 
-def write_resolved_configs(config: Config, ds_config: dict[str, Any], folder: Path) -> None:
-    """Both merged configs, into `folder`: `--config FOLDER/resolved_config.yaml` alone starts
-    the same run again.
+def write_resolved_configs(config: Config, ds_config: dict[str, Any]) -> None:
+    """Both merged configs, into output_dir: the run config there alone starts the same run again.
+
+    Raises:
+        UserError: output_dir cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(config.output_dir)
     resolved = folder / "resolved_ds_config.json"
-    resolved.write_text(json.dumps(ds_config, indent=2) + "\n")
-    (folder / "resolved_config.yaml").write_text(
-        dump_config(replace(config, ds_config=str(resolved.resolve())))
-    )
+    text = dump_config(replace(config, ds_config=str(resolved.resolve())))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        resolved.write_text(json.dumps(ds_config, indent=2) + "\n")
+        (folder / "resolved_config.yaml").write_text(text)
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write {folder}: {error.strerror}") from error
 
 
 def _span(values: list[int]) -> str:

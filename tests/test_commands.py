@@ -53,6 +53,10 @@ MISTAKES = {
     "unknown key": ({}, ["--train.nonsense", "1"], "command line: train.nonsense: unknown key"),
     "contradiction": ({"ds": {"gradient_clipping": 9}}, [], "gradient_clipping is 9, but "
                       "train.gradient_clipping is 0.5"),
+    "ds_config that DeepSpeed refuses": ({"ds": {"zero_optimization": {"stage": 2, "stagee": 3}}},
+                                         [], "ds.json: DeepSpeed refuses it: "),
+    "schedule without its argument": ({}, ["--train.lr_schedule", "cosine_with_min_lr"],
+                                      "train.lr_schedule_args: cosine_with_min_lr cannot use {}"),
     "batch under ranks": ({}, ["--train.global_batch_size", "1"],
                           "1 is smaller than the number of ranks (2)"),
 }  # fmt: skip
@@ -77,10 +81,11 @@ def test_a_mistake_exits_2_with_one_line(tiny_config, tmp_path, case):
 
 
 def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(tiny_config, tmp_path):
-    """The run folder is a file: an OSError in the middle of the run, on one rank of two."""
-    (tmp_path / "run").write_text("")
-    finished = train(tiny_config(), ranks=2)
-    assert finished.code not in (0, 2) and "Traceback" in finished.output, finished.output
+    """The loss becomes NaN: a RuntimeError in the middle of the run."""
+    config = tiny_config(train__learning_rate=1e30, train__gradient_clipping=0.0)
+    finished = train(config, ranks=2)
+    assert finished.code not in (0, 2), finished.output
+    assert re.search(r"RuntimeError: the loss of step \d+ is (nan|inf)", finished.output)
     assert not processes_of(tmp_path)
 
 
@@ -181,6 +186,10 @@ def read_wandb(folder):
 def test_broken_checkpoints_are_passed_over_or_refused(tiny_config, tmp_path):
     config = tiny_config(checkpoint={"every_steps": 4})
     assert train(config, launcher="python").code == 0
+    backwards = tmp_path / "run" / "checkpoints" / "step_00000008"
+    finished = train(config, "--checkpoint.resume", backwards, launcher="python")
+    assert finished.code == 2 and "goes on to step_00000012" in finished.errors[0], finished.output
+
     newest, older = (tmp_path / "run" / "checkpoints" / f"step_{n:08d}" for n in (12, 8))
     (newest / "COMPLETE").unlink()
     finished = train(config, launcher="python")
@@ -193,6 +202,10 @@ def test_broken_checkpoints_are_passed_over_or_refused(tiny_config, tmp_path):
         shard.write_bytes(shard.read_bytes()[:-100])
     finished = train(config, launcher="python")
     assert finished.code == 2 and "no usable checkpoint" in finished.errors[0], finished.output
+    blocked = tmp_path / "a_file"
+    blocked.write_text("")
+    finished = train(config, "--output_dir", blocked, launcher="python")
+    assert finished.code == 2 and "output_dir: cannot write" in finished.errors[0], finished.output
     explicit = train(config, "--checkpoint.resume", str(newest), launcher="python")
     assert explicit.code == 2 and "bytes instead of" in explicit.errors[0], explicit.output
 

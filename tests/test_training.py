@@ -102,7 +102,7 @@ def test_bf16_follows_the_fp32_curve(tiny_config, tmp_path, sample_tokenizer, pl
     assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
     # bf16 has 8 bits of mantissa, 0.4 %; the loss averages over hundreds of tokens
-    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-2)
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=5e-3)
     np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=5e-2)
 
 
