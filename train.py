@@ -22,6 +22,7 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and mistakes are answered at once.
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
 
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -218,7 +219,7 @@ def train_step(
     the device before the end of the step.
 
     Raises:
-        RuntimeError: the loss is not finite.
+        RuntimeError: loss or gradient is not finite.
     """
     scale = ranks.world_size / batch.plan.supervised_tokens
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -233,13 +234,15 @@ def train_step(
     engine.step()  # clips, updates, advances the schedule, zeroes the gradients
     if grad_norm is None:
         grad_norm = engine.get_global_grad_norm()
-    loss = float(sum_over_ranks(total)) / batch.plan.supervised_tokens
-    if loss != loss or abs(loss) == float("inf"):
+    loss, grad_norm = float(sum_over_ranks(total)) / batch.plan.supervised_tokens, float(grad_norm)
+    # fp16 skips an update now and then to find its loss scale. Elsewhere DeepSpeed skips it as
+    # quietly, and a run of nothing but skipped updates would end as a finished one.
+    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or engine.fp16_enabled())):
         raise RuntimeError(
-            f"the loss of step {batch.global_step + 1} is {loss}: lower train.learning_rate, "
-            "or look at the step's rows"
+            f"step {batch.global_step + 1}: loss {loss}, gradient norm {grad_norm}; "
+            "lower train.learning_rate, or look at the step's rows"
         )
-    return loss, float(grad_norm)
+    return loss, grad_norm
 
 
 def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
