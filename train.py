@@ -146,14 +146,21 @@ def main(config: Config, dry_run: bool) -> None:
         run = Run(config, ranks, tokenizer, train_plan, eval_plan, steps, engine, loss, metrics)
         exit_code = 1
         try:
-            train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
+            state = train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
             exit_code = 0
         finally:
             metrics.close(exit_code)
+        if ranks.is_first:
+            done = f"{state.examples:,} examples, {state.tokens:,} tokens"
+            print(f"finished: step {state.global_step:,}, {done}", flush=True)
 
 
-def train(run: Run, state: TrainerState) -> None:
-    """Optimizer steps from `state` to the last one, with evaluations and checkpoints in between."""
+def train(run: Run, state: TrainerState) -> TrainerState:
+    """Optimizer steps from `state` to the last one, with evaluations and checkpoints in between.
+
+    Returns:
+        The state after the last step, which is saved.
+    """
     config, ranks, plan = run.config, run.ranks, run.train_plan
     if state.global_step == 0 and config.train.eval_at_start:
         run_evaluation(run, state)
@@ -200,12 +207,7 @@ def train(run: Run, state: TrainerState) -> None:
         if is_last or is_due(state.global_step, config.checkpoint.every_steps):
             run_save(run, state)
         began = time.perf_counter()
-    if ranks.is_first:
-        print(
-            f"finished: step {state.global_step:,}, {state.examples:,} examples, "
-            f"{state.tokens:,} tokens",
-            flush=True,
-        )
+    return state
 
 
 def train_step(

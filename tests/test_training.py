@@ -159,3 +159,28 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
         return  # a finished run started again is the same for all
     again = train(config, "--output_dir", cut, ranks=2)
     assert again.code == 0 and "finished: step 40" in again.output, again.output
+
+
+def test_zero3_loads_partitioned(tiny_config, tmp_path):
+    """No rank ever holds a whole parameter, pretrained or from config."""
+    script = tmp_path / "partitioned.py"
+    script.write_text(f"""
+from finetune.config import parse_command_line
+from finetune.distributed import process_group
+from finetune.ds_config import merge_ds_config
+from finetune.model import load_model, load_model_config
+
+line = ["--config", r"{tiny_config(ds_config="ds_configs/zero3.json")}"]
+config = parse_command_line(line).config
+with process_group(config.distributed) as ranks:
+    for flags in ([], ["--model.from_config", "true"]):
+        config = parse_command_line([*line, *flags]).config
+        model_config = load_model_config(config)
+        ds_config = merge_ds_config(config, "fp32", model_config.hidden_size)
+        model = load_model(config, model_config, ds_config)
+        whole = sum(p.ds_shape.numel() for p in model.parameters())
+        held = sum(p.numel() + p.ds_tensor.numel() for p in model.parameters())
+        print(f"HOLDS {{held / whole:.2f}}", flush=True)
+""")
+    finished = run(launch_command([script], 2, "torchrun"))
+    assert finished.code == 0 and finished.output.count("HOLDS 0.50") == 4, finished.output
