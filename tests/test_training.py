@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import REPO, environment, launch_command, read_metrics, train
+from conftest import REPO, environment, launch_command, read_metrics, run, train
 from plain_loop import train_plainly
 from safetensors.torch import load_file
 
