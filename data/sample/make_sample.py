@@ -63,11 +63,11 @@ def main() -> None:
     )
     LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=576,
+        hidden_size=256,
+        intermediate_size=704,
         num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
