@@ -24,6 +24,17 @@ SCHEDULER_NAMES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
+# Blocks that are read here before DeepSpeed checks them, outer ones first.
+BLOCKS = [
+    "bf16",
+    "fp16",
+    "scheduler",
+    "scheduler.params",
+    "optimizer",
+    "optimizer.params",
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+]
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True}}
 
 
@@ -139,8 +150,14 @@ def check_with_deepspeed(config: "Config", merged: dict[str, Any]) -> None:
     Raises:
         UserError: DeepSpeed refuses it, e.g. for an unknown key of zero_optimization.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig  # slow; the rest here needs no torch
+    import torch  # slow, as the next; the rest here needs neither
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
+    kind = str(merged["optimizer"].get("type"))
+    if kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+        raise UserError(
+            f"{config.ds_config}: optimizer.type {kind} is neither DeepSpeed's nor torch.optim's"
+        )
     try:
         DeepSpeedConfig(json.loads(json.dumps(merged)))
     except (
@@ -203,6 +220,13 @@ def _read(file: str) -> dict[str, Any]:
         raise UserError(f"{file}: not UTF-8 text") from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config is a JSON object, not {type(raw).__name__}")
+    for path in BLOCKS:
+        parent, _, name = path.rpartition(".")
+        owner = raw.get(parent, {}) if parent else raw
+        if owner.get(name) is None:
+            owner.pop(name, None)  # null says the same as nothing
+        elif not isinstance(owner[name], dict):
+            raise UserError(f"{file}: {path} is {json.dumps(owner[name])}, not an object {{...}}")
     return raw
 
 
