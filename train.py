@@ -54,6 +54,8 @@ from finetune.loss import SupervisedLoss
 from finetune.metrics import Metrics, open_metrics, quieten_libraries
 from finetune.model import (
     best_precision,
+    check_model_fits,
+    hidden_size,
     linear_cost,
     load_model,
     load_model_config,
@@ -63,6 +65,7 @@ from finetune.optimizer import (
     check_schedule,
     forget_empty_update,
     make_schedule,
+    optimization_of,
     parameter_groups,
 )
 from finetune.seeding import seed_everything
@@ -92,8 +95,9 @@ def main(config: Config, dry_run: bool) -> None:
         tokenizer = together(ranks, lambda: load_tokenizer(config), first_on_machine=True)
         model_config = together(ranks, lambda: load_model_config(config), first_on_machine=True)
         precision = resolve_precision(config, best_precision(ranks.device))
-        ds_config = merge_ds_config(config, precision, model_config.get_text_config().hidden_size)
+        ds_config = merge_ds_config(config, precision, hidden_size(model_config))
         check_with_deepspeed(config, ds_config)
+        check_model_fits(config, model_config, tokenizer)
 
         # 2. Data: tokenised by the first rank of each machine, mapped by all. From here on the plan
         # knows every step.
@@ -114,12 +118,14 @@ def main(config: Config, dry_run: bool) -> None:
             zero_stage=zero_stage(ds_config),
             precision=precision,
             plan_hash=train_plan.content_hash(),
+            optimization=optimization_of(config.train),
+        )
+        table = on_first_rank(
+            ranks,
+            lambda: startup_table(config, model_config, train_plan, eval_plan, state, ranks.device),
         )
         if ranks.is_first:
-            print(
-                startup_table(config, model_config, train_plan, eval_plan, state, ranks.device),
-                flush=True,
-            )
+            print(table, flush=True)
         if dry_run:
             return
 

@@ -12,7 +12,6 @@ import xxhash
 from data.plan import Budget, StepPlan, deal_step, step_rows, steps_per_epoch
 from data.tokenize import TokenizedRows
 
-IGNORE = -100  # label of a position that carries no loss, as in torch's cross_entropy
 PREFETCH_STEPS = 2
 
 
@@ -26,7 +25,27 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # int64 [rows, length]
     attention_mask: torch.Tensor  # int64 [rows, length], 0 on padding
-    labels: torch.Tensor  # int64 [rows, length], IGNORE where no loss; not shifted
+    positions: torch.Tensor  # int64 [targets], where in rows x length a target is predicted from
+    targets: torch.Tensor  # int64 [targets], the token after each of those positions
+
+    @classmethod
+    def of(
+        cls, input_ids: np.ndarray, attention_mask: np.ndarray, is_target: np.ndarray
+    ) -> "MicroBatch":
+        """From int64 ids and mask and a bool array, all [rows, length]; column 0 is no target.
+
+        Positions are found here, on the CPU: picking them by a mask on the device would make the
+        device tell the host how many there are, a wait in every micro-step.
+        """
+        positions = np.flatnonzero(is_target[:, 1:].ravel())
+        rows, columns = np.divmod(positions, max(1, is_target.shape[1] - 1))
+        arrays = (
+            input_ids,
+            attention_mask,
+            rows * is_target.shape[1] + columns,
+            input_ids[rows, columns + 1],
+        )
+        return cls(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays))
 
     def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(**{k: v.to(device, non_blocking=True) for k, v in vars(self).items()})
@@ -113,12 +132,12 @@ def collate(data: TokenizedRows, rows: np.ndarray, pad_to_multiple_of: int) -> M
     if len(rows):
         length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
     shape = (max(1, len(rows)), length)
-    input_ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
-    attention_mask = np.zeros(shape, np.int64)
+    input_ids, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    is_target = np.zeros(shape, bool)
     attention_mask[:, 0] = 1  # also of the filler row: attention over nothing is NaN
     fetched = data.rows[rows.tolist()] if len(rows) else {"input_ids": [], "loss_mask": []}
     for i, (ids, mask) in enumerate(zip(fetched["input_ids"], fetched["loss_mask"], strict=True)):
         input_ids[i, : len(ids)] = ids
         attention_mask[i, : len(ids)] = 1
-        labels[i, : len(ids)] = np.where(mask, ids, IGNORE)
-    return MicroBatch(*(torch.from_numpy(a) for a in (input_ids, attention_mask, labels)))
+        is_target[i, : len(ids)] = mask
+    return MicroBatch.of(input_ids, attention_mask, is_target)

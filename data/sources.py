@@ -30,6 +30,8 @@ def read_lines(files: list[str]) -> Iterator[dict[str, Any]]:
         UserError: a file has no row, or is not UTF-8.
     """
     for file in files:
+        if not Path(file).is_file():
+            raise UserError(f"no such file: {file}")
         rows = 0
         with Path(file).open("rb") as lines:
             for number, raw in enumerate(lines, start=1):

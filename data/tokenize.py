@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from finetune.config import DataConfig
 
-CACHE_VERSION = 1  # raise it when the same input should give other tokens than before
+CACHE_VERSION = 2  # raise it when the same input should give other tokens than before
 ROWS_PER_WORKER = 10_000
 
 # What became of a row; but for KEPT, counted in meta.json under the first name.
@@ -225,8 +225,8 @@ def _tokenize_batch(
             pieces = fit(
                 *render(sources.parse_row(text, options.columns), tokenizer, options), options
             )
-        except ValueError as error:
-            raise UserError(f"{file}:{line}: {error}: {text[:80]}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(f"{file}:{line}: {error}: {text[:80]!r}") from error
         for ids, mask, outcome in pieces:
             for name, value in zip(TOKENIZED, (ids, mask, line, outcome), strict=True):
                 out[name].append(value)
@@ -237,8 +237,8 @@ def _tokenize_batch(
 # Files -> cache
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
-    """Refuse a chat template that cannot say which tokens are the assistant's.
+def check_template(tokenizer: "PreTrainedTokenizerBase", name: str, supervise: str) -> None:
+    """Refuse a chat template that cannot say which tokens are the assistant's, where that matters.
 
     Without `{% generation %}` transformers returns a mask of zeros and no word about it.
     """
@@ -247,7 +247,9 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
             f"tokenizer {name} has no chat template, and the rows are chat; "
             "give one in model.chat_template"
         )
-    if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
+    if supervise == "answers" and not re.search(
+        r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)
+    ):
         raise UserError(
             f"tokenizer {name}: its chat template marks no assistant token; copy it to a file, "
             "put {% generation %} ... {% endgeneration %} around the assistant's text, "
@@ -285,7 +287,10 @@ def tokenize_files(
         UserError: a row that cannot be used, by file and line; no rows at all.
     """
     target = cache_path(files, tokenizer, config)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache_dir: {config.cache_dir}: {error.strerror}") from error
     with FileLock(f"{target}.lock"):
         if not target.exists():
             work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
@@ -311,7 +316,7 @@ def _build_cache(
                 f"{files[0]}:{raw[0]['line']}: {error}: {raw[0]['json'][:80]}"
             ) from error
     if options.format == "messages" or (options.as_chat and options.format != "text"):
-        check_template(tokenizer, tokenizer.name_or_path)
+        check_template(tokenizer, tokenizer.name_or_path, options.supervise)
     workers = config.workers or min(os.cpu_count() or 1, len(raw) // ROWS_PER_WORKER)
     mapped = raw.map(
         partial(_tokenize_batch, tokenizer=tokenizer, options=options),
@@ -338,9 +343,11 @@ def _build_cache(
         ids, mask = batch["input_ids"].combine_chunks(), batch["loss_mask"].combine_chunks()
         ends = np.cumsum(lengths_of := ids.value_lengths().to_numpy())
         lengths[position : position + n] = lengths_of
-        targets = np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))[ends - 1]
+        flags = mask.flatten().to_numpy(zero_copy_only=False)
+        targets = np.cumsum(flags)[ends - 1]
         supervised[position : position + n] = np.diff(targets, prepend=0)
         content.update(lengths_of.tobytes() + ids.flatten().to_numpy().tobytes())
+        content.update(np.packbits(flags).tobytes())
         position += n
     np.save(work / "cache" / "lengths.npy", lengths)
     np.save(work / "cache" / "supervised.npy", supervised)
@@ -387,12 +394,19 @@ def open_cache(path: Path) -> TokenizedRows:
 def hold_out(
     data: TokenizedRows, fraction: float, seed: int
 ) -> tuple[TokenizedRows, TokenizedRows]:
-    """(training rows, held-out rows): a share of the rows drawn with `seed`, both in the order
-    of the files.
+    """(training rows, held-out rows): a share of the rows drawn with `seed`, in the files' order.
+
+    The pieces of a split row stay together, or the model would be tested on what it was shown.
     """
-    order = permute(np.arange(len(data), dtype=np.int64), len(data), seed)
-    count = min(len(data) - 1, max(1, round(len(data) * fraction)))
-    return _subset(data, np.sort(order[count:])), _subset(data, np.sort(order[:count]))
+    lines = np.asarray(data.rows["line"][:])
+    source = np.concatenate([[0], np.cumsum(np.diff(lines) != 0)])  # pieces are neighbours
+    sources_there = int(source[-1]) + 1
+    if sources_there < 2:
+        raise UserError("data.eval_fraction: one row cannot be divided; give data.eval_files")
+    order = permute(np.arange(sources_there, dtype=np.int64), sources_there, seed)
+    count = min(sources_there - 1, max(1, round(sources_there * fraction)))
+    held = np.isin(source, order[:count])
+    return _subset(data, np.flatnonzero(~held)), _subset(data, np.flatnonzero(held))
 
 
 def _subset(data: TokenizedRows, index: np.ndarray) -> TokenizedRows:

@@ -48,6 +48,8 @@ class TrainerState:
     world_size: int
     zero_stage: int
     precision: str
+    optimization: dict[str, Any]
+    """What the optimizer's saved state would silently override, by its key in the run config."""
     global_step: int = 0
     examples: int = 0
     tokens: int = 0
@@ -225,6 +227,12 @@ def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, fo
             f"{checkpoint} is at step {saved.global_step}, but {folder} goes on to "
             f"{later[-1].name}; remove the later ones, or choose another output_dir"
         )
+    for key, was in saved.optimization.items():
+        if was != now.optimization[key]:
+            raise UserError(
+                f"{checkpoint}: {key} was {was}, this run's is {now.optimization[key]}; the saved "
+                "optimizer keeps the old one, so go on with it, or use another output_dir"
+            )
     for name, meaning in {
         "world_size": "ranks",
         "zero_stage": "ZeRO stage",
@@ -258,8 +266,9 @@ def load_checkpoint(engine: "DeepSpeedEngine", checkpoint: Path, ranks: Ranks) -
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
 
-    The weights are the fp32 master weights, in `dtype` (float32, bfloat16 ...), by default the
-    precision of the run. Takes CPU memory for about two copies of the model in fp32.
+    The weights are the fp32 master weights (stage 0: the model's own), in `dtype` (float32,
+    bfloat16 ...), by default the precision of the run. Takes CPU memory for about two copies of
+    the model in fp32.
 
     Raises:
         UserError: the checkpoint is not usable, or `out` is not empty.
@@ -268,8 +277,8 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
 
     if problem := fault(checkpoint):
         raise UserError(f"{checkpoint} is no usable checkpoint: {problem}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; give a new folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty, or no folder; give a new one")
     state = read_state(checkpoint)
     if state.zero_stage == 0:
         saved = torch.load(

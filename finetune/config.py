@@ -200,6 +200,7 @@ LEAST_VALUES = [
     ("train", "gradient_clipping", 0),
     ("train", "eval_every_steps", 0),
     ("train", "seed", 0),
+    ("train", "adam_epsilon", 0),
     ("data", "max_length", 2),
     ("data", "micro_batch_tokens", 1),
     ("data", "pad_to_multiple_of", 1),
@@ -348,6 +349,18 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         f"{train.lr_scaling} needs train.reference_global_batch_size, the global batch that "
         "train.learning_rate was tuned for",
     )
+    constant = train.lr_schedule == "constant"
+    check(
+        not (constant and train.warmup_examples),
+        "train.warmup_examples",
+        "train.lr_schedule constant has no warm-up; say constant_with_warmup",
+    )
+    check(
+        not (train.lr_schedule.startswith("constant") and train.lr_schedule_args),
+        "train.lr_schedule_args",
+        f"{train.lr_schedule} takes none",
+    )
+    check(train.seed < 2**63, "train.seed", f"{train.seed} is over 2^63 - 1")
     check(all(0 <= b < 1 for b in train.adam_betas), "train.adam_betas", "must lie in [0, 1)")
     check(0 <= data.eval_fraction < 1, "data.eval_fraction", "must lie in [0, 1)")
     check(
@@ -370,6 +383,9 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "each needs a row, so raise it or use fewer ranks",
     )
 
+    for section in dataclasses.fields(Config):
+        check(getattr(config, section.name) is not None, section.name, "is null")
+    check(data.columns is not None, "data.columns", "is null; write {} for none")
     check(bool(data.train_files), "data.train_files", "is empty")
     for key, files in (
         ("data.train_files", data.train_files),

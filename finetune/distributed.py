@@ -1,6 +1,10 @@
 """Process group, device, who goes first, agreement on errors, exact sums."""
 
 import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,14 +12,17 @@ from datetime import timedelta
 from typing import TypeVar
 
 import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from finetune.config import DistributedConfig
-from finetune.errors import UserError
+from finetune.errors import EXIT_TERMINATED, UserError
 
 T = TypeVar("T")
+
+RUNNER_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
         os.environ.setdefault(name, alone)
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_PORT", "0")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # through every finally
+    _follow_launcher()
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -80,6 +89,27 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
         )
     finally:
         dist.destroy_process_group()
+
+
+def _follow_launcher() -> None:
+    """End with the launcher's parent: the runner that a person or a scheduler stops.
+
+    DeepSpeed's runner dies of SIGTERM without a word to the launcher that it started, which would
+    train on with its ranks, nobody watching. The launcher itself ends its ranks on SIGTERM.
+    """
+    launcher = psutil.Process().parent()
+    if launcher is None or "deepspeed.launcher.launch" not in launcher.cmdline():
+        return
+    runner = launcher.ppid()
+
+    def watch() -> None:
+        while launcher.is_running():
+            if launcher.ppid() != runner:
+                launcher.terminate()
+                return
+            time.sleep(RUNNER_POLL_SECONDS)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
 
 
 def _share_cores() -> None:

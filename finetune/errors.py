@@ -1,6 +1,6 @@
 """The one exception for a user's mistake, and how every command here ends.
 
-Exit codes: 0 done, 2 a user's mistake, 130 Ctrl-C, 1 anything else.
+Exit codes: 0 done, 2 a user's mistake, 130 Ctrl-C, 143 SIGTERM, 1 anything else.
 """
 
 import os
@@ -15,6 +15,7 @@ T = TypeVar("T")
 EXIT_FAILURE = 1
 EXIT_USER_MISTAKE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 
 
 class UserError(Exception):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import IGNORE, MicroBatch
+from data.loader import MicroBatch
 
 
 class SupervisedLoss:
@@ -28,7 +28,7 @@ class SupervisedLoss:
             raise ValueError(
                 f"{type(model).__name__} has no output embeddings; it is no causal language model"
             )
-        self._positions: torch.Tensor | None = None  # bool [rows, length]
+        self._positions: torch.Tensor | None = None  # int64 [targets], in rows x length
         head.register_forward_pre_hook(self._select)
 
     def _select(
@@ -37,7 +37,8 @@ class SupervisedLoss:
         if self._positions is None:
             return None  # generation and anybody else's forward pass get the whole logits
         hidden, *rest = inputs
-        return (hidden[self._positions].unsqueeze(0), *rest)  # [1, targets, hidden size]
+        picked = hidden.flatten(0, 1).index_select(0, self._positions)
+        return (picked.unsqueeze(0), *rest)  # [1, targets, hidden size]
 
     def __call__(self, forward: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Sum of -log p(target), float32 scalar, with a graph also when the micro-batch has no
@@ -46,17 +47,15 @@ class SupervisedLoss:
         Args:
             forward: the engine (or the model) to call.
         """
-        positions = F.pad(batch.labels[:, 1:] != IGNORE, (0, 1), value=False)
-        targets = batch.labels[:, 1:][positions[:, :-1]]
-        self._positions = positions
+        self._positions = batch.positions
         try:
             logits = forward(
                 input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
             ).logits  # [1, targets, vocabulary]
         finally:
             self._positions = None
-        if logits.shape[:2] == positions.shape and logits.shape[:2] != (1, len(targets)):
+        if logits.shape[:2] != (1, len(batch.targets)):
             raise RuntimeError(
                 "the logits did not come from the model's output head: cannot select positions"
             )
-        return F.cross_entropy(logits[0].float(), targets, reduction="sum")
+        return F.cross_entropy(logits[0].float(), batch.targets, reduction="sum")

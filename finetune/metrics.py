@@ -17,6 +17,7 @@ import transformers
 from tqdm import tqdm
 
 from finetune.config import Config, TrackingConfig
+from finetune.errors import UserError
 
 LINE_EVERY_SECONDS = 10.0  # between console lines where there is no terminal for a bar
 WANDB_INIT_SECONDS = 15  # the default waits 91 s for a server that is not there
@@ -159,7 +160,10 @@ class WandbSink:
                 flush=True,
             )
             wandb.teardown()  # the failed attempt's service would refuse a second init
-            self.run = wandb.init(**self._options(config, folder, wandb_id, "offline"))
+            try:
+                self.run = wandb.init(**self._options(config, folder, wandb_id, "offline"))
+            except wandb.errors.Error as refused:  # e.g. a project name with a slash
+                raise UserError(f"tracking: W&B refuses it: {refused}") from refused
 
     @staticmethod
     def _options(config: Config, folder: Path, wandb_id: str | None, mode: str) -> dict[str, Any]:

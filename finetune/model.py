@@ -39,7 +39,12 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         AutoTokenizer.from_pretrained, "model.tokenizer", config.tokenizer_name, config
     )
     if config.model.chat_template:
-        tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"model.chat_template: {config.model.chat_template}: {error}"
+            ) from error
     return tokenizer
 
 
@@ -83,7 +88,9 @@ def load_model(
             model = _from_hub(
                 load, "model.name_or_path", name, config, config=model_config, **options
             )
-    except (ImportError, ValueError) as error:  # e.g. flash_attention_2 without its package
+    except UserError:
+        raise
+    except Exception as error:  # e.g. flash_attention_2 without its package
         raise UserError(
             f"model.name_or_path: {config.model.name_or_path}: {_first_line(error)}"
         ) from error
@@ -95,8 +102,15 @@ def load_model(
 
 def count_parameters(model_config: PretrainedConfig, trust_remote_code: bool = False) -> int:
     """Parameters of the architecture, tied ones once; no memory is taken for them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # whatever a model's own constructor raises
+        raise UserError(
+            f"model.name_or_path: no causal language model: {_first_line(error)}"
+        ) from error
     return sum(p.numel() for p in model.parameters())
 
 
@@ -108,14 +122,44 @@ def linear_cost(model_config: PretrainedConfig) -> int:
     for a GPT, 2048 -> 24,576.
     """
     text = model_config.get_text_config()
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-    experts = getattr(text, "num_experts_per_tok", None) or 1
-    matrices = 3 if hasattr(text, "hidden_act") else 2  # gated feed-forward blocks have a third
-    per_layer = 2 * hidden * head_dim * (heads + kv_heads) + matrices * hidden * inner * experts
-    return max(1, per_layer // hidden)
+    try:
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or hidden // heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None)
+        experts = getattr(text, "num_experts_per_tok", None) or 1
+        matrices = 3 if hasattr(text, "hidden_act") else 2  # gated feed-forward blocks have a third
+        attention = 2 * hidden * head_dim * (heads + kv_heads)
+        return max(1, (attention + matrices * hidden * (inner or 4 * hidden) * experts) // hidden)
+    except (AttributeError, TypeError):  # no attention, or sizes that differ by layer
+        return 12 * hidden_size(model_config)
+
+
+def hidden_size(model_config: PretrainedConfig) -> int:
+    """Width of the model; 1024 where its config does not tell, which only tunes buckets."""
+    return getattr(model_config.get_text_config(), "hidden_size", None) or 1024
+
+
+def check_model_fits(
+    config: Config, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse token ids and lengths that the model has no embedding for.
+
+    Raises:
+        UserError: naming the two sizes.
+    """
+    text = model_config.get_text_config()
+    if len(tokenizer) > text.vocab_size:
+        raise UserError(
+            f"model.tokenizer: {config.tokenizer_name} has {len(tokenizer):,} tokens, but the "
+            f"model's vocabulary {text.vocab_size:,}"
+        )
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < config.data.max_length:
+        raise UserError(
+            f"data.max_length: {config.data.max_length:,} is over the model's "
+            f"max_position_embeddings ({positions:,})"
+        )
 
 
 def _from_hub(load: Any, key: str, name: str, run_config: Config, /, **options: Any) -> Any:
@@ -124,7 +168,7 @@ def _from_hub(load: Any, key: str, name: str, run_config: Config, /, **options: 
         return load(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
         )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # the hub, JSON, safetensors and each model raise their own
         raise UserError(f"{key}: cannot load {name}: {_first_line(error)}") from error
 
 

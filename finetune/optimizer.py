@@ -64,11 +64,8 @@ def make_schedule(train: TrainConfig, steps: int, optimizer: torch.optim.Optimiz
             num_training_steps=steps + skip,
             scheduler_specific_kwargs=train.lr_schedule_args,
         )
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(_cannot_use(train, error)) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: stepped before the optimizer was
         for _ in range(skip):
@@ -78,4 +75,30 @@ def make_schedule(train: TrainConfig, steps: int, optimizer: torch.optim.Optimiz
 
 def check_schedule(train: TrainConfig, steps: int) -> None:
     """Raise make_schedule's UserError before anything is built or written."""
-    make_schedule(train, steps, torch.optim.SGD([torch.zeros(1)], lr=0.0))
+    lr = scaled_learning_rate(train)
+    scheduler = make_schedule(train, steps, torch.optim.SGD([torch.zeros(1)], lr=lr))
+    try:
+        for factor in getattr(scheduler, "lr_lambdas", []):
+            for step in (1, warmup_steps(train) + 1, steps):
+                factor(step)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(_cannot_use(train, error)) from error
+
+
+def optimization_of(train: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint's optimizer and schedule carry over from the run that wrote them."""
+    return {
+        "train.learning_rate (scaled)": scaled_learning_rate(train),
+        "train.weight_decay": train.weight_decay,
+        "train.adam_betas": list(train.adam_betas),
+        "train.adam_epsilon": train.adam_epsilon,
+        "train.lr_schedule": train.lr_schedule,
+        "train.lr_schedule_args": train.lr_schedule_args,
+    }
+
+
+def _cannot_use(train: TrainConfig, error: Exception) -> str:
+    return (
+        f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
+        f"{' '.join(str(error).split())}"
+    )

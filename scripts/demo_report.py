@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint import list_complete
-from finetune.errors import exit_on_error
+from finetune.errors import UserError, exit_on_error
 from finetune.metrics import quieten_libraries
 from finetune.seeding import seed_everything
 from scripts.exact_match import exact_answers, read_conversations
@@ -22,6 +22,8 @@ from scripts.exact_match import exact_answers, read_conversations
 
 def main() -> None:
     quieten_libraries(is_first=True)
+    if len(sys.argv) != 3:
+        raise UserError("give a run folder and a model folder: demo_report.py RUN MODEL")
     run, model_folder = Path(sys.argv[1]), Path(sys.argv[2])
     config = yaml.safe_load((run / "resolved_config.yaml").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -57,10 +57,17 @@ def exact_answers(
 
 def read_conversations(file: str) -> list[list[dict]]:
     """The messages of each row of a JSONL file."""
-    rows = [parse_row(line["json"], {}) for line in read_lines([file])]
-    if any(row.get("messages", [{}])[-1].get("role") != "assistant" for row in rows):
-        raise UserError(f"{file}: exact match needs chat rows that end with an assistant's turn")
-    return [row["messages"] for row in rows]
+    conversations = []
+    for line in read_lines([file]):
+        try:
+            messages = parse_row(line["json"], {})["messages"]
+            if messages[-1]["role"] != "assistant":
+                raise ValueError("the last turn is not the assistant's")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            problem = f"no chat row that ends with an assistant's turn ({error!r})"
+            raise UserError(f"{file}:{line['line']}: {problem}") from error
+        conversations.append(messages)
+    return conversations
 
 
 def main() -> None:

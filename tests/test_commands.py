@@ -27,13 +27,9 @@ METRICS = {
 
 
 def processes_of(folder) -> list[str]:
-    """Command lines of the processes that work on `folder`."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(folder) in line and "pytest" not in line:
-            found.append(line)
-    return found
+    """Command lines of the launchers and ranks that work on `folder`."""
+    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(folder) in line and "train.py" in line]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,9 +100,32 @@ def test_a_killed_rank_ends_the_job(tiny_config, tmp_path):
         p for p in psutil.process_iter(["cmdline"])
         if "--local_rank=1" in (p.info["cmdline"] or []) and str(config) in p.info["cmdline"]
     )  # fmt: skip
+    assert len(processes_of(tmp_path)) >= 4, "runner, launcher and two ranks"
     victim.kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, 2), output
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_terminated_launcher_leaves_no_process(tiny_config, tmp_path, launcher):
+    """DeepSpeed's own runner dies of SIGTERM and leaves its launcher and the ranks at work."""
+    config = tiny_config(train__epochs=None, train__steps=5000)
+    process = subprocess.Popen(
+        launch_command(["train.py", "--config", config], 2, launcher), cwd=REPO, env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(processes_of(tmp_path)) >= 3
+    process.terminate()
+    assert process.wait(60) != 0
+    deadline = time.monotonic() + 40
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert not processes_of(tmp_path)
 
 
@@ -165,6 +184,8 @@ def test_metrics_wandb_and_resolved_configs(tiny_config, tmp_path):
     assert mixed.code == 2 and "has checkpoints of an earlier run" in mixed.errors[0]
     other = train(config, "--train.seed", "8", ranks=2)
     assert other.code == 2 and "its plan (rows, train.seed" in other.errors[0], other.output
+    faster = train(config, "--train.learning_rate", "1e-2", ranks=2)
+    assert faster.code == 2 and "train.learning_rate (scaled) was 0.003" in faster.errors[0]
     fewer = train(config, launcher="python")
     assert fewer.code == 2 and "its ranks is 2, this run's 1" in fewer.errors[0], fewer.output
 

@@ -1,5 +1,6 @@
 """The loss equals a plain one, on several architectures.    pytest tests/test_loss.py"""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from transformers import (
     Qwen3Config,
 )  # fmt: skip
 
-from data.loader import IGNORE, MicroBatch
+from data.loader import MicroBatch
 from finetune.loss import SupervisedLoss
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -27,28 +28,26 @@ ARCHITECTURES = {
 
 
 def micro_batch():
+    """Three rows of 17, 9 and 3 tokens, half of them targets; and plain labels for them."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 64, (3, 17), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     mask[2, 3:] = 0
-    labels = torch.where(
-        (torch.rand(ids.shape, generator=generator) < 0.5) & (mask == 1), ids, IGNORE
-    )
-    labels[:, 0] = IGNORE
-    return MicroBatch(ids, mask, labels)
+    is_target = (torch.rand(ids.shape, generator=generator) < 0.5) & (mask == 1)
+    is_target[:, 0] = False
+    batch = MicroBatch.of(ids.numpy(), mask.numpy(), is_target.numpy())
+    return batch, torch.where(is_target, ids, -100)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sum_and_gradients_equal_the_plain_loss(name):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]).double()
-    batch = micro_batch()
+    batch, labels = micro_batch()
 
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-    plain = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum"
-    )
+    plain = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     plain.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
@@ -65,8 +64,8 @@ def test_sum_and_gradients_equal_the_plain_loss(name):
 
 def test_a_micro_batch_without_targets_gives_zero_loss_and_zero_gradients():
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama, tied"])
-    ids = torch.zeros((1, 1), dtype=torch.long)
-    filler = MicroBatch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORE))
+    ids = np.zeros((1, 1), np.int64)
+    filler = MicroBatch.of(ids, np.ones_like(ids), np.zeros((1, 1), bool))
     value = SupervisedLoss(model)(model, filler)
     value.backward()
     assert value.item() == 0
@@ -78,6 +77,6 @@ def test_the_head_computes_only_supervised_positions():
     rows = []
     loss = SupervisedLoss(model)
     model.lm_head.register_forward_hook(lambda _m, args, _out: rows.append(args[0].shape[:-1]))
-    batch = micro_batch()
+    batch, labels = micro_batch()
     loss(model, batch)
-    assert rows == [(1, int((batch.labels != IGNORE).sum()))]
+    assert rows == [(1, int((labels != -100).sum()))]

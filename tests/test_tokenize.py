@@ -197,6 +197,17 @@ def test_several_processes_give_the_same_tokens_as_one(tmp_path, sample_tokenize
     assert one.rows["input_ids"][2500].tolist() == two.rows["input_ids"][2500].tolist()
 
 
+def test_the_pieces_of_a_split_row_are_held_out_together(tmp_path, sample_tokenizer):
+    rows = [{"text": "x" * 50} for _ in range(40)]
+    data = build(tmp_path, sample_tokenizer, rows, max_length=20, on_too_long="split")
+    assert len(data) == 120
+    train, held = hold_out(data, 0.25, seed=3)
+    lines = [set(part.rows["line"][:].tolist()) for part in (train, held)]
+    assert not lines[0] & lines[1] and len(held) == 30
+    with pytest.raises(UserError, match="one row cannot be divided"):
+        hold_out(build(tmp_path, sample_tokenizer, rows[:1]), 0.5, seed=3)
+
+
 def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
     data = build(tmp_path, sample_tokenizer, [{"text": f"{i}"} for i in range(200)])
     train, held = hold_out(data, 0.1, seed=3)
