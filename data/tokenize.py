@@ -6,7 +6,7 @@ A cache folder holds what one rank needs to plan an epoch without touching the t
     rows/            Arrow: input_ids list<int32>, loss_mask list<bool>, line int64
     lengths.npy      int32 [rows], tokens
     supervised.npy   int32 [rows], tokens that carry loss
-    meta.json        counts for the start-up table, and `content`, a hash of lengths and tokens
+    meta.json        counts for the start-up table, and `content`, a hash of tokens and masks
 
 It is written under another name and renamed when whole, so a killed tokenisation leaves no half
 cache.

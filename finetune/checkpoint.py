@@ -40,9 +40,7 @@ PACKAGES = ("torch", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run is. `global_step` alone places it in the data: steps per epoch follow from the
-    plan.
-    """
+    """Where a run is. `global_step` alone places it in the data: the plan knows the epoch."""
 
     plan_hash: str
     world_size: int
@@ -152,9 +150,7 @@ def list_complete(folder: Path) -> list[Path]:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """Why `checkpoint` cannot be used, or None: every file of the manifest is there and has its
-    size.
-    """
+    """Why `checkpoint` cannot be used; None if every file of its manifest is there, in its size."""
     if not (checkpoint / "COMPLETE").is_file():
         return "it has no COMPLETE: the save was cut short"
     try:
@@ -175,9 +171,8 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that `checkpoint.resume` means, and a line for each one passed over.
 
     Raises:
-        UserError: a given path is no usable checkpoint; all that are there are broken; or resume is
-            none and the
-            folder has checkpoints, which a second run would mix with its own.
+        UserError: a given path is no usable checkpoint; all that are there are broken; or resume
+            is none and the folder has checkpoints, which a second run would mix with its own.
     """
     present = sorted(folder.glob("step_????????"), reverse=True)
     if resume == "none":

@@ -227,8 +227,9 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     """Parse `--config FILE --section.key value ... [--dry_run]`.
 
     Raises:
-        UserError: unknown key, wrong type, unreadable file or impossible combination; names key and
-            file. SystemExit: 0, after `--help`.
+        UserError: unknown key, wrong type, unreadable file or impossible combination; names key
+            and file.
+        SystemExit: 0, after `--help`.
     """
     parser = ArgumentParser(
         prog=prog, exit_on_error=False, description="Fine-tune a causal language model."
@@ -257,9 +258,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
 
 def dump_config(config: Config) -> str:
     """YAML text that parse_command_line reads back to an equal Config."""
-    plain = json.loads(
-        json.dumps(dataclasses.asdict(config))
-    )  # tuples become lists, which YAML can say
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become YAML's lists
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
@@ -383,8 +382,6 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "each needs a row, so raise it or use fewer ranks",
     )
 
-    for section in dataclasses.fields(Config):
-        check(getattr(config, section.name) is not None, section.name, "is null")
     check(data.columns is not None, "data.columns", "is null; write {} for none")
     check(bool(data.train_files), "data.train_files", "is empty")
     for key, files in (
