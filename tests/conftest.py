@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,24 @@ def train(config_file, *flags, ranks=1, launcher="deepspeed", timeout=300) -> Fi
     """train.py on real processes."""
     args = ["train.py", "--config", config_file, *flags]
     return run(launch_command(args, ranks, launcher), timeout)
+
+
+def start(config_file, *flags, ranks, launcher="deepspeed") -> subprocess.Popen:
+    """train.py started in a session of its own and left running, its output dropped."""
+    command = launch_command(["train.py", "--config", config_file, *flags], ranks, launcher)
+    return subprocess.Popen(
+        command, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_until(happened, process, seconds=120):
+    """Poll `happened()` while `process` runs."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None, f"ended early, with code {process.returncode}"
+        assert time.monotonic() < deadline, f"not in {seconds} s"
+        time.sleep(0.01)
 
 
 def read_metrics(run_folder, kind="train"):

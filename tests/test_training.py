@@ -4,12 +4,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import time
 
 import numpy as np
 import pytest
-from conftest import REPO, environment, launch_command, read_metrics, run, train
+from conftest import REPO, launch_command, read_metrics, run, start, train, wait_until
 from plain_loop import train_plainly
 from safetensors.torch import load_file
 
@@ -110,15 +108,6 @@ def test_bf16_follows_the_fp32_curve(tiny_config, tmp_path, sample_tokenizer, pl
 # Stop, resume
 
 
-def start(config, *flags, ranks):
-    """train.py started and left running."""
-    command = launch_command(["train.py", "--config", config, *flags], ranks)
-    return subprocess.Popen(
-        command, cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
     tiny_config, tmp_path, tiny_model_with_dropout, stage
@@ -133,12 +122,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
     assert (finished := train(config, "--output_dir", whole, ranks=2)).code == 0, finished.output
 
     process = start(config, "--output_dir", cut, ranks=2)
-    deadline = time.monotonic() + 120
-    while not (cut / "checkpoints" / "step_00000010").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.01)
+    wait_until((cut / "checkpoints" / "step_00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
     done = read_metrics(cut)[-1]["step"]
     assert 10 <= done < 40, "the run should have been stopped in the middle"
 
