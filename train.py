@@ -35,7 +35,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from data.loader import DataPlan, StepBatch, load_steps
-from data.plan import Budget
+from data.plan import Budget, Contents
 from data.tokenize import hold_out, open_cache, tokenize_files
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
@@ -266,17 +266,20 @@ def load_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, budget: Budget
 ) -> tuple[DataPlan, DataPlan | None]:
     """The plans of the training and of the held-out rows."""
-    data, seed, batch = config.data, config.train.seed, config.train.global_batch_size
+    data, train = config.data, config.train
     train_rows = open_cache(tokenize_files(data.train_files, tokenizer, data))
     eval_rows = None
     if data.eval_files:
         eval_rows = open_cache(tokenize_files(data.eval_files, tokenizer, data))
     elif data.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, seed)
-    eval_plan = (
-        None if eval_rows is None else DataPlan(eval_rows, seed, batch, budget, shuffle=False)
-    )
-    return DataPlan(train_rows, seed, batch, budget), eval_plan
+        train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, train.seed)
+    contents = Contents(train_rows.lengths, train.seed, train.global_batch_size)
+    eval_plan = None
+    if eval_rows is not None:
+        eval_plan = DataPlan(
+            eval_rows, replace(contents, lengths=eval_rows.lengths, shuffle=False), budget
+        )
+    return DataPlan(train_rows, contents, budget), eval_plan
 
 
 def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from data.plan import Budget, StepPlan, deal_step, step_rows, steps_per_epoch
+from data.plan import Budget, Contents, StepPlan, deal_step
 from data.tokenize import TokenizedRows
 
 PREFETCH_STEPS = 2
@@ -66,36 +66,28 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Every step of a run over one tokenised set. Step numbers run on over the epochs.
-
-    `shuffle` False gives the rows in the order of the files, for evaluation.
-    """
+    """Every step of a run over one tokenised set. Step numbers run on over the epochs."""
 
     data: TokenizedRows
-    seed: int
-    global_batch_size: int
+    contents: Contents
     budget: Budget
-    shuffle: bool = True
 
     @property
     def steps_per_epoch(self) -> int:
-        return steps_per_epoch(len(self.data), self.global_batch_size)
+        return self.contents.steps_per_epoch
 
     def step(self, global_step: int) -> StepPlan:
         """The step's rows dealt out over all ranks: any step, in any order, in milliseconds."""
-        epoch, step = divmod(global_step, self.steps_per_epoch)
-        if self.shuffle:
-            rows = step_rows(len(self.data), self.global_batch_size, self.seed, epoch, step)
-        else:
-            start = step * self.global_batch_size
-            rows = np.arange(start, min(len(self.data), start + self.global_batch_size))
+        rows = self.contents.rows(*divmod(global_step, self.steps_per_epoch))
         return deal_step(rows, self.data.lengths, self.data.supervised, self.budget)
 
     def content_hash(self) -> str:
         """Changes when the contents of any step would: 16 hex digits. Ranks and token budget are
         not in it.
         """
-        key = [self.data.meta["content"], len(self.data), self.seed, self.global_batch_size]
+        c = self.contents
+        key = [self.data.meta["content"], len(self.data), c.seed, c.global_batch_size]
+        key += [c.global_batch_tokens, c.window, c.mix]
         return xxhash.xxh3_64_hexdigest(repr(key).encode())
 
 

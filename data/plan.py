@@ -1,26 +1,38 @@
 """Who trains on what, when: pure functions of lengths, seed, epoch, batch, budget and world size.
 
-Step k of an epoch is a set of rows fixed by (seed, epoch, k) and the number of rows and the global
-batch alone: ranks and micro-steps only decide how that set is dealt out. So the curve does not
-depend on the cluster, a resumed run needs one integer and no replay, and no rank asks another
-anything.
+Two questions, answered apart:
+
+1. What is in step k of an epoch (`Contents`): a set of rows fixed by (seed, epoch, k), the lengths
+   and the global batch alone, not by ranks, nodes or memory. So the curve does not depend on the
+   cluster, a resumed run needs one integer and no replay, and no rank asks another anything.
+2. Who computes which of them (`deal_step`): ranks x micro-steps of near-equal cost within a token
+   budget, padded to rectangles (bucketed) or laid end to end (packed).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-FEISTEL_ROUNDS = 6
+FEISTEL_ROUNDS = 6  # an even number, so that the halves end where they began
+LIMIT_RATIOS = (985, 970, 955, 940, 925, 910, 895, 870)  # tried, in thousandths
+LIMIT_GAIN = 400  # a better cut saves at least one part in so many
+CHUNK_ROWS = 1 << 20  # of an epoch streamed at a time where the global batch is in tokens
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads consecutive integers
+
+
+# --------------------------------------------------------------------------------------------------
+# The epoch's order
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where `index` goes under the pseudo-random permutation of range(size) that `key` names.
 
-    A balanced Feistel network over the next power of four, with cycle-walking for values past
-    `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"): O(1) per element, no
-    table, for any size.
+    A Feistel network over the next power of two, its halves one bit apart where the exponent is
+    odd, with cycle-walking for values past `size` (Black and Rogaway 2002, "Ciphers with Arbitrary
+    Finite Domains"): O(1) per element, no table, for any size.
 
     Args:
         index: int64 [n], in [0, size).
@@ -28,18 +40,20 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     Returns:
         int64 [n], distinct for distinct indices.
     """
-    half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half_bits) - 1)
-    shift = np.uint64(half_bits)
+    bits = max(2, (size - 1).bit_length())
+    widths = [np.uint64(bits - bits // 2), np.uint64(bits // 2)]  # of the left and the right half
+    masks = [(np.uint64(1) << width) - np.uint64(1) for width in widths]
     round_keys = _mix(np.uint64(key) + np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
     out = index.astype(np.uint64)
-    walking = np.ones(len(out), dtype=bool)
-    while walking.any():
-        left, right = out[walking] >> shift, out[walking] & mask
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right + round_key) & mask)
-        out[walking] = (left << shift) | right
-        walking = out >= np.uint64(size)
+    walking = np.arange(len(out))
+    while len(walking):
+        value = out[walking]
+        left, right = value >> widths[1], value & masks[1]
+        for i, round_key in enumerate(round_keys):
+            left, right = right, left ^ (_mix(right + round_key) & masks[i % 2])
+        value = (left << widths[1]) | right
+        out[walking] = value
+        walking = walking[value >= np.uint64(size)]
     return out.astype(np.int64)
 
 
@@ -64,20 +78,179 @@ def epoch_key(seed: int, epoch: int) -> int:
         )
 
 
-def steps_per_epoch(rows: int, global_batch_size: int) -> int:
-    """Steps of one epoch; none is larger than the global batch, and they differ by at most one
-    row.
-    """
-    return -(-rows // global_batch_size)
+# --------------------------------------------------------------------------------------------------
+# What is in a step
 
 
-def step_rows(rows: int, global_batch_size: int, seed: int, epoch: int, step: int) -> np.ndarray:
-    """Row numbers, int64, of step `step` of epoch `epoch`: slice [k*n//S, (k+1)*n//S) of the
-    epoch's order.
+@dataclass(frozen=True)
+class Share:
+    """A source's part of a mix: rows first, ..., first + rows - 1, of which an epoch takes some."""
+
+    first: int
+    rows: int
+    per_epoch: int
+
+
+def shares_of(rows: Sequence[int], weights: Sequence[float]) -> tuple[Share, ...]:
+    """The mix of sources with these numbers of rows, in proportion to their weights.
+
+    The epoch is as long as it can be without a source coming to its end: that with the fewest rows
+    for its weight is taken whole, the others in part, the rest of them in the epochs after.
     """
-    steps = steps_per_epoch(rows, global_batch_size)
-    index = np.arange(step * rows // steps, (step + 1) * rows // steps, dtype=np.int64)
-    return permute(index, rows, epoch_key(seed, epoch))
+    scale = min(n / weight for n, weight in zip(rows, weights, strict=True))
+    first, shares = 0, []
+    for n, weight in zip(rows, weights, strict=True):
+        shares.append(Share(first, n, min(n, max(1, round(scale * weight)))))
+        first += n
+    return tuple(shares)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Which rows each step of each epoch has; every row is in exactly one step of an epoch.
+
+    Steps are consecutive slices of the epoch's order. By examples, step k is the slice
+    [k*n//S, (k+1)*n//S): steps differ by at most one row and any of them is there in O(1). By
+    tokens, the slices are cut where the running count of tokens passes k/S of the epoch's, found in
+    one streamed pass per epoch and kept as a table of S + 1 integers.
+
+    `window` > 1 buys less padding with some randomness: the rows of that many steps are sorted by
+    length and cut into strata of `window` blocks of equal size, and each step of the window gets
+    one block of every stratum, drawn at random. Rows of like length meet more often than by chance,
+    while a step's mean length varies about as much as that of a random step: with G strata and B
+    rows a step its variance goes as 1/G^3 against 1/B, hence G = 2 B^(1/3). benchmarks/plan.py
+    measures it, as `deff`.
+
+    `mix`, for sources mixed by weight, gives each its share of every epoch. A source is then walked
+    in passes of its own that run on over the epochs, each pass in another order: a row comes again
+    only after every other row of its source.
+    """
+
+    lengths: np.ndarray  # int32 [rows], tokens; may be mapped
+    seed: int
+    global_batch_size: int | None = None
+    """The most rows of a step. Give this or global_batch_tokens."""
+    global_batch_tokens: int | None = None
+    """About the most tokens of a step: the last row of a step may pass it."""
+    window: int = 1
+    mix: tuple["Share", ...] = ()
+    """Empty: every row once an epoch."""
+    shuffle: bool = True
+    """False gives the rows in their own order, for evaluation."""
+    _tables: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def rows_per_epoch(self) -> int:
+        return sum(share.per_epoch for share in self.mix) or len(self.lengths)
+
+    @cached_property
+    def tokens_per_epoch(self) -> int:
+        """With a mix, of the mean epoch."""
+        if not self.mix:
+            return int(np.sum(self.lengths, dtype=np.int64))
+        return sum(
+            int(np.sum(self.lengths[s.first : s.first + s.rows], dtype=np.int64))
+            * s.per_epoch
+            // s.rows
+            for s in self.mix
+        )
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        if self.global_batch_tokens is None:
+            return -(-self.rows_per_epoch // self.global_batch_size)
+        return min(self.rows_per_epoch, -(-self.tokens_per_epoch // self.global_batch_tokens))
+
+    def rows(self, epoch: int, step: int) -> np.ndarray:
+        """Row numbers, int64, of step `step` of epoch `epoch`."""
+        if self.window == 1 or not self.shuffle:
+            return self._ordered(epoch, *self._bounds(epoch, step, step + 1))
+        first = step - step % self.window
+        bounds = self._bounds(epoch, first, min(first + self.window, self.steps_per_epoch))
+        rows = self._ordered(epoch, bounds[0], bounds[-1])
+        rows = rows[np.lexsort((rows, -self.lengths[rows].astype(np.int64)))]
+        steps = len(bounds) - 1
+        strata = _strata(len(rows) // steps)
+        edges = np.arange(strata * steps + 1) * len(rows) // (strata * steps)
+        with np.errstate(over="ignore"):
+            key = np.uint64(epoch_key(self.seed, epoch)) + np.uint64(first + 1) * _GOLDEN
+            draw = _mix(_mix(key) + np.arange(strata * steps, dtype=np.uint64) * _GOLDEN)
+        # Ranks of random numbers are a random permutation of each stratum's blocks.
+        owner = np.argsort(draw.reshape(strata, steps), axis=1, kind="stable").ravel()
+        mine = np.flatnonzero(owner == step - first)
+        return np.concatenate([rows[edges[b] : edges[b + 1]] for b in mine])
+
+    def _ordered(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        index = np.arange(start, stop, dtype=np.int64)
+        if not self.shuffle:
+            return index
+        place = permute(index, self.rows_per_epoch, epoch_key(self.seed, epoch))
+        return self._mixed(place, epoch) if self.mix else place
+
+    def _mixed(self, place: np.ndarray, epoch: int) -> np.ndarray:
+        """Rows at these places of the epoch, of which each source has a range of its own."""
+        rows, first_place = np.empty_like(place), 0
+        for number, share in enumerate(self.mix, start=1):
+            here = (place >= first_place) & (place < first_place + share.per_epoch)
+            passes, index = np.divmod(
+                epoch * share.per_epoch + place[here] - first_place, share.rows
+            )
+            picked = np.empty_like(index)
+            for number_of_pass in np.unique(passes).tolist():
+                now = passes == number_of_pass
+                key = epoch_key(self.seed + number, number_of_pass)
+                picked[now] = share.first + permute(index[now], share.rows, key)
+            rows[here] = picked
+            first_place += share.per_epoch
+        return rows
+
+    def _bounds(self, epoch: int, first: int, last: int) -> Sequence[int]:
+        """Where steps first, ..., last - 1 begin in the epoch's order, and where the last ends."""
+        rows, steps = self.rows_per_epoch, self.steps_per_epoch
+        if self.global_batch_tokens is None:
+            return [k * rows // steps for k in range(first, last + 1)]
+        if epoch not in self._tables:
+            if len(self._tables) > 1:  # a loader is in two epochs at most
+                self._tables.clear()
+            self._tables[epoch] = self._token_table(epoch, steps)
+        return self._tables[epoch][first : last + 1].tolist()
+
+    def _token_table(self, epoch: int, steps: int) -> np.ndarray:
+        """int64 [steps + 1]: the slice bounds of an epoch by tokens. No slice is empty."""
+        rows = self.rows_per_epoch
+        chunks = range(0, rows, CHUNK_ROWS)
+
+        def lengths(start: int) -> np.ndarray:
+            return self.lengths[self._ordered(epoch, start, min(start + CHUNK_ROWS, rows))]
+
+        total = self.tokens_per_epoch
+        if self.mix:  # an epoch of a mix has not the mean's tokens
+            total = sum(int(lengths(start).sum(dtype=np.int64)) for start in chunks)
+        goals = np.arange(1, steps, dtype=np.int64) * total // steps
+        bounds, seen = [np.zeros(1, np.int64)], 0
+        for start in chunks:
+            running = seen + np.cumsum(lengths(start), dtype=np.int64)
+            here = goals[(goals > seen) & (goals <= running[-1])]
+            bounds.append(start + 1 + np.searchsorted(running, here))
+            seen = int(running[-1])
+        table = np.append(np.concatenate(bounds), rows)
+        k = np.arange(steps + 1)
+        table = (
+            np.maximum.accumulate(table - k) + k
+        )  # a step after a huge row gets one row at least
+        return np.minimum(table, rows - steps + k)
+
+
+def _strata(rows_a_step: int) -> int:
+    """2 * cube root, rounded up, in integers."""
+    strata = 1
+    while strata**3 < 8 * rows_a_step:
+        strata += 1
+    return min(strata, rows_a_step)
+
+
+# --------------------------------------------------------------------------------------------------
+# Who computes what
 
 
 @dataclass(frozen=True)
@@ -86,10 +259,13 @@ class Budget:
 
     world_size: int
     micro_batch_tokens: int
-    """The most padded tokens in one micro-batch."""
+    """The most tokens in one micro-batch: padded ones when bucketed, real ones when packed."""
     pad_to_multiple_of: int = 1
+    """Bucketed rows are padded to a multiple of this."""
     linear_cost: int = 24_576
     """K of a row's cost K*L + L*L: how many tokens of attention one token's dense layers cost."""
+    packed: bool = False
+    """Rows end to end without padding, instead of padded rectangles of rows of like length."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +282,25 @@ class StepPlan:
     """Summed over all ranks and micro-steps, without the filler of a rank that has no row."""
 
 
+class RowTooLong(ValueError):
+    """A row alone is over the budget; `row` is its number, `tokens` its padded length."""
+
+    def __init__(self, row: int, tokens: int, budget: int) -> None:
+        super().__init__(
+            f"row {row} has {tokens:,} tokens (padded), over data.micro_batch_tokens ({budget:,}); "
+            "raise that, lower data.max_length, or set data.on_too_long to split or drop"
+        )
+        self.row, self.tokens = row, tokens
+
+
 def deal_step(
     rows: np.ndarray, lengths: np.ndarray, supervised: np.ndarray, budget: Budget
 ) -> StepPlan:
-    """Cut one step's rows into world_size x A micro-batches of near-equal cost; A is the smallest
-    that fits.
+    """Deal one step's rows into world_size x A micro-batches of near-equal cost within the budget;
+    A is the smallest that fits (packed: see _bin_count).
 
-    Rows sorted by length are cut into contiguous groups whose largest cost is the smallest
-    possible. Groups in order of cost, world_size consecutive ones form a micro-step, so ranks that
-    wait for each other do equal work; the largest come first, so a budget that does not fit in
+    Micro-batches in order of cost, world_size consecutive ones form a micro-step, so ranks that
+    wait for each other do equal work; the costliest come first, so a budget that does not fit in
     memory shows in the first micro-step.
 
     Args:
@@ -122,24 +308,26 @@ def deal_step(
         lengths, supervised: int32 [all rows], tokens of each row, and those that carry loss.
 
     Raises:
-        ValueError: a row longer than the budget.
+        RowTooLong: a row over the budget.
     """
     rows = np.sort(rows)
-    rows = rows[np.argsort(-lengths[rows].astype(np.int64), kind="stable")]
     exact = lengths[rows].astype(np.int64)
-    multiple = budget.pad_to_multiple_of
+    shorter = exact.max(initial=0) - exact
+    # numpy's stable sort of 16 bits is a radix sort, four times as fast
+    order = np.argsort(
+        shorter.astype(np.uint16) if shorter.max(initial=0) < 2**16 else shorter, kind="stable"
+    )
+    rows, exact = rows[order], exact[order]
+    multiple = 1 if budget.packed else budget.pad_to_multiple_of
     padded = -(-exact // multiple) * multiple
     if len(rows) and padded[0] > budget.micro_batch_tokens:
-        raise ValueError(
-            f"row {rows[0]} has {padded[0]} padded tokens, over the budget of "
-            f"{budget.micro_batch_tokens}"
-        )
+        raise RowTooLong(int(rows[0]), int(padded[0]), budget.micro_batch_tokens)
 
-    bounds = np.array(_cut(padded, budget))
-    starts, sizes = bounds[:-1], np.diff(bounds)
-    groups = [rows[a:b] for a, b in pairwise(bounds)]
-    order = np.argsort(-sizes * _row_cost(padded[starts], budget), kind="stable")
-    dealt = [groups[i] for i in order]
+    groups, costs = [], np.zeros(0, np.int64)
+    if len(rows):
+        groups, costs = (_pack if budget.packed else _bucket)(padded, budget)
+    padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
+    dealt = [rows[groups[i]] for i in np.argsort(-costs, kind="stable").tolist()]
     dealt += [rows[:0]] * (-len(dealt) % budget.world_size)
     return StepPlan(
         micro_batches=[
@@ -148,53 +336,210 @@ def deal_step(
         examples=len(rows),
         supervised_tokens=int(supervised[rows].sum()),
         tokens=int(exact.sum()),
-        padded_tokens=int((sizes * padded[starts]).sum()),
+        padded_tokens=int(padded_tokens),
     )
 
 
-def _row_cost(length: np.ndarray, budget: Budget) -> np.ndarray:
-    return length * (budget.linear_cost + length)
+def row_cost(length: np.ndarray, linear_cost: int) -> np.ndarray:
+    """Cost of rows of these (padded) lengths, in integers: K*L + L*L."""
+    return length * (linear_cost + length)
 
 
-def _cut(padded: np.ndarray, budget: Budget) -> list[int]:
-    """Bounds of contiguous groups of `padded` (int64, descending): a multiple of world_size of them
-    where rows suffice.
+# Bucketed: padded rectangles
 
-    Both searches are exact. Taking as many rows as fit, longest first, uses the fewest groups for
-    any limit that grows with the group; so the smallest limit that still needs no more than M
-    groups, found by bisection over the integers, is the smallest possible largest cost.
+
+def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.ndarray]:
+    """Cut `padded` (int64, descending) into contiguous groups: their positions and costs, int64.
+
+    A multiple of world_size of groups, where rows suffice. First the fewest that fit the budget,
+    in whole micro-steps, with the smallest possible largest cost. Then, because ranks wait for each
+    other in every micro-step and not in the costliest alone, lower limits for the other micro-steps
+    where that lowers the sum of the micro-steps' largest costs: 3 rows of 2,000 tokens fill a limit
+    that 2 rows of 2,600 leave 13 % empty.
     """
-    n = len(padded)
-    if n == 0:
-        return [0]
-    cap_rows = budget.micro_batch_tokens // padded
-    cost = _row_cost(padded, budget)
-    fewest = len(_greedy(cap_rows, n)) - 1
-    target = min(n, -(-fewest // budget.world_size) * budget.world_size)
-    low, high = int(cost[0]), int((cap_rows * cost).max())
-    low = max(low, -(-int(cost.sum()) // target))
-    while low < high:
-        middle = (low + high) // 2
-        if len(_greedy(np.minimum(cap_rows, middle // cost), n, stop=target)) - 1 <= target:
-            high = middle
-        else:
-            low = middle + 1
-    bounds = _greedy(np.minimum(cap_rows, high // cost), n)
-    while (
-        len(bounds) - 1 < target
-    ):  # fewer groups than ranks to feed: halve the costliest that can be halved
+    lengths = _Lengths(padded, budget)
+    world = budget.world_size
+    fewest = len(lengths.walk([int(lengths.largest.max())], [len(padded)])) - 1
+    target = min(len(padded), -(-fewest // world) * world)
+    bounds = lengths.smallest_limit(target)
+    if target > world:
+        bounds = lengths.lower_limits(bounds, world)
+    while len(bounds) - 1 < target:  # ranks without a row: halve the costliest that can be halved
         sizes = np.diff(bounds)
-        heaviest = int(np.argmax(np.where(sizes > 1, sizes * cost[bounds[:-1]], -1)))
+        heaviest = int(np.argmax(np.where(sizes > 1, lengths.costs(bounds), -1)))
         bounds.insert(heaviest + 1, bounds[heaviest] + int(sizes[heaviest] + 1) // 2)
-    return bounds
+    return [np.arange(a, b) for a, b in pairwise(bounds)], lengths.costs(bounds)
 
 
-def _greedy(rows_that_fit: np.ndarray, n: int, stop: int | None = None) -> list[int]:
-    """Bounds when each group, longest row first, takes all that fit; gives up after more than
-    `stop` groups.
+class _Lengths:
+    """A step's rows, longest first, by distinct length: there are far fewer of those than rows."""
+
+    def __init__(self, padded: np.ndarray, budget: Budget) -> None:
+        starts = np.flatnonzero(np.diff(padded, prepend=-1))
+        counts = np.diff(starts, append=len(padded))
+        self.rows = len(padded)
+        self.kind = np.repeat(np.arange(len(starts)), counts)  # int64 [rows]
+        self.kinds = self.kind.tolist()
+        self.cost = row_cost(padded[starts], budget.linear_cost)  # int64 [distinct], descending
+        self.most_rows = budget.micro_batch_tokens // padded[starts]
+        self.largest = self.most_rows * self.cost
+        self.total_cost = int((self.cost * counts).sum())
+
+    def costs(self, bounds: list[int]) -> np.ndarray:
+        """int64 [groups]: rows x cost of the first and longest row."""
+        return np.diff(bounds) * self.cost[self.kind[bounds[:-1]]]
+
+    def walk(self, limits: list[int], quota: list[int]) -> list[int]:
+        """Bounds of groups, each taking as many rows as fit, longest first; ends early when the
+        quota is used up.
+
+        Args:
+            limits: largest costs, of which a group takes the one that it fills best.
+            quota: how many groups may take each limit.
+        """
+        fits = np.minimum(self.most_rows, np.array(limits)[:, None] // self.cost)
+        filled = fits * self.cost / np.array(limits)[:, None]  # [limits, distinct lengths]
+        left, open_limits = list(quota), list(range(len(limits)))
+        bounds, at, kinds, rows = [0], 0, self.kinds, self.rows
+        while at < rows and open_limits:
+            choice = np.array(open_limits)[np.argmax(filled[open_limits], axis=0)]
+            take = np.take_along_axis(fits, choice[None], axis=0)[0].tolist()
+            limit_of = choice.tolist()
+            while at < rows:
+                kind = kinds[at]
+                if not take[kind]:
+                    return bounds  # over every limit that is left
+                at += take[kind]
+                bounds.append(at)
+                used = limit_of[kind]
+                left[used] -= 1
+                if not left[used]:
+                    open_limits.remove(used)
+                    break
+        bounds[-1] = min(at, rows)
+        return bounds
+
+    def smallest_limit(self, groups: int) -> list[int]:
+        """Bounds of at most `groups` groups with the smallest possible largest cost, exactly.
+
+        Taking as many rows as fit, longest first, needs the fewest groups for any limit that grows
+        with the group, so the smallest limit under which they suffice is the answer. Bisection over
+        the integers; a limit that suffices lowers the upper end to the largest cost found, and one
+        that does not raises the lower end to the next at which any group would grow.
+        """
+        low = max(int(self.cost[0]), -(-self.total_cost // groups))
+        high = int(self.largest.max())
+        best = None
+        while best is None or low < high:
+            middle = min((low + high) // 2, low + low // 16)
+            bounds = self.walk([middle], [groups])
+            if bounds[-1] == self.rows:
+                best, high = bounds, int(self.costs(bounds).max())
+            else:
+                kind = self.kind[bounds[:-1]]
+                grown = (middle // self.cost[kind] + 1) * self.cost[kind]
+                low = int(grown[grown <= self.largest[kind]].min())
+        return best
+
+    def lower_limits(self, bounds: list[int], world_size: int) -> list[int]:
+        """Bounds of as many groups with a smaller sum over micro-steps of the largest cost, if any
+        is found; the largest of all stays.
+        """
+        micro_steps = -(-(len(bounds) - 1) // world_size)
+        best, top = self.waited_for(bounds, world_size), int(self.costs(bounds).max())
+        for per_mille in LIMIT_RATIOS:
+            shape = [10**6]
+            while len(shape) < micro_steps:
+                shape.append(shape[-1] * per_mille // 1000)
+            while True:
+                goal = best - best // LIMIT_GAIN
+                limits = [min(top, goal * part // sum(shape)) for part in shape]
+                found = self.walk(limits, [world_size] * micro_steps)
+                if found[-1] < self.rows or self.waited_for(found, world_size) >= best:
+                    break
+                bounds, best = found, self.waited_for(found, world_size)
+        return bounds
+
+    def waited_for(self, bounds: list[int], world_size: int) -> int:
+        """Sum over micro-steps of the slowest rank's cost."""
+        return int(np.sort(self.costs(bounds))[::-1][::world_size].sum())
+
+
+# Packed: rows end to end
+
+
+def _pack(lengths: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.ndarray]:
+    """Put rows of `lengths` (int64, descending) into bins of at most micro_batch_tokens: the bins'
+    positions and costs, int64.
+
+    Longest first, each to the least loaded bin (LPT: Graham 1969, "Bounds on Multiprocessing Timing
+    Anomalies"), a quarter of the bins at a time so that it is done in arrays; a row that does not
+    fit there goes to the least loaded bin that has room, and where none has, to a fresh start with
+    more bins. Bins depend on their number alone, not on the ranks that share them.
     """
-    bounds = [0]
-    fit = rows_that_fit.tolist()
-    while bounds[-1] < n and (stop is None or len(bounds) <= stop + 1):
-        bounds.append(min(n, bounds[-1] + fit[bounds[-1]]))
-    return bounds
+    fewest = -(-int(lengths.sum()) // budget.micro_batch_tokens)
+    while True:  # ends at one row a bin at the latest
+        bins = _bin_count(fewest, budget.world_size)
+        owner = _fill_bins(lengths, bins, budget)
+        if owner is not None:
+            break
+        fewest = bins + 1
+    cost = np.bincount(owner, row_cost(lengths, budget.linear_cost), bins).astype(np.int64)
+    ends = np.cumsum(np.bincount(owner, minlength=bins)).tolist()
+    order = np.argsort(owner.astype(np.uint16) if bins < 2**16 else owner, kind="stable")
+    return [order[a:b] for a, b in pairwise([0, *ends])], cost
+
+
+def _bin_count(fewest: int, world_size: int) -> int:
+    """A multiple of world_size, at least `fewest`.
+
+    First a multiple of 8, the usual ranks of a node (of 4, 2, 1 below 32, 16, 8 bins, where that
+    would be many more): every world size that divides it gets the identical bins.
+    """
+    multiple = min(8, 1 << max(0, fewest.bit_length() - 3))
+    count = -(-fewest // multiple) * multiple
+    return -(-count // world_size) * world_size
+
+
+def _fill_bins(lengths: np.ndarray, bins: int, budget: Budget) -> np.ndarray | None:
+    """The bin of each row, int64 [rows], or None where they do not fit."""
+    owner = np.empty(len(lengths), np.int64)
+    room = np.full(bins, budget.micro_batch_tokens)
+    cost = row_cost(lengths, budget.linear_cost)
+    at_once = max(1, bins // 4)
+    # A bin's number in the low part makes every load distinct, so the choice is the same on every
+    # machine, whatever numpy's partition does with ties.
+    load = _head_start(cost, bins, at_once) * bins + np.arange(bins)
+    scaled_cost = cost * bins
+    for start in range(0, len(lengths), at_once):
+        size = lengths[start : start + at_once]
+        n = len(size)
+        least = np.sort(np.partition(load, n - 1)[:n]) % bins
+        fits = size <= room[least]
+        owner[start : start + n] = least
+        room[least[fits]] -= size[fits]
+        load[least[fits]] += scaled_cost[start : start + n][fits]
+        for i in np.flatnonzero(~fits).tolist():
+            with_room = np.flatnonzero(room >= size[i])
+            if not len(with_room):
+                return None
+            bin_ = with_room[np.argmin(load[with_room])]
+            owner[start + i] = bin_
+            room[bin_] -= size[i]
+            load[bin_] += scaled_cost[start + i]
+    return owner
+
+
+def _head_start(cost: np.ndarray, bins: int, at_once: int) -> np.ndarray:
+    """Load that bins begin with, int64 [bins], so that `at_once` of them at a time end up level.
+
+    A longest row that costs more than the mean bin makes the ranks of its micro-step wait. So the
+    bins beside it are filled up to it, and the others that much less.
+    """
+    level, left = np.empty(bins, np.int64), int(cost.sum())
+    for start in range(0, bins, at_once):
+        here = min(at_once, bins - start)
+        longest = int(cost[start]) if start < len(cost) else 0
+        level[start : start + here] = max(longest, left // (bins - start))
+        left -= int(level[start]) * here
+    return level[0] - level

@@ -3,11 +3,12 @@
 Shares with the trainer the rows' tokens and which rows a step has, and nothing else.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from data.plan import step_rows, steps_per_epoch
+from data.plan import Contents
 from data.tokenize import open_cache, tokenize_files
 from finetune.config import parse_command_line
 
@@ -26,14 +27,16 @@ def train_plainly(config_file, tokenizer):
          {"params": others, "weight_decay": 0.0}],
         betas=train.adam_betas, eps=train.adam_epsilon,
     )  # fmt: skip
-    per_epoch = steps_per_epoch(len(rows), train.global_batch_size)
+    lengths = np.array([ids.shape[1] for ids, _ in rows])
+    contents = Contents(lengths, train.seed, train.global_batch_size)
+    per_epoch = contents.steps_per_epoch
     steps = train.epochs * per_epoch
     warmup = -(-train.warmup_examples // train.global_batch_size)
     losses, norms, rates = [], [], []
     before = mean_loss(model, held_out).item()
     for k in range(steps):
         epoch, step = divmod(k, per_epoch)
-        chosen = step_rows(len(rows), train.global_batch_size, train.seed, epoch, step)
+        chosen = contents.rows(epoch, step)
         optimizer.zero_grad()
         loss = mean_loss(model, [rows[i] for i in chosen])
         loss.backward()
