@@ -34,9 +34,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from data.loader import DataPlan, StepBatch, load_steps
-from data.plan import Budget, Contents
-from data.tokenize import hold_out, open_cache, tokenize_files
+from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
     TrainerState,
@@ -55,11 +53,13 @@ from finetune.metrics import Metrics, open_metrics, quieten_libraries
 from finetune.model import (
     best_precision,
     check_model_fits,
+    check_packing,
     hidden_size,
     linear_cost,
     load_model,
     load_model_config,
     load_tokenizer,
+    resolve_batching,
 )
 from finetune.optimizer import (
     check_schedule,
@@ -99,17 +99,14 @@ def main(config: Config, dry_run: bool) -> None:
         check_with_deepspeed(config, ds_config)
         check_model_fits(config, model_config, tokenizer)
 
+        config, why = resolve_batching(config, model_config, ranks.device, precision)
+
         # 2. Data: tokenised by the first rank of each machine, mapped by all. From here on the plan
         # knows every step.
-        data = config.data
-        budget = Budget(
-            ranks.world_size,
-            data.micro_batch_tokens,
-            data.pad_to_multiple_of,
-            linear_cost(model_config),
-        )
+        budget = make_budget(config.data, ranks.world_size, linear_cost(model_config))
+        announce = partial(print, flush=True) if ranks.is_first else None
         train_plan, eval_plan = together(
-            ranks, lambda: load_data(config, tokenizer, budget), first_on_machine=True
+            ranks, lambda: make_plans(config, tokenizer, budget, announce), first_on_machine=True
         )
         steps = total_steps(config.train, train_plan.steps_per_epoch)
         check_schedule(config.train, steps)
@@ -122,7 +119,9 @@ def main(config: Config, dry_run: bool) -> None:
         )
         table = on_first_rank(
             ranks,
-            lambda: startup_table(config, model_config, train_plan, eval_plan, state, ranks.device),
+            lambda: startup_table(
+                config, model_config, train_plan, eval_plan, state, ranks.device, why
+            ),
         )
         if ranks.is_first:
             print(table, flush=True)
@@ -133,7 +132,9 @@ def main(config: Config, dry_run: bool) -> None:
         checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
         if checkpoint is not None:
             state = read_state(checkpoint)
-        on_first_rank(ranks, lambda: write_resolved_configs(config, ds_config))
+        on_first_rank(
+            ranks, lambda: write_resolved_configs(config, ds_config, (train_plan, eval_plan))
+        )
 
         # 4. Model and engine. One seed for all while weights are drawn, so that every rank draws
         # the same; then a stream of its own for each rank's dropout.
@@ -144,6 +145,8 @@ def main(config: Config, dry_run: bool) -> None:
         seed_everything(config.train.seed + ranks.rank)
         if checkpoint is not None:
             load_checkpoint(engine, checkpoint, ranks)
+        if config.data.batching == "packed":
+            check_packing(engine, len(tokenizer), ranks.device)
 
         # 5. The loop.
         metrics = Metrics([])
@@ -260,26 +263,6 @@ def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | Non
     return nn.utils.get_total_norm(
         [p.grad for p in engine.module.parameters() if p.grad is not None]
     )
-
-
-def load_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, budget: Budget
-) -> tuple[DataPlan, DataPlan | None]:
-    """The plans of the training and of the held-out rows."""
-    data, train = config.data, config.train
-    train_rows = open_cache(tokenize_files(data.train_files, tokenizer, data))
-    eval_rows = None
-    if data.eval_files:
-        eval_rows = open_cache(tokenize_files(data.eval_files, tokenizer, data))
-    elif data.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, train.seed)
-    contents = Contents(train_rows.lengths, train.seed, train.global_batch_size)
-    eval_plan = None
-    if eval_rows is not None:
-        eval_plan = DataPlan(
-            eval_rows, replace(contents, lengths=eval_rows.lengths, shuffle=False), budget
-        )
-    return DataPlan(train_rows, contents, budget), eval_plan
 
 
 def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:

@@ -21,4 +21,4 @@ port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.g
 
 python -m data.train_tokenizer runs/gsm8k_tokenizer --vocab_size 4096 --files "$rows"
 deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning \
-  train.py --config configs/gsm8k.yaml --data.train_files "[$rows]" "$@"
+  train.py --config configs/gsm8k.yaml --data.train_sources "[$rows]" "$@"

@@ -1,57 +1,75 @@
 """Walks the plan for one rank, collating its micro-batches ahead of the loop."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import xxhash
 
-from data.plan import Budget, Contents, StepPlan, deal_step
-from data.tokenize import TokenizedRows
+from data.plan import Budget, Contents, RowTooLong, StepPlan, deal_step, shares_of
+from data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config import Config, DataConfig, Source
 
 PREFETCH_STEPS = 2
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's rows of one micro-step, padded on the right to a common length.
+    """One rank's rows of one micro-step: bucketed, padded on the right to a common length, or
+    packed, end to end as one.
 
     A rank without a row gets one filler row of one position that carries no loss, so that it takes
     part in the collectives of the micro-step.
     """
 
-    input_ids: torch.Tensor  # int64 [rows, length]
-    attention_mask: torch.Tensor  # int64 [rows, length], 0 on padding
+    input_ids: torch.Tensor  # int64 [rows, length]; packed: [1, tokens]
+    attention_mask: torch.Tensor | None  # int64 [rows, length], 0 on padding; packed: none
+    position_ids: torch.Tensor | None  # packed: int64 [1, tokens], from 0 on in each row
     positions: torch.Tensor  # int64 [targets], where in rows x length a target is predicted from
     targets: torch.Tensor  # int64 [targets], the token after each of those positions
 
     @classmethod
     def of(
-        cls, input_ids: np.ndarray, attention_mask: np.ndarray, is_target: np.ndarray
+        cls,
+        input_ids: np.ndarray,
+        is_target: np.ndarray,
+        attention_mask: np.ndarray | None = None,
+        position_ids: np.ndarray | None = None,
     ) -> "MicroBatch":
-        """From int64 ids and mask and a bool array, all [rows, length]; column 0 is no target.
+        """From int64 ids, a bool array of targets and one of the other two, all [rows, length]; the
+        first token of a row is no target.
 
         Positions are found here, on the CPU: picking them by a mask on the device would make the
         device tell the host how many there are, a wait in every micro-step.
         """
-        positions = np.flatnonzero(is_target[:, 1:].ravel())
-        rows, columns = np.divmod(positions, max(1, is_target.shape[1] - 1))
-        arrays = (
-            input_ids,
-            attention_mask,
-            rows * is_target.shape[1] + columns,
-            input_ids[rows, columns + 1],
-        )
-        return cls(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays))
+        positions = np.flatnonzero(is_target.ravel())
+        arrays = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "positions": positions - 1,
+            "targets": input_ids.ravel()[positions],
+        }
+        return cls(**{k: None if a is None else torch.from_numpy(a) for k, a in arrays.items()})
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MicroBatch(**{k: None if t is None else change(t) for k, t in tensors.items()})
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{k: v.to(device, non_blocking=True) for k, v in vars(self).items()})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
-        return MicroBatch(**{k: v.pin_memory() for k, v in vars(self).items()})
+        return self._each(torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,69 @@ class DataPlan:
         return xxhash.xxh3_64_hexdigest(repr(key).encode())
 
 
+def make_budget(data: "DataConfig", world_size: int, linear_cost: int) -> Budget:
+    """The budget of a run whose data.batching is decided."""
+    return Budget(
+        world_size,
+        data.micro_batch_tokens,
+        data.pad_to_multiple_of,
+        linear_cost,
+        packed=data.batching == "packed",
+    )
+
+
+def make_plans(
+    config: "Config",
+    tokenizer: "PreTrainedTokenizerBase",
+    budget: Budget,
+    announce: Callable[[str], None] | None = None,
+) -> tuple[DataPlan, DataPlan | None]:
+    """The plans of the training and of the held-out rows, tokenised if they are not yet.
+
+    Raises:
+        UserError: rows that cannot be used, or a row over the budget.
+    """
+    data, train = config.data, config.train
+
+    def tokenized(sources: list["Source"]) -> TokenizedRows:
+        return open_cache(tokenize_sources(sources, tokenizer, data, announce))
+
+    sources = data.sources("train_sources")
+    train_rows, eval_rows = tokenized(sources), None
+    if data.eval_sources:
+        eval_rows = tokenized(data.sources("eval_sources"))
+    elif data.eval_fraction:
+        train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, train.seed)
+    mix = ()
+    if sources[0].weight is not None:
+        mix = shares_of(train_rows.meta["source_rows"], [source.weight for source in sources])
+    contents = Contents(
+        train_rows.lengths,
+        train.seed,
+        train.global_batch_size,
+        train.global_batch_tokens,
+        data.window,
+        mix,
+    )
+    plans = [DataPlan(train_rows, contents, budget), None]
+    if eval_rows is not None:
+        in_order = replace(contents, lengths=eval_rows.lengths, mix=(), shuffle=False)
+        plans[1] = DataPlan(eval_rows, in_order, budget)
+    for plan in filter(None, plans):
+        check_fits(plan)
+    return plans[0], plans[1]
+
+
+def check_fits(plan: DataPlan) -> None:
+    """Raise UserError where the longest row alone is over the budget."""
+    longest = int(np.argmax(plan.data.lengths))
+    try:
+        deal_step(np.array([longest]), plan.data.lengths, plan.data.supervised, plan.budget)
+    except RowTooLong as error:
+        message = str(error).replace(f"row {error.row}", "this row")
+        raise UserError(f"{plan.data.place_of(longest)}: {message}") from error
+
+
 def load_steps(
     plan: DataPlan, rank: int, first: int, last: int, pin_memory: bool = False
 ) -> Iterator[StepBatch]:
@@ -102,10 +183,7 @@ def load_steps(
 
     def make(global_step: int) -> StepBatch:
         deal = plan.step(global_step)
-        batches = [
-            collate(plan.data, ranks[rank], plan.budget.pad_to_multiple_of)
-            for ranks in deal.micro_batches
-        ]
+        batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in deal.micro_batches]
         batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
         return StepBatch(global_step, global_step // plan.steps_per_epoch, batches, deal)
 
@@ -118,18 +196,23 @@ def load_steps(
             yield batch
 
 
-def collate(data: TokenizedRows, rows: np.ndarray, pad_to_multiple_of: int) -> MicroBatch:
-    """Rows, int64 [n] with n >= 0, as one padded micro-batch."""
-    length = max((int(data.lengths[row]) for row in rows), default=1)
+def collate(data: TokenizedRows, rows: np.ndarray, budget: Budget) -> MicroBatch:
+    """Rows, int64 [n] with n >= 0, as one micro-batch."""
+    ids, masks = data.fetch(rows) if len(rows) else ([np.zeros(1)], [np.zeros(1, bool)])
+    if budget.packed:
+        return MicroBatch.of(
+            np.concatenate(ids).astype(np.int64)[None],
+            np.concatenate(masks)[None],
+            position_ids=np.concatenate([np.arange(len(row)) for row in ids])[None],
+        )
+    length = max(map(len, ids))
     if len(rows):
-        length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
-    shape = (max(1, len(rows)), length)
+        length = -(-length // budget.pad_to_multiple_of) * budget.pad_to_multiple_of
+    shape = (len(ids), length)
     input_ids, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     is_target = np.zeros(shape, bool)
-    attention_mask[:, 0] = 1  # also of the filler row: attention over nothing is NaN
-    fetched = data.rows[rows.tolist()] if len(rows) else {"input_ids": [], "loss_mask": []}
-    for i, (ids, mask) in enumerate(zip(fetched["input_ids"], fetched["loss_mask"], strict=True)):
-        input_ids[i, : len(ids)] = ids
-        attention_mask[i, : len(ids)] = 1
-        is_target[i, : len(ids)] = mask
-    return MicroBatch.of(input_ids, attention_mask, is_target)
+    for i, (row, mask) in enumerate(zip(ids, masks, strict=True)):
+        input_ids[i, : len(row)] = row
+        attention_mask[i, : len(row)] = 1  # also of the filler row: attention over nothing is NaN
+        is_target[i, : len(row)] = mask
+    return MicroBatch.of(input_ids, is_target, attention_mask=attention_mask)

@@ -148,12 +148,12 @@ class Contents:
         """With a mix, of the mean epoch."""
         if not self.mix:
             return int(np.sum(self.lengths, dtype=np.int64))
-        return sum(
-            int(np.sum(self.lengths[s.first : s.first + s.rows], dtype=np.int64))
-            * s.per_epoch
-            // s.rows
-            for s in self.mix
-        )
+        return sum(map(self.tokens_of, self.mix))
+
+    def tokens_of(self, share: "Share") -> int:
+        """Of the mean epoch's tokens those of one source."""
+        lengths = self.lengths[share.first : share.first + share.rows]
+        return int(np.sum(lengths, dtype=np.int64)) * share.per_epoch // share.rows
 
     @cached_property
     def steps_per_epoch(self) -> int:

@@ -3,21 +3,26 @@ maps.
 
 A cache folder holds what one rank needs to plan an epoch without touching the tokens:
 
-    rows/            Arrow: input_ids list<int32>, loss_mask list<bool>, line int64
-    lengths.npy      int32 [rows], tokens
-    supervised.npy   int32 [rows], tokens that carry loss
-    meta.json        counts for the start-up table, and `content`, a hash of tokens and masks
+    rows/               Arrow: input_ids list<int32>, loss_mask list<bool>, and where they came from
+    lengths.npy         int32 [rows], tokens
+    supervised.npy      int32 [rows], tokens that carry loss
+    meta.json           counts for the start-up table, and `content`, a hash of tokens and masks
+    rejected_rows.jsonl rows left out under data.on_bad_row skip, with their reasons
 
 It is written under another name and renamed when whole, so a killed tokenisation leaves no half
 cache.
 """
 
+import contextlib
 import json
 import os
-import re
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, replace
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,33 +34,53 @@ from filelock import FileLock
 
 from data import sources
 from data.plan import permute
+from data.render import (
+    OUTCOMES,
+    REJECTED,
+    SPLIT,
+    RenderOptions,
+    check_template,
+    fit,
+    mask_method,
+    render,
+)
+from data.sources import BadRow
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.config import DataConfig
+    from finetune.config import DataConfig, Source
 
-CACHE_VERSION = 2  # raise it when the same input should give other tokens than before
+CACHE_VERSION = 3  # raise it when the same input should give other tokens than before
 ROWS_PER_WORKER = 10_000
+FORMAT_ROWS = 1000  # of a source, looked through for one that tells its format
+PROGRESS_SECONDS = 10.0  # between lines where there is no terminal for a bar
+SHOWN_CHARACTERS = 80  # of a bad row
 
-# What became of a row; but for KEPT, counted in meta.json under the first name.
-KEPT, TRUNCATED, SPLIT, DROPPED, LOST_ANSWER = range(5)
-OUTCOMES = {
-    TRUNCATED: ("truncated", "truncated"),
-    SPLIT: ("split", "pieces of split rows"),
-    DROPPED: ("dropped", "dropped"),
-    LOST_ANSWER: ("without_answer", "dropped because no supervised token was left"),
-}
-
+RAW = datasets.Features(
+    {
+        "source": datasets.Value("int32"),
+        "file": datasets.Value("string"),
+        "place": datasets.Value("int64"),
+        "text": datasets.Value("large_string"),  # a thousand long rows pass a string's 2 GiB
+        "problem": datasets.Value("string"),
+    }
+)
 TOKENIZED = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
         "loss_mask": datasets.List(datasets.Value("bool")),
-        "line": datasets.Value("int64"),
+        "source": datasets.Value("int32"),
+        "file": datasets.Value("string"),
+        "place": datasets.Value("int64"),  # line of the file, or number of the row
+        "row": datasets.Value("int64"),  # of all rows read; the pieces of a split row share it
         "outcome": datasets.Value("int8"),
+        "reason": datasets.Value("string"),
+        "problem": datasets.Value("string"),
     }
 )
+WORKING = ("outcome", "reason", "problem")  # columns that the cache does without
 
 
 @dataclass(frozen=True)
@@ -66,207 +91,86 @@ class TokenizedRows:
     lengths: np.ndarray  # int32 [rows], tokens
     supervised: np.ndarray  # int32 [rows], tokens that carry loss
     meta: dict[str, Any]
+    rejected_rows: Path  # JSON lines, see data.on_bad_row
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def fetch(self, rows: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Token ids, int32, and loss masks, bool, of these rows, int64 [n]."""
+        table = self.rows.with_format("arrow", columns=["input_ids", "loss_mask"])[rows.tolist()]
+        columns = []
+        for name in ("input_ids", "loss_mask"):
+            column = table[name].combine_chunks()
+            values = column.flatten().to_numpy(zero_copy_only=False)
+            columns.append(np.split(values, np.cumsum(column.value_lengths().to_numpy())[:-1]))
+        return columns[0], columns[1]
 
-@dataclass(frozen=True)
-class RenderOptions:
-    """What of the data config decides a row's tokens."""
-
-    format: str
-    columns: dict[str, str]
-    as_chat: bool
-    supervise: str
-    max_length: int
-    on_too_long: str
-
-    @classmethod
-    def of(cls, config: "DataConfig") -> "RenderOptions":
-        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+    def place_of(self, row: int) -> str:
+        """FILE:LINE of a row."""
+        where = self.rows.with_format(None, columns=["file", "place"])[row]
+        return f"{where['file']}:{where['place']}"
 
 
 # --------------------------------------------------------------------------------------------------
-# One row -> tokens
-
-
-def render(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", options: RenderOptions
-) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of one parsed row, both of its full length; options.format is not
-    "auto" here.
-
-    `mask[t]` says that token t is a target. Token 0 is never one: nothing predicts it.
-
-    Raises:
-        ValueError: a key is missing or of the wrong type, or no token is supervised.
-    """
-    kind = options.format
-    for key in sources.FORMAT_KEYS[kind]:
-        if key not in row:
-            raise ValueError(f"key {key!r} is missing (data.format {kind})")
-        if kind != "messages" and not isinstance(row[key], str):
-            raise ValueError(f"key {key!r} is a {type(row[key]).__name__}, not a string")
-    if kind == "instruction":
-        extra = row.get("input") or ""
-        if not isinstance(extra, str):
-            raise ValueError(f"key 'input' is a {type(extra).__name__}, not a string")
-        row = {
-            "prompt": row["instruction"] + (f"\n\n{extra}" if extra else ""),
-            "completion": row["output"],
-        }
-    if kind != "text" and kind != "messages" and options.as_chat:
-        row = {
-            "messages": [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["completion"]},
-            ]
-        }
-        kind = "messages"
-
-    if kind == "messages":
-        ids, mask = _render_chat(row, tokenizer)
-    elif kind == "text":
-        ids = _with_end(tokenizer(row["text"])["input_ids"], tokenizer)
-        mask = [True] * len(ids)
-    else:
-        prompt = tokenizer(
-            row["prompt"] if kind == "prompt_completion" else row["prompt"] + "\n\n"
-        )["input_ids"]
-        # A tokenizer that ends every text would put its end mark between prompt and completion.
-        prompt = prompt[:-1] if prompt and prompt[-1] == tokenizer.eos_token_id else prompt
-        completion = _with_end(
-            tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer
-        )
-        ids, mask = prompt + completion, [False] * len(prompt) + [True] * len(completion)
-    if options.supervise == "all":
-        mask = [True] * len(ids)
-    if mask:
-        mask[0] = False
-    if not any(mask):
-        raise ValueError("no token is supervised: the answer is empty")
-    return ids, mask
-
-
-def _render_chat(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[list[int], list[bool]]:
-    messages = row["messages"]
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) for m in messages)
-    ):
-        raise ValueError("key 'messages' is not a list of {role, content} objects")
-    for message in messages:
-        if not isinstance(message.get("role"), str):
-            raise ValueError("a message has no role")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ValueError(
-                f"the content of a message of role {message['role']!r} is not a string"
-            )
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
-        )
-    except (
-        Exception
-    ) as error:  # a template raises what it likes: jinja2.TemplateError, TypeError, KeyError ...
-        raise ValueError(
-            f"the chat template refuses it ({' '.join(str(error).split())})"
-        ) from error
-    return list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
-
-
-def _with_end(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    end = tokenizer.eos_token_id
-    return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
-
-
-def fit(
-    ids: list[int], mask: list[bool], options: RenderOptions
-) -> list[tuple[list[int], list[bool], int]]:
-    """(ids, mask, outcome) pieces of a row, each at most max_length tokens; dropped pieces have no
-    tokens.
-
-    Pieces of a split row overlap by one token, which is context in the second piece: every target
-    of the row stays a target exactly once.
-
-    Raises:
-        ValueError: the row is too long and on_too_long is error.
-    """
-    limit = options.max_length
-    if len(ids) <= limit:
-        return [(ids, mask, KEPT)]
-    if options.on_too_long == "error":
-        raise ValueError(
-            f"{len(ids)} tokens are over data.max_length ({limit}); raise it, "
-            "or set data.on_too_long"
-        )
-    if options.on_too_long == "drop":
-        return [([], [], DROPPED)]
-    starts = range(0, len(ids) - 1, max(1, limit - 1)) if options.on_too_long == "split" else [0]
-    outcome = SPLIT if options.on_too_long == "split" else TRUNCATED
-    pieces = []
-    for start in starts:
-        piece, piece_mask = ids[start : start + limit], mask[start : start + limit]
-        piece_mask[0] = False
-        pieces.append((piece, piece_mask, outcome) if any(piece_mask) else ([], [], LOST_ANSWER))
-    return pieces
+# One batch, in a tokenising process
 
 
 def _tokenize_batch(
-    batch: dict[str, list], tokenizer: "PreTrainedTokenizerBase", options: RenderOptions
-) -> dict:
+    batch: dict[str, list],
+    index: list[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: list[RenderOptions],
+    on_bad_row: str,
+    progress: Path,
+) -> dict[str, list]:
     out: dict[str, list] = {name: [] for name in TOKENIZED}
-    for file, line, text in zip(batch["file"], batch["line"], batch["json"], strict=True):
+    rows = zip(index, *(batch[name] for name in RAW), strict=True)
+    for number, source, file, place, text, problem in rows:
+        option = options[source]
+        reason = ""
         try:
+            if problem:
+                raise BadRow(problem.split(" (")[0], problem)
             pieces = fit(
-                *render(sources.parse_row(text, options.columns), tokenizer, options), options
+                *render(sources.parse_row(text, option.columns), tokenizer, option), option
             )
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UserError(f"{file}:{line}: {error}: {text[:80]!r}") from error
+        except BadRow as error:
+            if on_bad_row == "error":
+                raise UserError(_bad_row(file, place, str(error), text)) from error
+            pieces, reason, problem = [([], [], REJECTED)], error.reason, str(error)
         for ids, mask, outcome in pieces:
-            for name, value in zip(TOKENIZED, (ids, mask, line, outcome), strict=True):
+            values = (ids, mask, source, file, place, number, outcome, reason, problem)
+            for name, value in zip(TOKENIZED, values, strict=True):
                 out[name].append(value)
+    with progress.open("ab") as counter:  # one write of few bytes: whole, whoever else writes
+        counter.write(b"." * len(index))
     return out
 
 
+def _bad_row(file: str, place: int, problem: str, text: str) -> str:
+    shown = ascii(text[:SHOWN_CHARACTERS])
+    return f"{file}:{place}: {problem}: {shown} (data.on_bad_row: skip leaves such rows out)"
+
+
 # --------------------------------------------------------------------------------------------------
-# Files -> cache
-
-
-def check_template(tokenizer: "PreTrainedTokenizerBase", name: str, supervise: str) -> None:
-    """Refuse a chat template that cannot say which tokens are the assistant's, where that matters.
-
-    Without `{% generation %}` transformers returns a mask of zeros and no word about it.
-    """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"tokenizer {name} has no chat template, and the rows are chat; "
-            "give one in model.chat_template"
-        )
-    if supervise == "answers" and not re.search(
-        r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)
-    ):
-        raise UserError(
-            f"tokenizer {name}: its chat template marks no assistant token; copy it to a file, "
-            "put {% generation %} ... {% endgeneration %} around the assistant's text, "
-            "and name it in model.chat_template"
-        )
+# Sources -> cache
 
 
 def cache_path(
-    files: list[str], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
+    given: list["Source"], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
 ) -> Path:
-    """Folder of the cache for these files, this tokenizer and these options."""
+    """Folder of the cache for these sources, this tokenizer and these options; weights are not in
+    it.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)  # None: a tokenizer without a Rust side
+    options = RenderOptions.of(config)
     key = json.dumps(
         [
             CACHE_VERSION,
-            sources.fingerprint(files),
-            asdict(RenderOptions.of(config)),
+            [[sources.fingerprint(s), s.format, s.columns] for s in given],
+            [options.as_chat, options.supervise, options.max_length, options.on_too_long],
+            [config.on_bad_row, config.max_row_characters],
             tokenizer.chat_template,
             backend.to_str() if backend else sorted(tokenizer.get_vocab().items()),
             tokenizer.eos_token,
@@ -275,27 +179,32 @@ def cache_path(
     return Path(config.cache_dir) / xxhash.xxh3_64_hexdigest(key.encode())
 
 
-def tokenize_files(
-    files: list[str], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
+def tokenize_sources(
+    given: list["Source"],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: "DataConfig",
+    announce: Callable[[str], None] | None = None,
 ) -> Path:
-    """Make the cache of these files unless it is there, and return its folder.
+    """Make the cache of these sources unless it is there, and return its folder.
 
     Processes that ask at the same time, on one machine or on a shared disk, wait for the first of
-    them.
+    them. `announce` gets a line now and then about how far it is.
 
     Raises:
         UserError: a row that cannot be used, by file and line; no rows at all.
     """
-    target = cache_path(files, tokenizer, config)
+    target = cache_path(given, tokenizer, config)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache_dir: {config.cache_dir}: {error.strerror}") from error
     with FileLock(f"{target}.lock"):
         if not target.exists():
+            for left in target.parent.glob(f"{target.name}.*/"):  # by one that was killed
+                shutil.rmtree(left, ignore_errors=True)
             work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
             try:
-                _build_cache(files, tokenizer, config, work)
+                _build_cache(given, tokenizer, config, work, announce)
                 os.replace(work / "cache", target)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -303,39 +212,138 @@ def tokenize_files(
 
 
 def _build_cache(
-    files: list[str], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig", work: Path
+    given: list["Source"],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: "DataConfig",
+    work: Path,
+    announce: Callable[[str], None] | None,
 ) -> None:
-    raw = _read_raw(files, work)
-    options = RenderOptions.of(config)
-    if options.format == "auto":
-        try:
-            first_row = sources.parse_row(raw[0]["json"], config.columns)
-            options = replace(options, format=sources.detect_format(first_row))
-        except ValueError as error:
-            raise UserError(
-                f"{files[0]}:{raw[0]['line']}: {error}: {raw[0]['json'][:80]}"
-            ) from error
-    if options.format == "messages" or (options.as_chat and options.format != "text"):
-        check_template(tokenizer, tokenizer.name_or_path, options.supervise)
+    began = time.perf_counter()
+    raw = _read_raw(given, config, work)
+    source_of = raw.with_format("numpy")["source"][:]
+    rows_read = np.bincount(source_of, minlength=len(given))
+    firsts = np.cumsum(rows_read) - rows_read
+    options = []
+    for source, first, count in zip(given, firsts.tolist(), rows_read.tolist(), strict=True):
+        some = raw.select(range(first, first + min(count, FORMAT_ROWS)))
+        options.append(_options_of(source, some, config))
+    chat = any(o.is_chat for o in options)
+    if chat:
+        check_template(tokenizer, tokenizer.name_or_path)
     workers = config.workers or min(os.cpu_count() or 1, len(raw) // ROWS_PER_WORKER)
-    mapped = raw.map(
-        partial(_tokenize_batch, tokenizer=tokenizer, options=options),
-        batched=True,
-        remove_columns=raw.column_names,
-        features=TOKENIZED,
-        num_proc=workers if workers > 1 else None,
-        load_from_cache_file=False,
-        cache_file_name=str(work / "mapped.arrow"),
-        new_fingerprint="mapped",
-        desc="tokenising",
-    )
-    outcome = mapped.with_format("numpy")["outcome"][:]
+    progress = work / "progress"
+    with _progress_lines(progress, len(raw), announce):
+        mapped = raw.map(
+            partial(
+                _tokenize_batch,
+                tokenizer=tokenizer,
+                options=options,
+                on_bad_row=config.on_bad_row,
+                progress=progress,
+            ),
+            batched=True,
+            with_indices=True,
+            remove_columns=raw.column_names,
+            features=TOKENIZED,
+            num_proc=workers if workers > 1 else None,
+            load_from_cache_file=False,
+            cache_file_name=str(work / "mapped.arrow"),
+            new_fingerprint="mapped",
+            desc="tokenising",
+        )
+    columns = mapped.with_format("numpy")
+    outcome, source_of = columns["outcome"][:], columns["source"][:]
     kept = np.flatnonzero(outcome <= SPLIT)
-    if not len(kept):
-        raise UserError(f"{files[0]}: no row is left under data.max_length ({config.max_length})")
-    rows = mapped.select(kept).remove_columns("outcome")
-    rows.save_to_disk(work / "cache" / "rows")
-    lengths, supervised = np.empty(len(kept), np.int32), np.empty(len(kept), np.int32)
+    for number, source in enumerate(given):
+        if not np.any(source_of[kept] == number):
+            raise UserError(
+                f"{sources.name_of(source)}: no row is left of {rows_read[number]:,}: "
+                f"{_what_became(outcome[source_of == number])}"
+            )
+    cache = work / "cache"
+    rows = mapped.select(kept).remove_columns(list(WORKING))
+    rows.save_to_disk(cache / "rows")
+    lengths, supervised, content = _measure(rows)
+    np.save(cache / "lengths.npy", lengths)
+    np.save(cache / "supervised.npy", supervised)
+    rejected = _write_rejected(mapped.select(np.flatnonzero(outcome == REJECTED)), raw, cache)
+    counts = {name: int((outcome == code).sum()) for code, (name, _) in OUTCOMES.items()}
+    meta = {
+        "sources": [sources.name_of(source) for source in given],
+        "source_rows": np.bincount(source_of[kept], minlength=len(given)).tolist(),
+        "rows_read": len(raw),
+        "rows": len(kept),
+        **counts,
+        "rejected": rejected,
+        "masks": mask_method(tokenizer, config.supervise) if chat else "",
+        "tokens": int(lengths.sum(dtype=np.int64)),
+        "supervised_tokens": int(supervised.sum(dtype=np.int64)),
+        "content": content,
+        "tokenize_seconds": round(time.perf_counter() - began, 1),
+    }
+    (cache / "meta.json").write_text(json.dumps(meta, indent=2))
+    if announce:
+        seconds = max(1e-3, time.perf_counter() - began)
+        announce(
+            f"tokenised {len(raw):,} rows in {seconds:,.1f} s ({len(raw) / seconds:,.0f} rows/s)"
+        )
+
+
+def _read_raw(given: list["Source"], config: "DataConfig", work: Path) -> datasets.Dataset:
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, source in enumerate(given):
+            found = False
+            for file, row in sources.read_rows(source, config.max_row_characters):
+                yield {"source": number, "file": file, **row._asdict()}
+                found = True
+            if not found:
+                raise UserError(f"{sources.name_of(source)}: has no rows")
+
+    try:
+        return datasets.Dataset.from_generator(
+            rows,
+            features=RAW,
+            cache_dir=str(work / "raw"),
+            keep_in_memory=False,
+            fingerprint="raw",
+        )
+    except Exception as error:  # datasets wraps whatever the generator raised
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__ or cause.__context__
+        raise cause or error from None
+
+
+def _options_of(source: "Source", rows: datasets.Dataset, config: "DataConfig") -> RenderOptions:
+    """The source's options; a format of auto is that of its first row that can be parsed."""
+    options = replace(RenderOptions.of(config), format=source.format, columns=source.columns)
+    if options.format != "auto":
+        return options
+    for row in rows:
+        try:
+            if row["problem"]:
+                raise BadRow("", row["problem"])
+            parsed = sources.parse_row(row["text"], options.columns)
+        except BadRow as error:
+            if config.on_bad_row == "error":
+                raise UserError(
+                    _bad_row(row["file"], row["place"], str(error), row["text"])
+                ) from error
+            continue
+        try:
+            return replace(options, format=sources.detect_format(parsed))
+        except ValueError as error:
+            shown = ascii(row["text"][:SHOWN_CHARACTERS])
+            raise UserError(f"{row['file']}:{row['place']}: {error}: {shown}") from error
+    raise UserError(
+        f"{sources.name_of(source)}: none of its first {len(rows):,} rows can be read: "
+        f"{rows[0]['problem'] or 'see data.on_bad_row: error'}"
+    )
+
+
+def _measure(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray, str]:
+    """(lengths, supervised) int32 [rows], and a hash of all tokens and masks."""
+    lengths, supervised = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
     content = xxhash.xxh3_64()
     position = 0
     for batch in rows.with_format("arrow").iter(batch_size=10_000):
@@ -349,34 +357,52 @@ def _build_cache(
         content.update(lengths_of.tobytes() + ids.flatten().to_numpy().tobytes())
         content.update(np.packbits(flags).tobytes())
         position += n
-    np.save(work / "cache" / "lengths.npy", lengths)
-    np.save(work / "cache" / "supervised.npy", supervised)
-    counts = {name: int((outcome == code).sum()) for code, (name, _) in OUTCOMES.items()}
-    meta = {
-        "files": files,
-        "rows_read": len(raw),
-        "rows": len(kept),
-        **counts,
-        "tokens": int(lengths.sum()),
-        "supervised_tokens": int(supervised.sum()),
-        "content": content.hexdigest(),
-    }
-    (work / "cache" / "meta.json").write_text(json.dumps(meta, indent=2))
+    return lengths, supervised, content.hexdigest()
 
 
-def _read_raw(files: list[str], work: Path) -> datasets.Dataset:
+def _write_rejected(
+    rejected: datasets.Dataset, raw: datasets.Dataset, cache: Path
+) -> dict[str, int]:
+    """List the rows left out, and count them by reason."""
+    counts = Counter()
+    with (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as out:
+        for row in rejected.select_columns(["file", "place", "row", "reason", "problem"]):
+            counts[row["reason"]] += 1
+            line = {name: row[name] for name in ("file", "place", "reason", "problem")}
+            text = raw[row["row"]]["text"][:SHOWN_CHARACTERS]
+            out.write(json.dumps({**line, "text": text}) + "\n")
+    return dict(counts.most_common())
+
+
+def _what_became(outcome: np.ndarray) -> str:
+    counts = {text: int((outcome == code).sum()) for code, (_, text) in OUTCOMES.items()}
+    counts["rejected (data.on_bad_row)"] = int((outcome == REJECTED).sum())
+    return ", ".join(f"{n:,} {text}" for text, n in counts.items() if n)
+
+
+@contextlib.contextmanager
+def _progress_lines(
+    progress: Path, total: int, announce: Callable[[str], None] | None
+) -> Iterator[None]:
+    """A line every few seconds with rows done and rows/s; workers add a byte a row to the file
+    `progress`.
+    """
+    done = threading.Event()
+    began = time.perf_counter()
+
+    def watch() -> None:
+        while not done.wait(PROGRESS_SECONDS):
+            rows = progress.stat().st_size if progress.exists() else 0
+            rate = rows / (time.perf_counter() - began)
+            announce(f"tokenising: {rows:,} of {total:,} rows, {rate:,.0f} rows/s")
+
+    thread = threading.Thread(target=watch, name="tokenise-progress", daemon=True)
+    if announce:
+        thread.start()
     try:
-        return datasets.Dataset.from_generator(
-            sources.read_lines,
-            gen_kwargs={"files": files},
-            cache_dir=str(work / "raw"),
-            keep_in_memory=False,
-        )
-    except Exception as error:  # datasets wraps whatever the generator raised
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, UserError):
-            cause = cause.__cause__ or cause.__context__
-        raise cause or error from None
+        yield
+    finally:
+        done.set()
 
 
 def open_cache(path: Path) -> TokenizedRows:
@@ -388,35 +414,38 @@ def open_cache(path: Path) -> TokenizedRows:
         lengths=np.load(path / "lengths.npy", mmap_mode="r"),
         supervised=np.load(path / "supervised.npy", mmap_mode="r"),
         meta=json.loads((path / "meta.json").read_text()),
+        rejected_rows=path / "rejected_rows.jsonl",
     )
 
 
 def hold_out(
     data: TokenizedRows, fraction: float, seed: int
 ) -> tuple[TokenizedRows, TokenizedRows]:
-    """(training rows, held-out rows): a share of the rows drawn with `seed`, in the files' order.
+    """(training rows, held-out rows): a share of the rows drawn with `seed`, in their order.
 
     The pieces of a split row stay together, or the model would be tested on what it was shown.
     """
-    lines = np.asarray(data.rows["line"][:])
-    source = np.concatenate([[0], np.cumsum(np.diff(lines) != 0)])  # pieces are neighbours
-    sources_there = int(source[-1]) + 1
-    if sources_there < 2:
-        raise UserError("data.eval_fraction: one row cannot be divided; give data.eval_files")
-    order = permute(np.arange(sources_there, dtype=np.int64), sources_there, seed)
-    count = min(sources_there - 1, max(1, round(sources_there * fraction)))
-    held = np.isin(source, order[:count])
+    row_of = np.asarray(data.rows["row"][:])
+    index = np.concatenate([[0], np.cumsum(np.diff(row_of) != 0)])  # pieces are neighbours
+    rows = int(index[-1]) + 1
+    if rows < 2:
+        raise UserError("data.eval_fraction: one row cannot be divided; give data.eval_sources")
+    order = permute(np.arange(rows, dtype=np.int64), rows, seed)
+    count = min(rows - 1, max(1, round(rows * fraction)))
+    held = np.isin(index, order[:count])
     return _subset(data, np.flatnonzero(~held)), _subset(data, np.flatnonzero(held))
 
 
 def _subset(data: TokenizedRows, index: np.ndarray) -> TokenizedRows:
     lengths, supervised = data.lengths[index], data.supervised[index]
     content = xxhash.xxh3_64_hexdigest(data.meta["content"].encode() + index.tobytes())
+    first = np.cumsum([0, *data.meta["source_rows"]])
     meta = {
         **data.meta,
+        "source_rows": np.diff(np.searchsorted(index, first)).tolist(),
         "rows": len(index),
-        "tokens": int(lengths.sum()),
-        "supervised_tokens": int(supervised.sum()),
+        "tokens": int(lengths.sum(dtype=np.int64)),
+        "supervised_tokens": int(supervised.sum(dtype=np.int64)),
         "content": content,
     }
-    return TokenizedRows(data.rows.select(index), lengths, supervised, meta)
+    return TokenizedRows(data.rows.select(index), lengths, supervised, meta, data.rejected_rows)

@@ -12,20 +12,21 @@ LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scaled_learning_rate(train: "TrainConfig") -> float:
-    """learning_rate * (global_batch_size / reference_global_batch_size) ** p.
+    """learning_rate * (global batch / reference global batch) ** p, both in sequences or both in
+    tokens.
 
     p = 1 is SGD's linear rule (Goyal et al. 2017, arXiv:1706.02677), p = 0.5 the square-root rule
     that Adam's noise scale calls for (Malladi et al. 2022, arXiv:2205.10287), p = 0 leaves it
     alone.
     """
     power = LR_SCALING_POWER[train.lr_scaling]
-    reference = train.reference_global_batch_size or train.global_batch_size
-    return train.learning_rate * (train.global_batch_size / reference) ** power
+    reference = train.reference_global_batch or train.global_batch
+    return train.learning_rate * (train.global_batch / reference) ** power
 
 
 def warmup_steps(train: "TrainConfig") -> int:
-    """Optimizer steps that cover train.warmup_examples."""
-    return math.ceil(train.warmup_examples / train.global_batch_size)
+    """Optimizer steps that cover train.warmup_examples or train.warmup_tokens."""
+    return math.ceil(train.warmup / train.global_batch)
 
 
 def total_steps(train: "TrainConfig", steps_per_epoch: int) -> int:

@@ -7,6 +7,7 @@ It owns what a run is: batch, steps, learning rate, seeds, paths. Nothing here i
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from data.sources import local_files
 from finetune.ds_config import check_compiler, merge_ds_config
 from finetune.errors import UserError
 
@@ -47,53 +49,109 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where rows come from: a path or a data set of the hub."""
+
+    path: str | None = None
+    """File, folder or glob: JSONL, JSON, CSV, Parquet, Arrow, also with .gz, .zst, .bz2."""
+    hub: str | None = None
+    """Data set id on the hub, owner/name."""
+    subset: str | None = None
+    """Name of the hub data set's configuration."""
+    split: str = "train"
+    """Split of the hub data set."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub data set."""
+    weight: float | None = None
+    """Share of this source in the mix, in proportion to the other weights; for all or none."""
+    format: Literal["auto", "messages", "prompt_completion", "instruction", "text"] | None = None
+    """Row format, where it is not data.format."""
+    columns: dict[str, str] | None = None
+    """Renamed keys, where they are not data.columns."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Rows of text in, micro-batches of bounded size out."""
 
-    train_files: list[str]
-    """JSONL files, each line one row. They are concatenated in this order."""
-    eval_files: list[str] = field(default_factory=list)
-    """JSONL files with held-out rows."""
+    train_sources: list[str | Source]
+    """Paths, or {path or hub: ..., weight: ...} objects. Without weights each row comes once an
+    epoch.
+    """
+    eval_sources: list[str | Source] = field(default_factory=list)
+    """Held-out rows, likewise."""
     eval_fraction: float = 0.0
-    """Hold out this share of the training rows instead of eval_files; drawn with train.seed."""
+    """Hold out this share of the training rows instead of eval_sources; drawn with train.seed."""
     format: Literal["auto", "messages", "prompt_completion", "instruction", "text"] = "auto"
-    """Row format; auto looks at the keys of the first row."""
+    """Row format; auto looks at the keys of each source's first row."""
     columns: dict[str, str] = field(default_factory=dict)
     """Renames keys of the rows: {prompt: question, completion: answer} reads gsm8k."""
     as_chat: bool = False
     """Render prompt/completion and instruction rows as one user and one assistant turn."""
-    supervise: Literal["answers", "all"] = "answers"
-    """Which tokens carry loss: the assistant's turns or the completion, or every token."""
+    supervise: Literal["answers", "last", "all"] = "answers"
+    """Which tokens carry loss: all assistant turns (or the completion), the last one, or every
+    token.
+    """
     max_length: int = 2048
     """Longest row, in tokens."""
     on_too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
     """What happens to a row over max_length; always counted and reported."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used: stop and name it, or leave it out, count it and list it in
+    rejected_rows.jsonl.
+    """
+    max_row_characters: int = 8_000_000
+    """A longer row is a bad one: most likely line breaks are missing."""
+    batching: Literal["auto", "bucketed", "packed"] = "auto"
+    """Micro-batches of padded rows of like length, or of rows end to end; auto: packed where
+    attention has a kernel for it.
+    """
     micro_batch_tokens: int = 16384
-    """Memory budget: the most padded tokens one rank holds in one micro-step."""
+    """Memory budget: the most tokens, with padding, that one rank holds in one micro-step."""
     pad_to_multiple_of: int = 8
-    """Padded row length is rounded up to this; 8 suits tensor cores."""
+    """Bucketed rows are padded to a multiple of this; 8 suits tensor cores."""
+    window: int = 1
+    """Sort the rows of so many steps together: less padding, less random steps."""
     cache_dir: str = ".cache/tokenized"
     """Tokenised rows, one folder per (files, tokenizer, options)."""
     workers: int = 0
     """Tokenising processes per machine; 0: one per 10,000 rows, up to the cores there are."""
+
+    def sources(self, key: str) -> list[Source]:
+        """train_sources or eval_sources with every path as a Source, each with its own format and
+        columns.
+        """
+        sources = [Source(s) if isinstance(s, str) else s for s in getattr(self, key)]
+        return [
+            dataclasses.replace(
+                s,
+                format=s.format or self.format,
+                columns=self.columns if s.columns is None else s.columns,
+            )
+            for s in sources
+        ]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The optimisation, in units of examples and optimizer steps."""
 
-    global_batch_size: int
-    """Sequences per optimizer step, over all ranks; accumulation follows from it."""
     learning_rate: float
-    """Peak learning rate at reference_global_batch_size, before scaling."""
+    """Peak learning rate at the reference global batch, before scaling."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step, over all ranks; accumulation follows from it."""
+    global_batch_tokens: int | None = None
+    """Tokens per optimizer step instead, over all ranks: steps of near-equal token counts."""
     epochs: int | None = None
     """Passes over the data. Give epochs or steps."""
     steps: int | None = None
     """Optimizer steps. Give epochs or steps."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """learning_rate * (global_batch_size / reference_global_batch_size) ** (0, 0.5, 1)."""
+    """learning_rate * (global batch / reference global batch) ** (0, 0.5, 1)."""
     reference_global_batch_size: int | None = None
     """The global batch that learning_rate was tuned for; needed by sqrt and linear."""
+    reference_global_batch_tokens: int | None = None
+    """The same in tokens, with global_batch_tokens."""
     lr_schedule: Literal[
         "constant",
         "constant_with_warmup",
@@ -110,6 +168,8 @@ class TrainConfig:
     """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
     warmup_examples: int = 0
     """Learning rate rises linearly over this many examples, whatever the global batch."""
+    warmup_tokens: int = 0
+    """The same in tokens, with global_batch_tokens."""
     weight_decay: float = 0.0
     """AdamW's decoupled decay; biases and norms (parameters of one dimension) get none."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
@@ -126,6 +186,31 @@ class TrainConfig:
     """Evaluate every so many steps; 0: only at the end."""
     eval_at_start: bool = True
     """Evaluate before the first step."""
+
+    @property
+    def global_batch_key(self) -> str:
+        """Which of the two says the global batch."""
+        by_size = self.global_batch_tokens is None
+        return "global_batch_size" if by_size else "global_batch_tokens"
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences or tokens per optimizer step, as global_batch_key says."""
+        return getattr(self, self.global_batch_key)
+
+    @property
+    def reference_global_batch(self) -> int | None:
+        """In the same unit."""
+        return getattr(self, f"reference_{self.global_batch_key}")
+
+    @property
+    def warmup_key(self) -> str:
+        return "warmup_examples" if self.global_batch_tokens is None else "warmup_tokens"
+
+    @property
+    def warmup(self) -> int:
+        """In the same unit."""
+        return getattr(self, self.warmup_key)
 
 
 @dataclass(frozen=True)
@@ -193,9 +278,12 @@ LEAST_VALUES = [
     ("train", "global_batch_size", 1),
     ("train", "epochs", 1),
     ("train", "steps", 1),
+    ("train", "global_batch_tokens", 1),
     ("train", "reference_global_batch_size", 1),
+    ("train", "reference_global_batch_tokens", 1),
     ("train", "learning_rate", 0),
     ("train", "warmup_examples", 0),
+    ("train", "warmup_tokens", 0),
     ("train", "weight_decay", 0),
     ("train", "gradient_clipping", 0),
     ("train", "eval_every_steps", 0),
@@ -205,6 +293,8 @@ LEAST_VALUES = [
     ("data", "micro_batch_tokens", 1),
     ("data", "pad_to_multiple_of", 1),
     ("data", "workers", 0),
+    ("data", "window", 1),
+    ("data", "max_row_characters", 1),
     ("checkpoint", "every_steps", 0),
     ("checkpoint", "keep_last", 1),
     ("distributed", "timeout_seconds", 1),
@@ -343,15 +433,32 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "give exactly one of train.epochs and train.steps",
     )
     check(
-        train.lr_scaling == "none" or train.reference_global_batch_size is not None,
+        (train.global_batch_size is None) != (train.global_batch_tokens is None),
+        "train.global_batch_size",
+        "give exactly one of train.global_batch_size and train.global_batch_tokens",
+    )
+    reference, warmup = f"reference_{train.global_batch_key}", train.warmup_key
+    for key in (
+        "reference_global_batch_size",
+        "reference_global_batch_tokens",
+        "warmup_examples",
+        "warmup_tokens",
+    ):
+        check(
+            key in (reference, warmup) or not getattr(train, key),
+            f"train.{key}",
+            f"does not go with train.{train.global_batch_key}; "
+            f"say train.{warmup if key.startswith('warmup') else reference}",
+        )
+    check(
+        train.lr_scaling == "none" or train.reference_global_batch is not None,
         "train.lr_scaling",
-        f"{train.lr_scaling} needs train.reference_global_batch_size, the global batch that "
+        f"{train.lr_scaling} needs train.{reference}, the global batch that "
         "train.learning_rate was tuned for",
     )
-    constant = train.lr_schedule == "constant"
     check(
-        not (constant and train.warmup_examples),
-        "train.warmup_examples",
+        not (train.lr_schedule == "constant" and train.warmup),
+        f"train.{warmup}",
         "train.lr_schedule constant has no warm-up; say constant_with_warmup",
     )
     check(
@@ -363,34 +470,46 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
     check(all(0 <= b < 1 for b in train.adam_betas), "train.adam_betas", "must lie in [0, 1)")
     check(0 <= data.eval_fraction < 1, "data.eval_fraction", "must lie in [0, 1)")
     check(
-        not (data.eval_files and data.eval_fraction),
+        not (data.eval_sources and data.eval_fraction),
         "data.eval_fraction",
-        "give data.eval_files or data.eval_fraction, not both",
-    )
-    padded = -(-data.max_length // data.pad_to_multiple_of) * data.pad_to_multiple_of
-    check(
-        padded <= data.micro_batch_tokens,
-        "data.micro_batch_tokens",
-        f"{data.micro_batch_tokens} is less than one row of data.max_length ({data.max_length}, "
-        f"padded {padded}); raise it, or lower data.max_length",
+        "give data.eval_sources or data.eval_fraction, not both",
     )
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     check(
-        train.global_batch_size >= ranks,
-        "train.global_batch_size",
-        f"{train.global_batch_size} is smaller than the number of ranks ({ranks}); "
+        train.global_batch >= ranks,
+        f"train.{train.global_batch_key}",
+        f"{train.global_batch} is smaller than the number of ranks ({ranks}); "
         "each needs a row, so raise it or use fewer ranks",
     )
 
     check(data.columns is not None, "data.columns", "is null; write {} for none")
-    check(bool(data.train_files), "data.train_files", "is empty")
-    for key, files in (
-        ("data.train_files", data.train_files),
-        ("data.eval_files", data.eval_files),
-        ("model.chat_template", [model.chat_template] if model.chat_template else []),
-    ):
-        for file in files:
-            check(Path(file).is_file(), key, f"no such file: {file}")
+    check(bool(data.train_sources), "data.train_sources", "is empty")
+    for key in ("train_sources", "eval_sources"):
+        for source in data.sources(key):
+            given = (source.path is not None) + (source.hub is not None)
+            check(given == 1, f"data.{key}", "a source has either path or hub")
+            try:
+                if source.path is not None:
+                    local_files(source.path)
+            except UserError as error:
+                check(False, f"data.{key}", str(error))
+    weights = [source.weight for source in data.sources("train_sources")]
+    check(
+        all(w is None for w in weights) or all(w is not None and 0 < w < math.inf for w in weights),
+        "data.train_sources",
+        "give every source a weight above 0, or none",
+    )
+    check(
+        all(source.weight is None for source in data.sources("eval_sources")),
+        "data.eval_sources",
+        "held-out rows have no weight: each is evaluated once",
+    )
+    if model.chat_template:
+        check(
+            Path(model.chat_template).is_file(),
+            "model.chat_template",
+            f"no such file: {model.chat_template}",
+        )
     for key, name in (
         ("model.name_or_path", model.name_or_path),
         ("model.tokenizer", config.tokenizer_name),

@@ -64,7 +64,7 @@ def merge_ds_config(
     _fill(merged, file, "train_micro_batch_size_per_gpu", 1, budget)
     _fill(merged, file, "gradient_accumulation_steps", 1, budget)
     for path, name in (
-        ("train_batch_size", "global_batch_size"),
+        ("train_batch_size", train.global_batch_key),
         ("gradient_clipping", "gradient_clipping"),
     ):
         value = getattr(train, name)
@@ -182,9 +182,9 @@ def _check_scheduler(merged: dict[str, Any], config: "Config", lr: float) -> Non
             "scheduler block, or make them agree"
         )
     known = {
-        "warmup_min_lr": (0, "train.warmup_examples"),
+        "warmup_min_lr": (0, f"train.{train.warmup_key}"),
         "warmup_max_lr": (lr, "train.learning_rate"),
-        "warmup_num_steps": (warmup_steps(train), "train.warmup_examples"),
+        "warmup_num_steps": (warmup_steps(train), f"train.{train.warmup_key}"),
         "total_num_steps": (train.steps, "train.steps"),
     }
     for name, (value, key) in known.items():

@@ -47,10 +47,16 @@ class SupervisedLoss:
         Args:
             forward: the engine (or the model) to call.
         """
+        # Packed rows are told apart by their positions, and only where there is neither a mask nor
+        # a cache: with one of them transformers lets the rows see each other without a word.
+        if batch.position_ids is None:
+            rows = {"attention_mask": batch.attention_mask}
+        else:
+            rows = {"position_ids": batch.position_ids}
         self._positions = batch.positions
         try:
             logits = forward(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+                input_ids=batch.input_ids, use_cache=False, **rows
             ).logits  # [1, targets, vocabulary]
         finally:
             self._positions = None

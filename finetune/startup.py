@@ -1,6 +1,8 @@
 """The table printed at start-up, and the resolved configs written beside the run."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from data.loader import DataPlan
-from data.tokenize import OUTCOMES
+from data.render import OUTCOMES
 from finetune.batch_math import model_state_bytes, scaled_learning_rate, total_steps, warmup_steps
 from finetune.checkpoint import TrainerState
 from finetune.config import Config, dump_config
@@ -26,6 +28,7 @@ def startup_table(
     eval_plan: DataPlan | None,
     state: TrainerState,
     device: torch.device,
+    why_batching: str,
 ) -> str:
     """What the run is about to do, in one table of name and text, with units."""
     train, data, meta = config.train, config.data, train_plan.data.meta
@@ -43,14 +46,16 @@ def startup_table(
         f"{meta[name]:,} {text}" for name, text in OUTCOMES.values() if meta[name]
     )
     supervised = meta["supervised_tokens"] / meta["tokens"]
+    masks = f"; {meta['masks']}" if meta["masks"] else ""
     steps, per_epoch = total_steps(train, train_plan.steps_per_epoch), train_plan.steps_per_epoch
     scaling = {
         "none": "as given",
-        "sqrt": f"{train.learning_rate:g} x sqrt({train.global_batch_size} / "
-        f"{train.reference_global_batch_size})",
-        "linear": f"{train.learning_rate:g} x {train.global_batch_size} / "
-        f"{train.reference_global_batch_size}",
+        "sqrt": f"{train.learning_rate:g} x sqrt({train.global_batch} / "
+        f"{train.reference_global_batch})",
+        "linear": f"{train.learning_rate:g} x {train.global_batch} / "
+        f"{train.reference_global_batch}",
     }[train.lr_scaling]
+    unit = "sequences" if train.global_batch_tokens is None else "tokens"
     weights = "random weights" if config.model.from_config else "pretrained"
     rows = {
         "model": f"{config.model.name_or_path}, {parameters / 1e6:,.1f} M parameters, {weights}",
@@ -60,14 +65,19 @@ def startup_table(
         "(estimate, without activations)",
         "data": f"{meta['rows_read']:,} rows read, {len(train_plan.data):,} to train on; over "
         f"data.max_length {data.max_length:,}: {long_rows or 'none'}",
+        **_sources(train_plan),
+        **_rejected(train_plan, eval_plan),
         "held out": f"{len(eval_plan.data):,} rows" if eval_plan else "none: no evaluation",
         "tokens": f"{meta['tokens']:,} an epoch, {meta['supervised_tokens']:,} supervised "
-        f"({supervised:.0%}), padding adds {padding:.1%}{of_steps}",
+        f"({supervised:.0%}{masks}), padding adds {padding:.1%}{of_steps}",
+        "batching": f"{data.batching}: {why_batching}"
+        + (f"; window of {data.window} steps" if data.window > 1 else ""),
         "batch": f"{state.world_size} ranks x {micro_steps} micro-steps x <= "
         f"{data.micro_batch_tokens:,} tokens = {sequences} sequences a step{of_steps}",
-        "global batch": f"{train.global_batch_size:,} sequences",
+        "global batch": f"{train.global_batch:,} {unit}",
         "learning rate": f"{scaled_learning_rate(train):.3g} ({scaling}), {train.lr_schedule}, "
-        f"warm-up {train.warmup_examples:,} examples = {warmup_steps(train):,} steps",
+        f"warm-up {train.warmup:,} {train.warmup_key.removeprefix('warmup_')} = "
+        f"{warmup_steps(train):,} steps",
         "clipping": f"global gradient norm {train.gradient_clipping:g}"
         if train.gradient_clipping
         else "off",
@@ -79,8 +89,40 @@ def startup_table(
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
 
 
-def write_resolved_configs(config: Config, ds_config: dict[str, Any]) -> None:
+def _sources(plan: DataPlan) -> dict[str, str]:
+    """A line for each source of several: its rows, and its share of an epoch in a mix."""
+    names, rows, mix = plan.data.meta["sources"], plan.data.meta["source_rows"], plan.contents.mix
+    if len(names) == 1:
+        return {}
+    lines = {}
+    for i, (name, count) in enumerate(zip(names, rows, strict=True)):
+        text = f"{name}: {count:,} rows"
+        if mix:
+            per_epoch, epoch = mix[i].per_epoch, plan.contents.rows_per_epoch
+            text += (
+                f", {per_epoch:,} of them an epoch, {per_epoch / epoch:.1%} of its rows and "
+                f"{plan.contents.tokens_of(mix[i]) / plan.contents.tokens_per_epoch:.1%} of its "
+                "tokens"
+            )
+        lines[f"source {i + 1}"] = text
+    return lines
+
+
+def _rejected(*plans: DataPlan | None) -> dict[str, str]:
+    counts: Counter[str] = Counter()
+    for meta in {id(p.data.meta["rejected"]): p.data.meta for p in plans if p}.values():
+        counts.update(meta["rejected"])
+    if not counts:
+        return {}
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common())
+    return {"bad rows": f"{counts.total():,} left out: {reasons} (rejected_rows.jsonl)"}
+
+
+def write_resolved_configs(
+    config: Config, ds_config: dict[str, Any], plans: Sequence[DataPlan | None]
+) -> None:
     """Both merged configs, into output_dir: the run config there alone starts the same run again.
+    And the list of rejected rows, if any.
 
     Raises:
         UserError: output_dir cannot be written.
@@ -92,6 +134,10 @@ def write_resolved_configs(config: Config, ds_config: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         resolved.write_text(json.dumps(ds_config, indent=2) + "\n")
         (folder / "resolved_config.yaml").write_text(text)
+        lists = dict.fromkeys(p.data.rejected_rows for p in plans if p and p.data.meta["rejected"])
+        if lists:
+            rows = "".join(path.read_text(encoding="utf-8") for path in lists)
+            (folder / "rejected_rows.jsonl").write_text(rows, encoding="utf-8")
     except OSError as error:
         raise UserError(f"output_dir: cannot write {folder}: {error.strerror}") from error
 

@@ -31,7 +31,7 @@ def main() -> None:
     steps = [line for line in lines if line["kind"] == "train"]
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    conversations = read_conversations(config["data"]["eval_files"][0])
+    conversations = read_conversations(config["data"]["eval_sources"][0])
     seed_everything(config["train"]["seed"])  # the random weights that the run started from
     untrained = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(config["model"]["name_or_path"])
@@ -58,7 +58,7 @@ def main() -> None:
     print(f"  metrics     {run / 'metrics.jsonl'}")
     print(f"  W&B         {run / 'wandb'}  (offline; `wandb sync` uploads it)")
     print(f"\n  next: .venv/bin/python scripts/exact_match.py {model_folder} "
-          f"{config['data']['eval_files'][0]} --show 3\n")  # fmt: skip
+          f"{config['data']['eval_sources'][0]} --show 3\n")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -162,8 +162,8 @@ def tiny_config(tmp_path, tiny_model, chat_rows):
             "ds_config": "ds_configs/zero2.json",
             "model": {"name_or_path": str(model)},
             "data": {
-                "train_files": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
-                "eval_files": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
+                "train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
+                "eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
                 "max_length": 256,
                 "micro_batch_tokens": 1024,
                 "pad_to_multiple_of": 1,

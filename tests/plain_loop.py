@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from data.plan import Contents
-from data.tokenize import open_cache, tokenize_files
+from data.tokenize import open_cache, tokenize_sources
 from finetune.config import parse_command_line
 
 
@@ -17,8 +17,8 @@ def train_plainly(config_file, tokenizer):
     """(losses, gradient norms, learning rates, eval losses before and after, weights)."""
     config = parse_command_line(["--config", str(config_file)]).config
     train, data = config.train, config.data
-    rows = read_rows(data.train_files, tokenizer, data)
-    held_out = read_rows(data.eval_files, tokenizer, data)
+    rows = read_rows("train_sources", tokenizer, data)
+    held_out = read_rows("eval_sources", tokenizer, data)
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -53,8 +53,8 @@ def train_plainly(config_file, tokenizer):
     return losses, norms, rates, (before, after), dict(model.named_parameters())
 
 
-def read_rows(files, tokenizer, data):
-    cache = open_cache(tokenize_files(files, tokenizer, data))
+def read_rows(key, tokenizer, data):
+    cache = open_cache(tokenize_sources(data.sources(key), tokenizer, data))
     return [
         (torch.tensor(row["input_ids"])[None], torch.tensor(row["loss_mask"])[None])
         for row in cache.rows

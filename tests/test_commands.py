@@ -66,7 +66,7 @@ def test_a_mistake_exits_2_with_one_line(tiny_config, tmp_path, case):
     changes = {}
     if "rows" in files:
         (tmp_path / "rows.jsonl").write_text(files["rows"])
-        changes["data__train_files"] = [str(tmp_path / "rows.jsonl")]
+        changes["data__train_sources"] = [str(tmp_path / "rows.jsonl")]
     if "ds" in files:
         (tmp_path / "ds.json").write_text(json.dumps(files["ds"]))
         changes["ds_config"] = str(tmp_path / "ds.json")

@@ -61,11 +61,17 @@ MISTAKES = {
     "epochs and steps": ({"train__steps": 5}, "give exactly one of train.epochs and train.steps"),
     "no reference batch": ({"train__lr_scaling": "sqrt"},
                            "needs train.reference_global_batch_size"),
-    "budget under a row": ({"data__micro_batch_tokens": 100},
-                           "100 is less than one row of data.max_length (256, padded 256)"),
+    "two global batches": ({"train__global_batch_tokens": 100},
+                           "give exactly one of train.global_batch_size and"),
+    "tokens and examples": ({"train__global_batch_tokens": 500, "train__global_batch_size": None},
+                            "train.warmup_examples: does not go with train.global_batch_tokens; "
+                            "say train.warmup_tokens"),
+    "path and hub": ({"data__train_sources": [{"path": "a", "hub": "b/c"}]},
+                     "a source has either path or hub"),
+    "some weights": ({"data__train_sources": [{"path": "README.md"}]}, "by its name"),
     "negative": ({"train__warmup_examples": -1}, "train.warmup_examples: -1 is under 0"),
-    "missing data": ({"data__train_files": ["nowhere.jsonl"]},
-                     "data.train_files: no such file: nowhere.jsonl"),
+    "missing data": ({"data__train_sources": ["nowhere.jsonl"]},
+                     "data.train_sources: no such file or folder: nowhere.jsonl"),
     "missing model": ({"model__name_or_path": "./nowhere"},
                       "model.name_or_path: no such folder: ./nowhere"),
     "two hold-outs": ({"data__eval_fraction": 0.1}, "not both"),
@@ -122,6 +128,38 @@ def test_learning_rate_scales_from_the_global_batch(tiny_config, scaling, expect
     )
     assert scaled_learning_rate(config.train) == pytest.approx(expected)
     assert warmup_steps(config.train) == 2  # 24 examples at 12 a step
+
+
+def test_tokens_scale_the_learning_rate_and_count_the_warm_up(tiny_config):
+    config = parse(
+        tiny_config(
+            train__global_batch_size=None, train__global_batch_tokens=4000,
+            train__reference_global_batch_tokens=1000, train__lr_scaling="sqrt",
+            train__learning_rate=1e-3, train__warmup_examples=None, train__warmup_tokens=9000,
+        )
+    )  # fmt: skip
+    assert scaled_learning_rate(config.train) == pytest.approx(2e-3)
+    assert warmup_steps(config.train) == 3
+
+
+def test_sources_take_formats_and_columns_of_their_own(tiny_config, tmp_path):
+    file = str(tmp_path / "train.jsonl")
+    config = parse(
+        tiny_config(
+            data__train_sources=[
+                file,
+                {"path": file, "columns": {"prompt": "q"}, "format": "text"},
+            ],
+            data__columns={"text": "t"},
+        )
+    )
+    plain, own = config.data.sources("train_sources")
+    assert (plain.path, plain.format, plain.columns) == (file, "auto", {"text": "t"})
+    assert (own.format, own.columns) == ("text", {"prompt": "q"})
+    weighted = [{"path": file, "weight": 1}, {"path": file}]
+    assert "give every source a weight" in complaint(tiny_config(data__train_sources=weighted))
+    weighted = [{"path": file, "weight": 1}]
+    assert "held-out rows have no weight" in complaint(tiny_config(data__eval_sources=weighted))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,8 +282,11 @@ def test_every_shipped_recipe_parses():
     for recipe in recipes:
         text = yaml.safe_load(recipe.read_text())
         flags = []
-        if not all((REPO / f).is_file() for f in text["data"]["train_files"]):
-            flags = ["--data.train_files", f"[{recipe}]"]  # the reader's own data: any file will do
+        if not all((REPO / f).is_file() for f in text["data"]["train_sources"]):
+            flags = [
+                "--data.train_sources",
+                "[data/sample/train.jsonl]",
+            ]  # the reader's own data: any file will do
         if str(text["model"].get("tokenizer", "")).startswith("runs/"):
             flags += ["--model.tokenizer", "data/sample/model"]
         parse(recipe, *flags)

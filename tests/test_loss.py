@@ -4,16 +4,30 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import write_rows
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
+    MambaConfig,
+    OPTConfig,
     Qwen3Config,
 )  # fmt: skip
 
-from data.loader import MicroBatch
+from data.loader import MicroBatch, collate
+from data.plan import Budget, deal_step
+from data.tokenize import open_cache, tokenize_sources
+from finetune.config import DataConfig, parse_command_line
+from finetune.errors import UserError
 from finetune.loss import SupervisedLoss
+from finetune.model import check_packing, linear_cost, resolve_batching
+
+torch.set_num_threads(1)  # models this small lose more to waking threads than they win
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
@@ -36,7 +50,7 @@ def micro_batch():
     mask[2, 3:] = 0
     is_target = (torch.rand(ids.shape, generator=generator) < 0.5) & (mask == 1)
     is_target[:, 0] = False
-    batch = MicroBatch.of(ids.numpy(), mask.numpy(), is_target.numpy())
+    batch = MicroBatch.of(ids.numpy(), is_target.numpy(), attention_mask=mask.numpy())
     return batch, torch.where(is_target, ids, -100)
 
 
@@ -65,7 +79,7 @@ def test_sum_and_gradients_equal_the_plain_loss(name):
 def test_a_micro_batch_without_targets_gives_zero_loss_and_zero_gradients():
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama, tied"])
     ids = np.zeros((1, 1), np.int64)
-    filler = MicroBatch.of(ids, np.ones_like(ids), np.zeros((1, 1), bool))
+    filler = MicroBatch.of(ids, np.zeros((1, 1), bool), attention_mask=np.ones_like(ids))
     value = SupervisedLoss(model)(model, filler)
     value.backward()
     assert value.item() == 0
@@ -80,3 +94,116 @@ def test_the_head_computes_only_supervised_positions():
     batch, labels = micro_batch()
     loss(model, batch)
     assert rows == [(1, int((labels != -100).sum()))]
+
+
+# --------------------------------------------------------------------------------------------------
+# Packed against bucketed
+
+WIDE = {**SIZES, "vocab_size": 320, "max_position_embeddings": 256}
+PACKABLE = {
+    "llama": LlamaConfig(**WIDE),
+    "qwen3": Qwen3Config(**WIDE),
+    "gemma3, sliding window of 16": Gemma3TextConfig(
+        **WIDE, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gemma2, eager, sliding window of 16": Gemma2Config(**WIDE, sliding_window=16),
+    "gpt2": GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=256,
+                       attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory, sample_tokenizer, chat_rows):
+    folder = tmp_path_factory.mktemp("rows")
+    file = write_rows(folder / "rows.jsonl", chat_rows[:24])
+    config = DataConfig(train_sources=[str(file)], cache_dir=str(folder / "cache"), max_length=128)
+    return open_cache(tokenize_sources(config.sources("train_sources"), sample_tokenizer, config))
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_packed_and_bucketed_give_the_same_loss_and_gradients(name, rows):
+    """The same step of 24 rows, dealt to two ranks both ways."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(PACKABLE[name])
+    for parameter in model.parameters():  # far from uniform attention
+        torch.nn.init.normal_(parameter, std=0.1)
+    loss = SupervisedLoss(model)
+    results = {}
+    for packed in (False, True):
+        budget = Budget(2, 512, 1, linear_cost(model.config), packed)
+        deal = deal_step(np.arange(len(rows)), rows.lengths, rows.supervised, budget)
+        assert len(deal.micro_batches) > 1
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for group in (g for micro_step in deal.micro_batches for g in micro_step):
+            value = loss(model, collate(rows, group, budget)) / deal.supervised_tokens
+            value.backward()
+            total += value.detach()
+        results[packed] = total, {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert results[True][0].item() == pytest.approx(results[False][0].item(), rel=1e-5)
+    for n, gradient in results[True][1].items():
+        expected = results[False][1][n]
+        assert (gradient - expected).norm() < 1e-5 * expected.norm() + 1e-9, n
+    check_packing(model, 320, torch.device("cpu"))
+
+
+LEAKY = {
+    "falcon": FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2,
+                           num_attention_heads=4),
+    "opt": OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+                     num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAKY)
+def test_a_model_whose_packed_rows_see_each_other_is_refused(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LEAKY[name])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.train()
+    with pytest.raises(UserError, match=rf"packed rows of {type(model).__name__} see each other"):
+        check_packing(model, 64, torch.device("cpu"))
+    assert model.training
+
+
+UNPACKABLE = {
+    "bloom": (BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+              "BloomForCausalLM takes no position_ids"),
+    "mamba": (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+              "MambaForCausalLM takes no position_ids"),
+    "lfm2": (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+             "Lfm2ForCausalLM has conv layers, which would pass from one row into the next"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPACKABLE)
+def test_an_architecture_that_cannot_be_packed_is_refused_by_name(name, tiny_config):
+    architecture, problem = UNPACKABLE[name]
+    cpu = torch.device("cpu")
+    asked = parse_command_line(["--config", str(tiny_config(data__batching="packed"))]).config
+    with pytest.raises(UserError, match=problem):
+        resolve_batching(asked, architecture, cpu, "fp32")
+    left_open = parse_command_line(["--config", str(tiny_config())]).config
+    config, why = resolve_batching(left_open, architecture, cpu, "fp32")
+    assert config.data.batching == "bucketed" and why.startswith(problem)
+
+
+def test_the_choice_of_batching_says_why(tiny_config, monkeypatch):
+    config = parse_command_line(["--config", str(tiny_config())]).config
+    llama = ARCHITECTURES["llama"]
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    chosen, why = resolve_batching(config, llama, cpu, "fp32")
+    assert chosen.data.batching == "bucketed" and why == "no FlashAttention here (cpu, fp32)"
+    monkeypatch.setattr("finetune.model._installed_varlen_attention", lambda: "flash_attention_2")
+    chosen, why = resolve_batching(config, llama, cuda, "bf16")
+    assert chosen.data.batching == "packed" and "flash_attention_2 has a kernel" in why
+    assert chosen.model.attn_implementation == "flash_attention_2"
+    chosen, why = resolve_batching(config, llama, cuda, "fp32")
+    assert chosen.data.batching == "bucketed" and chosen.model.attn_implementation is None
+    flex = parse_command_line(
+        ["--config", str(tiny_config(model__attn_implementation="flex_attention"))]
+    ).config
+    assert resolve_batching(flex, llama, cuda, "fp32")[0].data.batching == "packed"
+    with pytest.raises(UserError, match="flex_attention has no backward pass on CPU"):
+        resolve_batching(flex, llama, cpu, "fp32")

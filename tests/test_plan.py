@@ -185,10 +185,10 @@ def test_permute_looks_random():
 
 
 def test_every_first_place_is_equally_likely():
-    """Chi-square over 40,000 keys of where 0 of 20 goes: 19 degrees, 0.1 % above 43.8."""
-    places = [int(permute(np.zeros(1, np.int64), 20, epoch_key(0, e))[0]) for e in range(40_000)]
+    """Chi-square over 10,000 keys of where 0 of 20 goes: 19 degrees, 0.1 % above 43.8."""
+    places = [int(permute(np.zeros(1, np.int64), 20, epoch_key(0, e))[0]) for e in range(10_000)]
     counts = np.bincount(places, minlength=20)
-    assert ((counts - 2000) ** 2 / 2000).sum() < 43.8
+    assert ((counts - 500) ** 2 / 500).sum() < 43.8
 
 
 def test_any_step_of_a_billion_rows_without_a_table():

@@ -1,94 +1,37 @@
-"""Rows -> tokens and masks, by hand-made rows; the cache.    pytest tests/test_tokenize.py"""
+"""Sources -> cache.    pytest tests/test_tokenize.py"""
 
 import dataclasses
+import json
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from conftest import write_rows
+from conftest import REPO, environment, wait_until, write_rows
 
-from data.sources import parse_row
-from data.tokenize import RenderOptions, cache_path, hold_out, open_cache, render, tokenize_files
-from finetune.config import DataConfig
+from data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
+from finetune.config import DataConfig, Source
 from finetune.errors import UserError
-
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "And 2+2?"},
-    {"role": "assistant", "content": "4"},
-]
-
-
-def options(format, **changes):
-    base = RenderOptions(format, {}, False, "answers", 1000, "truncate")
-    return dataclasses.replace(base, **changes)
-
-
-def supervised_text(tokenizer, row, opts):
-    ids, mask = render(row, tokenizer, opts)
-    assert len(ids) == len(mask) and not mask[0]
-    return tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]), tokenizer.decode(ids)
-
-
-def test_messages_supervise_every_assistant_turn_and_its_end(sample_tokenizer):
-    masked, whole = supervised_text(sample_tokenizer, {"messages": CHAT}, options("messages"))
-    assert masked == "2<|end|>4<|end|>"
-    assert whole == (
-        "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>2<|end|>"
-        "<|user|>And 2+2?<|end|><|assistant|>4<|end|>"
-    )
-
-
-def test_prompt_completion_supervises_the_completion_and_the_end(sample_tokenizer):
-    row = {"prompt": "1+1=", "completion": "2"}
-    masked, whole = supervised_text(sample_tokenizer, row, options("prompt_completion"))
-    assert (masked, whole) == ("2<|end|>", "1+1=2<|end|>")
-
-
-def test_instruction_rows_join_instruction_and_input(sample_tokenizer):
-    row = {"instruction": "Add.", "input": "1 1", "output": "2"}
-    masked, whole = supervised_text(sample_tokenizer, row, options("instruction"))
-    assert (masked, whole) == ("2<|end|>", "Add.\n\n1 1\n\n2<|end|>")
-    del row["input"]
-    assert supervised_text(sample_tokenizer, row, options("instruction"))[1] == "Add.\n\n2<|end|>"
-
-
-def test_text_supervises_all_but_the_first_token(sample_tokenizer):
-    masked, whole = supervised_text(sample_tokenizer, {"text": "1+1=2"}, options("text"))
-    assert (masked, whole) == ("+1=2<|end|>", "1+1=2<|end|>")
-
-
-def test_supervise_all_and_as_chat(sample_tokenizer):
-    row = {"prompt": "1+1=", "completion": "2"}
-    opts = options("prompt_completion", supervise="all")
-    assert supervised_text(sample_tokenizer, row, opts)[0] == "+1=2<|end|>"
-    opts = options("prompt_completion", as_chat=True)
-    masked, whole = supervised_text(sample_tokenizer, row, opts)
-    assert (masked, whole) == ("2<|end|>", "<|user|>1+1=<|end|><|assistant|>2<|end|>")
-
-
-def test_columns_rename_keys():
-    row = parse_row(
-        '{"question": "q", "answer": "a"}', {"prompt": "question", "completion": "answer"}
-    )
-    assert row == {"prompt": "q", "completion": "a"}
-
-
-# --------------------------------------------------------------------------------------------------
-# The cache
 
 
 def data_config(tmp_path, rows, **changes):
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    base = {"train_files": [str(file)], "cache_dir": str(tmp_path / "cache"), "max_length": 64}
+    base = {"train_sources": [str(file)], "cache_dir": str(tmp_path / "cache"), "max_length": 64}
     return DataConfig(**{**base, **changes})
 
 
+def tokenize(config, tokenizer):
+    return tokenize_sources(config.sources("train_sources"), tokenizer, config)
+
+
+def path_of(config, tokenizer):
+    return cache_path(config.sources("train_sources"), tokenizer, config)
+
+
 def build(tmp_path, tokenizer, rows, **changes):
-    config = data_config(tmp_path, rows, **changes)
-    return open_cache(tokenize_files(config.train_files, tokenizer, config))
+    return open_cache(tokenize(data_config(tmp_path, rows, **changes), tokenizer))
 
 
 LONG = {"prompt": "p" * 10, "completion": "c" * 100}  # 111 tokens with the end
@@ -131,12 +74,14 @@ BAD_ROWS = {
     "missing key": ([SHORT, {"prompt": "p"}], {}, ":2: key 'completion' is missing"),
     "wrong type": ([SHORT, {"prompt": "p", "completion": 3}], {}, "'completion' is a int"),
     "no format": ([{"a": 1}], {}, ":1: keys ['a'] fit no row format"),
-    "no answer": ([{"messages": CHAT[:2]}], {}, ":1: no token is supervised"),
-    "no role": ([{"messages": [{"content": "x"}]}], {}, ":1: a message has no role"),
-    "no content": ([{"messages": [{"role": "user", "content": None}]}], {}, "is not a string"),
+    "no answer": ([{"messages": [{"role": "user", "content": "x"}]}], {},
+                  ":1: no message has the role assistant"),
     "empty file": ("\n\n", {}, "has no rows"),
-    "not UTF-8": (b'{"text": "\xff"}\n', {}, ":1: not UTF-8"),
-}
+    "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', {}, ":2: not UTF-8 (byte 10 of the line)"),
+    "NUL": (b'{"text": "a"}\n{"text": "\0"}\n', {}, ":2: it has a NUL byte"),
+    "long": ([{"text": "x"}, {"text": "x" * 99}], {"max_row_characters": 50},
+             ":2: over data.max_row_characters (50) with 111"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
@@ -146,7 +91,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, sample_tokenizer, case):
     if not isinstance(rows, list):
         (tmp_path / "rows.jsonl").write_bytes(rows if isinstance(rows, bytes) else rows.encode())
     with pytest.raises(UserError) as caught:
-        tokenize_files(config.train_files, sample_tokenizer, config)
+        tokenize(config, sample_tokenizer)
     assert message in str(caught.value) and "rows.jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"], "half a cache"
@@ -156,36 +101,24 @@ def test_bom_blank_lines_and_crlf_are_read(tmp_path, sample_tokenizer):
     config = data_config(tmp_path, [])
     text = '\ufeff{"text": "1"}\r\n\r\n{"text": "2"}\r\n'
     (tmp_path / "rows.jsonl").write_text(text, newline="")
-    data = open_cache(tokenize_files(config.train_files, sample_tokenizer, config))
-    assert data.rows["line"][:].tolist() == [1, 3]
-
-
-def test_a_template_that_marks_no_assistant_token_is_refused(tmp_path, sample_tokenizer):
-    import copy
-
-    tokenizer = copy.deepcopy(sample_tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(UserError, match=r"marks no assistant token.*model\.chat_template"):
-        build(tmp_path, tokenizer, [{"messages": CHAT}])
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template"):
-        build(tmp_path, tokenizer, [{"messages": CHAT}])
+    data = open_cache(tokenize(config, sample_tokenizer))
+    assert data.rows["place"][:].tolist() == [1, 3]
 
 
 def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):
     config = data_config(tmp_path, [SHORT])
-    path = tokenize_files(config.train_files, sample_tokenizer, config)
+    path = tokenize(config, sample_tokenizer)
     before = (path / "meta.json").stat().st_mtime_ns
-    assert tokenize_files(config.train_files, sample_tokenizer, config) == path
+    assert tokenize(config, sample_tokenizer) == path
     assert (path / "meta.json").stat().st_mtime_ns == before
 
     other = dataclasses.replace(config, max_length=12)
-    assert cache_path(config.train_files, sample_tokenizer, other) != path
+    assert path_of(other, sample_tokenizer) != path
     budget = dataclasses.replace(config, micro_batch_tokens=99999)
-    assert cache_path(config.train_files, sample_tokenizer, budget) == path
+    assert path_of(budget, sample_tokenizer) == path
     write_rows(tmp_path / "rows.jsonl", [SHORT, SHORT])
     os.utime(tmp_path / "rows.jsonl", ns=(1, 1))
-    assert cache_path(config.train_files, sample_tokenizer, config) != path
+    assert path_of(config, sample_tokenizer) != path
 
 
 def test_several_processes_give_the_same_tokens_as_one(tmp_path, sample_tokenizer):
@@ -202,7 +135,7 @@ def test_the_pieces_of_a_split_row_are_held_out_together(tmp_path, sample_tokeni
     data = build(tmp_path, sample_tokenizer, rows, max_length=20, on_too_long="split")
     assert len(data) == 120
     train, held = hold_out(data, 0.25, seed=3)
-    lines = [set(part.rows["line"][:].tolist()) for part in (train, held)]
+    lines = [set(part.rows["row"][:].tolist()) for part in (train, held)]
     assert not lines[0] & lines[1] and len(held) == 30
     with pytest.raises(UserError, match="one row cannot be divided"):
         hold_out(build(tmp_path, sample_tokenizer, rows[:1]), 0.5, seed=3)
@@ -211,8 +144,134 @@ def test_the_pieces_of_a_split_row_are_held_out_together(tmp_path, sample_tokeni
 def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
     data = build(tmp_path, sample_tokenizer, [{"text": f"{i}"} for i in range(200)])
     train, held = hold_out(data, 0.1, seed=3)
-    lines = train.rows["line"][:].tolist(), held.rows["line"][:].tolist()
-    assert len(held) == 20 and sorted(lines[0] + lines[1]) == list(range(1, 201))
+    lines = train.rows["row"][:].tolist(), held.rows["row"][:].tolist()
+    assert len(held) == 20 and sorted(lines[0] + lines[1]) == list(range(200))
     assert train.meta["content"] != data.meta["content"]
     for part in (train, held):
         assert [len(ids) for ids in part.rows["input_ids"][:]] == np.asarray(part.lengths).tolist()
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad rows that are skipped
+
+GOOD_AND_BAD = (
+    b'\xef\xbb\xbf{"text": "first"}\r\n'
+    b'{"text": "not utf-8 \xff"}\n'
+    b'{"text": 3}\n'
+    b'{"text": null}\n'
+    b'{"txet": "a"}\n'
+    b"\n"
+    b'{"text": "a\0b"}\n'
+    b'{"text": "half\n'
+    b'{"text": ""}\n'
+    b'{"text": "last"}'
+)
+
+
+def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
+    config = data_config(tmp_path, [], on_bad_row="skip")
+    (tmp_path / "rows.jsonl").write_bytes(GOOD_AND_BAD)
+    data = open_cache(tokenize(config, sample_tokenizer))
+    texts = [sample_tokenizer.decode(ids) for ids in data.rows["input_ids"][:]]
+    assert texts == ["first<|end|>", "last<|end|>"]
+    assert data.meta["rejected"] == {
+        "not UTF-8": 1, "wrong type": 1, "null": 1, "missing key": 1, "NUL byte": 1, "not JSON": 1,
+        "empty answer": 1,
+    }  # fmt: skip
+    assert data.meta["rows_read"] == 9 and len(data) == 2
+    listed = [json.loads(line) for line in data.rejected_rows.read_text().splitlines()]
+    assert [line["place"] for line in listed] == [2, 3, 4, 5, 7, 8, 9]
+    assert all(line["file"].endswith("rows.jsonl") and line["problem"] for line in listed)
+    assert listed[1] == {**listed[1], "reason": "wrong type", "text": '{"text": 3}'}
+
+
+def test_a_ten_megabyte_row(tmp_path, sample_tokenizer):
+    rows = [{"text": "x"}, {"text": "word " * 2_000_000}]
+    data = build(tmp_path, sample_tokenizer, rows, on_bad_row="skip")
+    assert len(data) == 1 and list(data.meta["rejected"]) == ["over data.max_row_characters"]
+    listed = json.loads(data.rejected_rows.read_text())
+    assert listed["place"] == 2 and len(listed["text"]) == 80
+
+
+def test_nothing_but_bad_rows_is_an_error(tmp_path, sample_tokenizer):
+    with pytest.raises(UserError, match="no row is left of 2: 2 rejected"):
+        build(tmp_path, sample_tokenizer, [{"text": 1}, {"text": 2}], on_bad_row="skip")
+    with pytest.raises(UserError, match="none of its first 1 rows can be read"):
+        config = data_config(tmp_path, [], on_bad_row="skip")
+        (tmp_path / "rows.jsonl").write_text("{\n")
+        tokenize(config, sample_tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Several sources
+
+
+def test_each_source_has_its_own_format_and_columns(tmp_path, sample_tokenizer):
+    write_rows(tmp_path / "a.jsonl", [{"text": "one"}] * 3)
+    write_rows(tmp_path / "b.jsonl", [{"q": "two", "a": "2"}] * 2)
+    sources = [
+        str(tmp_path / "a.jsonl"),
+        Source(path=str(tmp_path / "b.jsonl"), columns={"prompt": "q", "completion": "a"}),
+    ]
+    data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
+    assert data.meta["source_rows"] == [3, 2]
+    assert data.rows["source"][:].tolist() == [0, 0, 0, 1, 1]
+    assert data.supervised.tolist() == [3, 3, 3, 2, 2] or data.supervised[3] == 2
+    train, held = hold_out(data, 0.4, seed=1)
+    for part in (train, held):
+        of = np.bincount(part.rows["source"][:], minlength=2).tolist()
+        assert part.meta["source_rows"] == of
+
+
+def test_weights_are_not_part_of_the_cache(tmp_path, sample_tokenizer):
+    config = data_config(tmp_path, [SHORT])
+    weighted = dataclasses.replace(
+        config, train_sources=[Source(path=config.train_sources[0], weight=2.0)]
+    )
+    assert path_of(config, sample_tokenizer) == path_of(weighted, sample_tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed, and at once
+
+
+SCRIPT = """
+import sys
+from transformers import AutoTokenizer
+from data.tokenize import tokenize_sources
+from finetune.config import DataConfig
+
+config = DataConfig(train_sources=[sys.argv[1]], cache_dir=sys.argv[2], workers=2)
+tokenizer = AutoTokenizer.from_pretrained("data/sample/model")
+print(tokenize_sources(config.sources("train_sources"), tokenizer, config), flush=True)
+"""
+
+
+def start_tokenising(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "rows.jsonl", tmp_path / "cache"]
+    return subprocess.Popen(
+        [str(c) for c in command], cwd=REPO, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_a_killed_tokenisation_leaves_no_half_cache(tmp_path, sample_tokenizer):
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(12_000)])
+    cache = tmp_path / "cache"
+    killed = start_tokenising(tmp_path)
+    wait_until(lambda: list(cache.glob("*/progress")), killed)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not list(cache.glob("*/meta.json")), "killed before it was whole"
+    assert len([p for p in cache.iterdir() if p.is_dir()]) == 1, "what it had written so far"
+
+    # Two that start at the same time share one cache, and what the killed one left is gone.
+    both = [start_tokenising(tmp_path) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    folders = [p for p in cache.iterdir() if p.is_dir()]
+    assert [str(f) for f in folders] == [outputs[0][0].strip()]
+    data = open_cache(folders[0])
+    assert len(data) == 12_000
+    assert sample_tokenizer.decode(data.rows[17]["input_ids"]).startswith("row 17 row 17")

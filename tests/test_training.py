@@ -68,6 +68,26 @@ def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, sta
     assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_packed_rows_equal_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, stage):
+    config = tiny_config(
+        data__micro_batch_tokens=300, data__batching="packed",
+        ds_config=f"ds_configs/zero{stage}.json",
+    )  # fmt: skip
+    if not plain:
+        plain["run"] = train_plainly(config, sample_tokenizer)
+    losses, norms, _, (before, after), weights = plain["run"]
+    finished = train(config, ranks=2)
+    assert finished.code == 0 and "packed: as asked" in finished.output, finished.output
+    steps = read_metrics(tmp_path / "run")
+    assert all(s["padding_efficiency"] == 1 for s in steps)
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
+    evals = [e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")]
+    np.testing.assert_allclose(evals, [before, after], rtol=1e-5)
+    assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
+
+
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
 def test_offload_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, name):
     """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's."""

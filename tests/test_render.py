@@ -1,0 +1,311 @@
+"""One row -> tokens and mask, by hand-made rows and templates.    pytest tests/test_render.py"""
+
+import copy
+import dataclasses
+
+import pytest
+
+from data.render import RenderOptions, check_template, mask_method, render
+from data.sources import BadRow, parse_row
+from finetune.errors import UserError
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def options(format="messages", **changes):
+    base = RenderOptions(format, {}, False, "answers", 1000, "truncate")
+    return dataclasses.replace(base, **changes)
+
+
+def supervised_text(tokenizer, row, opts):
+    ids, mask = render(row, tokenizer, opts)
+    assert len(ids) == len(mask) and not mask[0]
+    return tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]), tokenizer.decode(ids)
+
+
+def test_messages_supervise_every_assistant_turn_and_its_end(sample_tokenizer):
+    masked, whole = supervised_text(sample_tokenizer, {"messages": CHAT}, options())
+    assert masked == "2<|end|>4<|end|>"
+    assert whole == (
+        "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>2<|end|>"
+        "<|user|>And 2+2?<|end|><|assistant|>4<|end|>"
+    )
+
+
+def test_the_last_turn_alone(sample_tokenizer):
+    masked, _ = supervised_text(sample_tokenizer, {"messages": CHAT}, options(supervise="last"))
+    assert masked == "4<|end|>"
+    asked_again = [*CHAT, {"role": "user", "content": "Sure?"}]
+    masked, _ = supervised_text(
+        sample_tokenizer, {"messages": asked_again}, options(supervise="last")
+    )
+    assert masked == "4<|end|>"
+
+
+def test_prompt_completion_supervises_the_completion_and_the_end(sample_tokenizer):
+    row = {"prompt": "1+1=", "completion": "2"}
+    masked, whole = supervised_text(sample_tokenizer, row, options("prompt_completion"))
+    assert (masked, whole) == ("2<|end|>", "1+1=2<|end|>")
+
+
+def test_instruction_rows_join_instruction_and_input(sample_tokenizer):
+    row = {"instruction": "Add.", "input": "1 1", "output": "2"}
+    masked, whole = supervised_text(sample_tokenizer, row, options("instruction"))
+    assert (masked, whole) == ("2<|end|>", "Add.\n\n1 1\n\n2<|end|>")
+    for absent in (
+        {**row, "input": None},
+        {**row, "input": ""},
+        {k: row[k] for k in ("instruction", "output")},
+    ):
+        assert supervised_text(sample_tokenizer, absent, options("instruction"))[1] == (
+            "Add.\n\n2<|end|>"
+        )
+
+
+def test_text_supervises_all_but_the_first_token(sample_tokenizer):
+    masked, whole = supervised_text(sample_tokenizer, {"text": "1+1=2"}, options("text"))
+    assert (masked, whole) == ("+1=2<|end|>", "1+1=2<|end|>")
+
+
+def test_supervise_all_and_as_chat(sample_tokenizer):
+    row = {"prompt": "1+1=", "completion": "2"}
+    opts = options("prompt_completion", supervise="all")
+    assert supervised_text(sample_tokenizer, row, opts)[0] == "+1=2<|end|>"
+    opts = options("prompt_completion", as_chat=True)
+    masked, whole = supervised_text(sample_tokenizer, row, opts)
+    assert (masked, whole) == ("2<|end|>", "<|user|>1+1=<|end|><|assistant|>2<|end|>")
+    masked, _ = supervised_text(sample_tokenizer, {"messages": CHAT}, options(supervise="all"))
+    assert masked.startswith("Be brief.") or masked.endswith("4<|end|>")
+
+
+def test_columns_rename_keys():
+    row = parse_row(
+        '{"question": "q", "answer": "a"}', {"prompt": "question", "completion": "answer"}
+    )
+    assert row == {"prompt": "q", "completion": "a"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Templates without generation marks
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ '\n' }}{{ m.content }}<|end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '\n' }}{% endif %}"
+)
+# As Qwen's: tools in a system block, calls and answers as turns
+TOOLS = (
+    "{% if tools %}<|system|>\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>\n{% endif %}"
+    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}call {{ c.function | tojson }}{% endfor %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As Qwen3's and DeepSeek-R1's: what an assistant thought is cut once a user has asked again
+THINKING = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages %}{% set text = m.content %}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1].lstrip() %}{% endif %}"
+    "<|{{ m.role }}|>\n{{ text }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BACKWARDS = (  # no message is rendered where its prefix would be
+    "{% for m in messages | reverse %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+WITHOUT_PROMPT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture
+def with_template(sample_tokenizer):
+    def change(template):
+        tokenizer = copy.deepcopy(sample_tokenizer)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return change
+
+
+def test_turns_are_found_by_rendering_prefixes(with_template):
+    tokenizer = with_template(CHATML)
+    masked, whole = supervised_text(tokenizer, {"messages": CHAT}, options())
+    assert masked == "2<|end|>4<|end|>", "neither headers nor the line break after the end mark"
+    assert whole.count("<|end|>\n") == 5
+    masked, _ = supervised_text(tokenizer, {"messages": CHAT}, options(supervise="last"))
+    assert masked == "4<|end|>"
+
+
+def test_marks_and_prefixes_give_the_same_mask(with_template):
+    marked = CHATML.replace(
+        "{{ m.content }}<|end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|end|>{% endif %}",
+    )
+    rows = [
+        CHAT,
+        CHAT[1:3],
+        [*CHAT, *CHAT[1:]],
+        [CHAT[1], {"role": "assistant", "content": "é\n x "}],
+    ]
+    for supervise in ("answers", "last"):
+        for messages in rows:
+            both = [
+                render({"messages": messages}, with_template(t), options(supervise=supervise))
+                for t in (CHATML, marked)
+            ]
+            assert both[0] == both[1] and any(both[0][1])
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+TOOL_ROW = {
+    "messages": [
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"sum": 2}'},
+        {"role": "assistant", "content": "It is 2."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add", "description": "adds"}}],
+}
+
+
+def test_tools_calls_and_system_turns_survive(with_template):
+    masked, whole = supervised_text(with_template(TOOLS), TOOL_ROW, options())
+    assert '"description": "adds"' in whole and "Use tools." in whole and '{"sum": 2}' in whole
+    assert masked == 'call {"name": "add", "arguments": {"a": 1, "b": 1}}<|end|>It is 2.<|end|>'
+
+
+LEFT_OUT = {
+    "tools": (CHATML, {"messages": CHAT, "tools": TOOL_ROW["tools"]}, "leaves out the tools"),
+    "calls": (CHATML, {"messages": TOOL_ROW["messages"]}, "leaves out tool calls"),
+    "system": (NO_SYSTEM, {"messages": CHAT}, "leaves out the system turn"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_a_template_leaves_out_is_refused(with_template, case):
+    template, row, message = LEFT_OUT[case]
+    with pytest.raises(BadRow, match=message):
+        render(row, with_template(template), options())
+
+
+def test_templates_that_rewrite_earlier_turns_are_detected(with_template):
+    thought = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<think>easy</think>\n\n2"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>also</think>\n\n4"},
+    ]
+    tokenizer = with_template(THINKING)
+    with pytest.raises(BadRow, match=r"rewrites an assistant turn.*<think>.*supervise: last"):
+        render({"messages": thought}, tokenizer, options())
+    marked = THINKING.replace("{{ text }}", "{% generation %}{{ text }}{% endgeneration %}")
+    with pytest.raises(BadRow, match="rewrites an assistant turn"):
+        render({"messages": thought}, with_template(marked), options())
+    masked, whole = supervised_text(tokenizer, {"messages": thought}, options(supervise="last"))
+    assert masked == "<think>also</think>\n\n4<|end|>" and "easy" not in whole
+    masked, _ = supervised_text(tokenizer, {"messages": thought[:2]}, options())
+    assert masked == "<think>easy</think>\n\n2<|end|>", "one turn is not rewritten"
+
+
+@pytest.mark.parametrize("template", [BACKWARDS, WITHOUT_PROMPT])
+def test_a_template_that_renders_no_prefixes_is_refused(with_template, template):
+    messages = CHAT[1:]
+    if template == WITHOUT_PROMPT:  # "assistant: " would count as the answer's own
+        masked, _ = supervised_text(with_template(template), {"messages": messages}, options())
+        assert masked.startswith("assistant: 2")
+        return
+    with pytest.raises(BadRow, match=r"cannot be told from the rest.*generation"):
+        render({"messages": messages}, with_template(template), options())
+
+
+def test_no_template_and_no_offsets_are_refused(with_template):
+    with pytest.raises(UserError, match="has no chat template"):
+        check_template(with_template(None), "x")
+
+    class Slow:
+        chat_template, is_fast = CHATML, False
+
+    with pytest.raises(UserError, match=r"marks no assistant token.*no fast"):
+        check_template(Slow(), "x")
+
+
+def test_the_method_is_told(with_template, sample_tokenizer):
+    assert "generation marks" in mask_method(sample_tokenizer, "answers")
+    assert "verified row by row" in mask_method(with_template(CHATML), "answers")
+    assert mask_method(with_template(CHATML), "all") == "every token"
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad rows
+
+USER = {"role": "user", "content": "x"}
+BAD = {
+    "no answer": ("messages", {"messages": [USER]}, "empty answer"),
+    "empty turn": ("messages", {"messages": [USER, {"role": "assistant", "content": " \n"}]},
+                   "empty answer"),
+    "no messages": ("messages", {"messages": []}, "wrong type"),
+    "messages of text": ("messages", {"messages": "hello"}, "wrong type"),
+    "message of text": ("messages", {"messages": ["hello"]}, "wrong type"),
+    "no role": ("messages", {"messages": [{"content": "x"}]}, "missing key"),
+    "no content": ("messages", {"messages": [{"role": "user"}]}, "missing key"),
+    "null content": ("messages", {"messages": [{"role": "user", "content": None}]}, "null"),
+    "number": ("messages", {"messages": [{"role": "user", "content": 3}]}, "wrong type"),
+    "tools": ("messages", {"messages": CHAT, "tools": "add"}, "wrong type"),
+    "call without a name": (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "wrong type",
+    ),
+    "missing": ("prompt_completion", {"prompt": "x"}, "missing key"),
+    "null": ("prompt_completion", {"prompt": None, "completion": "x"}, "null"),
+    "wrong type": ("prompt_completion", {"prompt": "x", "completion": 3}, "wrong type"),
+    "empty": ("prompt_completion", {"prompt": "x", "completion": " "}, "empty answer"),
+    "empty text": ("text", {"text": ""}, "empty answer"),
+    "half a surrogate pair": ("text", {"text": "a\ud800b"}, "not text"),
+    "half a pair in chat": (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "content": "\ud800"}]},
+        "not text",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_says_why(sample_tokenizer, case):
+    kind, row, reason = BAD[case]
+    with pytest.raises(BadRow) as caught:
+        render(row, sample_tokenizer, options(kind))
+    assert caught.value.reason == reason and "\n" not in str(caught.value)
+
+
+UNPARSABLE = {
+    '{"a": ': "not JSON",
+    "[1]": "not an object",
+    '{"text": "a\0b"}': "NUL byte",
+    '{"text": "a\\u0000b"}': "NUL byte",
+    "[" * 100_000: "not JSON",
+    '{"a": ' + "9" * 5000 + "}": "not JSON",
+}
+
+
+@pytest.mark.parametrize("text", UNPARSABLE, ids=lambda text: text[:12])
+def test_a_row_that_cannot_be_parsed_says_why(text):
+    with pytest.raises(BadRow) as caught:
+        parse_row(text, {})
+    assert caught.value.reason == UNPARSABLE[text]
+
+
+def test_a_backslash_u0000_in_a_string_is_text():
+    assert parse_row(r'{"text": "\\u0000"}', {}) == {"text": r"\u0000"}

@@ -1,0 +1,186 @@
+"""Rows from files of every kind.    pytest tests/test_sources.py"""
+
+import bz2
+import gzip
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from conftest import write_rows
+
+from data.sources import fingerprint, local_files, name_of, read_rows
+from finetune.config import Source
+from finetune.errors import UserError
+
+ROWS = [{"text": "one"}, {"text": 'two, "quoted"\nand a line'}, {"text": "drei é"}]
+
+
+def read(source, limit=10_000):
+    return [(json.loads(row.text) if not row.problem else row.problem, row.place)
+            for _, row in read_rows(source, limit)]  # fmt: skip
+
+
+def zst(data):
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(data)
+    return out.getvalue().to_pybytes()
+
+
+def write_jsonl(path):
+    write_rows(path, ROWS)
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, indent=2))
+
+
+def write_csv(path):
+    datasets.Dataset.from_list(ROWS).to_csv(path)
+
+
+def write_parquet(path):
+    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+def write_arrow_stream(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_file(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = {
+    "rows.jsonl": write_jsonl,
+    "rows.json": write_json,
+    "lines.json": write_jsonl,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+    "rows.arrow": write_arrow_stream,
+    "file.arrow": write_arrow_file,
+    "folder": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_gives_the_same_rows(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    assert [row for row, _ in read(Source(path=str(tmp_path / name)))] == ROWS
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zst)]
+)
+def test_compressed(tmp_path, name, suffix, compress):
+    WRITERS[name](tmp_path / name)
+    packed = tmp_path / (name + suffix)
+    packed.write_bytes(compress((tmp_path / name).read_bytes()))
+    assert [row for row, _ in read(Source(path=str(packed)))] == ROWS
+
+
+def test_gzip_of_several_members(tmp_path):
+    """As `cat a.gz b.gz` and many log writers make them."""
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"".join(map(gzip.compress, lines)))
+    assert [row for row, _ in read(Source(path=str(tmp_path / "rows.jsonl.gz")))] == ROWS
+
+
+def test_globs_and_folders_are_sorted(tmp_path):
+    for i in (2, 1, 0):
+        write_rows(tmp_path / f"part-{i}.jsonl", ROWS[i : i + 1])
+    (tmp_path / "notes.txt").write_text("not rows")
+    for path in (tmp_path, tmp_path / "part-*.jsonl", tmp_path / "**" / "part-?.jsonl"):
+        assert [row for row, _ in read(Source(path=str(path)))] == ROWS
+
+
+def test_nulls_that_arrow_fills_in_are_absent(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "x", "tool_calls": None}], "tools": None}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    [(row, place)] = read(Source(path=str(tmp_path / "rows.parquet")))
+    assert row == {"messages": [{"role": "user", "content": "x"}]} and place == 1
+
+
+def test_csv_with_bad_lines(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(
+        b'\xef\xbb\xbfprompt,completion\r\n1,"a\nb"\r\n2\r\n3,\xff\r\n\r\n4,d\r\n'
+    )
+    assert read(Source(path=str(tmp_path / "rows.csv"))) == [
+        ({"prompt": "1", "completion": "a\nb"}, 3),
+        ("not CSV (1 cells under a header of 2)", 4),
+        ("not UTF-8", 5),
+        ({"prompt": "4", "completion": "d"}, 7),
+    ]
+    (tmp_path / "rows.tsv").write_text("prompt\tcompletion\na,b\tc\n")
+    assert read(Source(path=str(tmp_path / "rows.tsv")))[0][0] == {
+        "prompt": "a,b", "completion": "c",
+    }  # fmt: skip
+
+
+BROKEN = {
+    "rows.parquet": b"PAR1 not parquet",
+    "rows.arrow": b"neither stream nor file",
+    "rows.jsonl.gz": b"\x1f\x8b\x08\x00broken",
+    "rows.jsonl.zst": b"not zstd",
+    "rows.json": b'[{"text": "a"}, {',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_not_what_its_name_says(tmp_path, name):
+    (tmp_path / name).write_bytes(BROKEN[name])
+    with pytest.raises(UserError, match=f"{name}: cannot be read: ") as caught:
+        read(Source(path=str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_found_or_read_is_named(tmp_path):
+    (tmp_path / "rows.xlsx").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
+    for path, message in {
+        "nowhere.jsonl": "no such file or folder: ",
+        "*.nothing": "no file matches ",
+        "rows.xlsx": "cannot tell what it holds by its name (.jsonl",
+        "empty": "has no file that can be read",
+        "splits": "holds several splits",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            local_files(str(tmp_path / path))
+        assert message in str(caught.value)
+
+
+def test_a_hub_data_set_with_subset_and_split(tmp_path):
+    """A local folder laid out as a data set of the hub goes the way of a hub id."""
+    folder = tmp_path / "set"
+    (folder / "math").mkdir(parents=True)
+    write_rows(folder / "math" / "train.jsonl", ROWS)
+    write_rows(folder / "math" / "test.jsonl", ROWS[:1])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: math\n  data_files:\n"
+        "  - {split: train, path: math/train.jsonl}\n"
+        "  - {split: test, path: math/test.jsonl}\n---\n"
+    )
+    source = Source(hub=str(folder), subset="math", split="test")
+    assert [row for row, _ in read(source)] == ROWS[:1]
+    assert name_of(source) == f"{folder}:math:test"
+    assert fingerprint(source) != fingerprint(Source(hub=str(folder), subset="math"))
+    with pytest.raises(UserError, match=r"cannot load .*:math:dev from the hub: "):
+        read(Source(hub=str(folder), subset="math", split="dev"))
+
+
+def test_a_fingerprint_changes_with_the_files(tmp_path):
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    source = Source(path=str(tmp_path))
+    before = fingerprint(source)
+    assert fingerprint(source) == before
+    write_rows(tmp_path / "b.jsonl", ROWS)
+    assert fingerprint(source) != before
