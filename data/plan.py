@@ -280,6 +280,12 @@ class StepPlan:
     tokens: int
     padded_tokens: int
     """Summed over all ranks and micro-steps, without the filler of a rank that has no row."""
+    useful_cost: int
+    """Of the rows, without padding; see row_cost."""
+    held_cost: int
+    """Of the micro-batches, with padding."""
+    waited_cost: int
+    """Ranks x the costliest micro-batch of each micro-step: what the ranks take together."""
 
 
 class RowTooLong(ValueError):
@@ -327,7 +333,8 @@ def deal_step(
     if len(rows):
         groups, costs = (_pack if budget.packed else _bucket)(padded, budget)
     padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
-    dealt = [rows[groups[i]] for i in np.argsort(-costs, kind="stable").tolist()]
+    order = np.argsort(-costs, kind="stable")
+    dealt = [rows[groups[i]] for i in order.tolist()]
     dealt += [rows[:0]] * (-len(dealt) % budget.world_size)
     return StepPlan(
         micro_batches=[
@@ -337,6 +344,9 @@ def deal_step(
         supervised_tokens=int(supervised[rows].sum()),
         tokens=int(exact.sum()),
         padded_tokens=int(padded_tokens),
+        useful_cost=int(row_cost(exact, budget.linear_cost).sum()),
+        held_cost=int(costs.sum()),
+        waited_cost=budget.world_size * int(costs[order[:: budget.world_size]].sum()),
     )
 
 

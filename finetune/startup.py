@@ -1,24 +1,50 @@
 """The table printed at start-up, and the resolved configs written beside the run."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from data.loader import DataPlan
+from data.loader import DataPlan, make_budget, make_plans
 from data.render import OUTCOMES
 from finetune.batch_math import model_state_bytes, scaled_learning_rate, total_steps, warmup_steps
 from finetune.checkpoint import TrainerState
 from finetune.config import Config, dump_config
 from finetune.errors import UserError
-from finetune.model import count_parameters
+from finetune.model import (
+    check_model_fits,
+    count_parameters,
+    linear_cost,
+    load_model_config,
+    load_tokenizer,
+    resolve_batching,
+)
 
 SAMPLED_STEPS = 100  # of the first epoch, for the table's counts of micro-steps and padding
+
+
+def open_plans(
+    config: Config, world_size: int
+) -> tuple[Config, PreTrainedTokenizerBase, DataPlan, DataPlan | None]:
+    """The config with data.batching decided as on CPU, the tokenizer, and the plans of a run on
+    that many ranks: for looking at the data without a process group.
+
+    Raises:
+        UserError: as train.py would.
+    """
+    tokenizer, model_config = load_tokenizer(config), load_model_config(config)
+    check_model_fits(config, model_config, tokenizer)
+    config, _ = resolve_batching(config, model_config, torch.device("cpu"), "fp32")
+    budget = make_budget(config.data, world_size, linear_cost(model_config))
+    announce = partial(print, file=sys.stderr, flush=True)
+    return config, tokenizer, *make_plans(config, tokenizer, budget, announce)
 
 
 def startup_table(
@@ -38,6 +64,7 @@ def startup_table(
     sequences = _span([d.examples for d in deals])
     tokens = sum(d.tokens for d in deals)
     padding = sum(d.padded_tokens for d in deals) / tokens - 1
+    busy = sum(d.useful_cost for d in deals) / sum(d.waited_cost for d in deals)
     of_steps = "" if len(deals) == train_plan.steps_per_epoch else f" (first {len(deals)} steps)"
 
     parameters = count_parameters(model_config, config.model.trust_remote_code)
@@ -74,6 +101,8 @@ def startup_table(
         + (f"; window of {data.window} steps" if data.window > 1 else ""),
         "batch": f"{state.world_size} ranks x {micro_steps} micro-steps x <= "
         f"{data.micro_batch_tokens:,} tokens = {sequences} sequences a step{of_steps}",
+        "balance": f"{busy:.1%} of the ranks' time neither padding nor waiting for the slowest, by "
+        f"the cost model{of_steps}",
         "global batch": f"{train.global_batch:,} {unit}",
         "learning rate": f"{scaled_learning_rate(train):.3g} ({scaling}), {train.lr_schedule}, "
         f"warm-up {train.warmup:,} {train.warmup_key.removeprefix('warmup_')} = "

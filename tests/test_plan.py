@@ -259,8 +259,10 @@ def test_ranks_that_wait_for_each_other_do_equal_work():
         useful = waited = by_number = 0
         for rows in epoch_of(contents):
             deal = deal_step(rows, LENGTHS, SUPERVISED, budget)
-            useful += int(row_cost(LENGTHS[rows].astype(np.int64), budget.linear_cost).sum())
+            useful += deal.useful_cost
+            assert deal.useful_cost == sum(int(n) * (24_576 + int(n)) for n in LENGTHS[rows])
             waited += 4 * waited_for(deal, LENGTHS, budget)
+            assert deal.waited_cost == 4 * waited_for(deal, LENGTHS, budget)
             longest_first = -np.sort(-LENGTHS[rows].astype(np.int64))
             for part in np.array_split(longest_first, len(deal.micro_batches)):
                 groups = np.array_split(part, 4)
