@@ -7,6 +7,7 @@ import glob
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,7 +136,9 @@ def _from_hub(source: "Source") -> "Dataset":
 # Rows
 
 
-def read_rows(source: "Source", max_row_characters: int) -> Iterator[tuple[str, RawRow]]:
+def read_rows(
+    source: "Source", max_row_characters: int = sys.maxsize
+) -> Iterator[tuple[str, RawRow]]:
     """Yield (file, row) in the order of the files. Blank lines are no rows. Parsing is left to the
     tokenising processes, of which there are several.
 
@@ -300,7 +303,7 @@ def parse_row(text: str, columns: dict[str, str]) -> dict[str, Any]:
         raise BadRow("not JSON", f"not JSON that can be read ({error})") from error
     if not isinstance(row, dict):
         raise BadRow("not an object", f"a row is a JSON object, this is a {type(row).__name__}")
-    if "\\u0000" in text and "\0" in "".join(_strings(row)):
+    if "\\u0000" in text and "\0" in "".join(strings_in(row)):
         raise BadRow("NUL byte", "a string in it has a NUL byte")
     for ours, theirs in columns.items():
         if theirs not in row:
@@ -309,13 +312,13 @@ def parse_row(text: str, columns: dict[str, str]) -> dict[str, Any]:
     return row
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string value of a row, at any depth."""
     if isinstance(value, str):
         yield value
-    for inner in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        yield from _strings(inner)
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
 
 
 def detect_format(row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ encoded (bytes are the alphabet), and digits stay single tokens, so that arithme
 """
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,20 +57,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return wrapped
 
 
-def strings_in(row: object) -> Iterator[str]:
-    """Every string value of a JSON row, at any depth."""
-    if isinstance(row, str):
-        yield row
-    elif isinstance(row, dict):
-        for value in row.values():
-            yield from strings_in(value)
-    elif isinstance(row, list):
-        for value in row:
-            yield from strings_in(value)
-
-
 def main() -> None:
-    from data.sources import parse_row, read_lines
+    from data.sources import parse_row, read_rows, strings_in
+    from finetune.config import Source
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,7 +69,10 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=4096)
     args = parser.parse_args()
     texts = (
-        text for line in read_lines(args.files) for text in strings_in(parse_row(line["json"], {}))
+        text
+        for file in args.files
+        for _, row in read_rows(Source(path=file))
+        for text in strings_in(parse_row(row.text, {}))
     )
     tokenizer = train_tokenizer(texts, args.vocab_size)
     tokenizer.save_pretrained(args.out)

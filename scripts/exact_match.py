@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.sources import parse_row, read_lines
+from data.sources import parse_row, read_rows
+from finetune.config import Source
 from finetune.errors import UserError, exit_on_error
 
 if TYPE_CHECKING:
@@ -56,16 +57,16 @@ def exact_answers(
 
 
 def read_conversations(file: str) -> list[list[dict]]:
-    """The messages of each row of a JSONL file."""
+    """The messages of each row of a file."""
     conversations = []
-    for line in read_lines([file]):
+    for place, row in read_rows(Source(path=file)):
         try:
-            messages = parse_row(line["json"], {})["messages"]
+            messages = parse_row(row.text, {})["messages"]
             if messages[-1]["role"] != "assistant":
                 raise ValueError("the last turn is not the assistant's")
         except (ValueError, KeyError, IndexError, TypeError) as error:
             problem = f"no chat row that ends with an assistant's turn ({error!r})"
-            raise UserError(f"{file}:{line['line']}: {problem}") from error
+            raise UserError(f"{place}:{row.place}: {problem}") from error
         conversations.append(messages)
     return conversations
 

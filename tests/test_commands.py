@@ -43,7 +43,7 @@ MISTAKES = {
     "malformed line": ({"rows": '{"messages": [\n'}, [], "rows.jsonl:1: not JSON"),
     "empty file": ({"rows": ""}, [], "rows.jsonl: has no rows"),
     "nothing supervised": ({"rows": json.dumps(UNSUPERVISED) + "\n"}, [],
-                           "rows.jsonl:1: no token is supervised"),
+                           "rows.jsonl:1: no message has the role assistant"),
     "missing model folder": ({}, ["--model.name_or_path", "./nowhere"],
                              "model.name_or_path: no such folder: ./nowhere"),
     "model that is not on the hub": ({}, ["--model.name_or_path", "no-one/no-model"],
@@ -134,7 +134,9 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(tiny_config, tmp_path)
         r"0.006 \(0.003 x sqrt\(12 / 3\)\), linear, warm-up 24 examples = 2 steps",
         r"12 = 2 epochs of 6",
         r"global gradient norm 0.5",
-        r"[\d,]+ supervised \(\d+%\), padding adds [\d.]+%",
+        r"[\d,]+ supervised \(\d+%; assistant turns, .*\), padding adds [\d.]+%",
+        r"bucketed: no FlashAttention here \(cpu, fp32\)",
+        r"[\d.]+% of the ranks' time neither padding nor waiting",
         r"7 for weights and plan, 7 \+ rank for dropout",
     ):
         assert re.search(text, finished.output), f"{text}\n{finished.output}"

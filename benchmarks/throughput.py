@@ -1,0 +1,256 @@
+"""Real tokens/s of one training loop under different feeds, side by side in one run.
+
+    deepspeed --num_gpus 2 benchmarks/throughput.py [--lengths LENGTHS.npy] [--steps 20] [--json]
+
+Feeds: `bucketed` and `packed`, this project's plans; `random`, fixed-size batches in random order;
+`group_by_length`, fixed-size batches in the order of transformers' LengthGroupedSampler, dealt to
+ranks as Trainer deals them. All see the same rows, global batch and number of micro-steps, run
+train.py's own step under ZeRO-2, and take turns step by step, so that the machine's moods meet all
+alike. The fixed-size feeds are given the memory that their largest batch takes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import deepspeed
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from data.loader import DataPlan, load_steps
+from data.plan import Budget, Contents, StepPlan, deal_step
+from finetune.config import DistributedConfig
+from finetune.distributed import Ranks, process_group
+from finetune.errors import UserError, exit_on_error
+from finetune.loss import SupervisedLoss
+from finetune.model import linear_cost
+from train import train_step  # the loop itself: nothing else imports train.py
+
+VOCABULARY = 4096
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Stands in for TokenizedRows: rows of these lengths, the second half of each a target."""
+
+    lengths: np.ndarray
+
+    @property
+    def supervised(self) -> np.ndarray:
+        return self.lengths // 2
+
+    def fetch(self, rows: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        ids, masks = [], []
+        for row in rows.tolist():
+            n = int(self.lengths[row])
+            ids.append(np.random.default_rng(row).integers(1, VOCABULARY, n, dtype=np.int32))
+            masks.append(np.arange(n) >= n - n // 2)
+        return ids, masks
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """Batches of a fixed number of rows from one order of all rows, padded to their longest."""
+
+    data: RandomTokens
+    budget: Budget
+    order: np.ndarray
+    rows_per_batch: int
+    micro_steps: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.order) // (self.rows_per_batch * self.budget.world_size * self.micro_steps)
+
+    def step(self, k: int) -> StepPlan:
+        world, rows, a = self.budget.world_size, self.rows_per_batch, self.micro_steps
+        mine = self.order[k * world * rows * a : (k + 1) * world * rows * a]
+        batches = mine.reshape(a, world, rows)
+        lengths = self.data.lengths[batches]
+        return StepPlan(
+            micro_batches=[list(micro_step) for micro_step in batches],
+            examples=mine.size,
+            supervised_tokens=int(self.data.supervised[mine].sum()),
+            tokens=int(lengths.sum()),
+            padded_tokens=int((lengths.max(axis=2) * rows).sum()),
+            useful_cost=0,
+            held_cost=0,
+            waited_cost=0,
+        )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A feed's steps in random order: the fixed-size orders begin each stretch with long rows."""
+
+    feed: DataPlan | FixedSize
+    order: np.ndarray
+
+    @property
+    def data(self) -> RandomTokens:
+        return self.feed.data
+
+    @property
+    def budget(self) -> Budget:
+        return self.feed.budget
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.order)
+
+    def step(self, k: int) -> StepPlan:
+        return self.feed.step(int(self.order[k]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=Path, help="int .npy; default: log-normal, mean 270")
+    parser.add_argument("--steps", type=int, default=30, help="timed ones of each feed")
+    parser.add_argument("--global_batch_size", type=int, default=128)
+    parser.add_argument("--micro_batch_tokens", type=int, default=2048)
+    parser.add_argument("--max_length", type=int, default=1024)
+    parser.add_argument("--hidden_size", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--feeds", default="bucketed,bucketed_window_4,random,group_by_length")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--attn_implementation")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.lengths and not args.lengths.is_file():
+        raise UserError(f"--lengths: no such file: {args.lengths}")
+    with process_group(DistributedConfig()) as ranks:
+        report = measure(args, ranks)
+        if ranks.is_first:
+            print(json.dumps(report, indent=None if args.json else 2))
+
+
+def measure(args: argparse.Namespace, ranks: Ranks) -> dict:
+    """Tokens/s of each feed, and their ratios to the first."""
+    rng = np.random.default_rng(0)
+    lengths = np.load(args.lengths) if args.lengths else rng.lognormal(4.97, 1.12, 50_000)
+    lengths = np.clip(lengths, 4, args.max_length).astype(np.int32)
+    model_config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=args.hidden_size, intermediate_size=4 * args.hidden_size,
+        num_hidden_layers=args.layers, num_attention_heads=max(1, args.hidden_size // 64),
+        max_position_embeddings=args.max_length,
+    )  # fmt: skip
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        model_config, dtype=dtype, attn_implementation=args.attn_implementation
+    )
+    loss = SupervisedLoss(model)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": args.precision == "bf16"},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        },
+    )
+    engine.train()
+    plans = make_feeds(args, RandomTokens(lengths), ranks.world_size, linear_cost(model_config))
+    total = min(WARM_UP_STEPS + args.steps, *(p.steps_per_epoch for p in plans.values()))
+    feeds = {
+        name: load_steps(
+            Sampled(p, rng.permutation(p.steps_per_epoch)[:total]), ranks.rank, 0, total
+        )
+        for name, p in plans.items()
+    }
+    seconds = {name: [] for name in plans}
+    counts = {name: [] for name in plans}
+    for k in range(total):
+        for name, steps in feeds.items():
+            batch = next(steps)
+            torch.distributed.barrier()
+            began = time.perf_counter()
+            train_step(engine, loss, batch, ranks)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            torch.distributed.barrier()
+            if k >= WARM_UP_STEPS:
+                seconds[name].append(time.perf_counter() - began)
+                counts[name].append(batch.plan)
+    first = next(iter(plans))
+    rate = {n: sum(p.tokens for p in counts[n]) / sum(seconds[n]) for n in plans}
+    return {
+        "ranks": ranks.world_size,
+        "device": ranks.device.type,
+        "global_batch_size": args.global_batch_size,
+        "micro_steps": {
+            n: float(np.mean([len(p.micro_batches) for p in counts[n]])) for n in plans
+        },
+        "steps": {n: len(counts[n]) for n in plans},
+        "padding_efficiency": {
+            n: round(sum(p.tokens for p in counts[n]) / sum(p.padded_tokens for p in counts[n]), 3)
+            for n in plans
+        },
+        "deff": {n: round(deff(plan), 2) for n, plan in plans.items()},
+        "tokens_per_s": {n: round(value) for n, value in rate.items()},
+        f"{first}_over": {n: round(rate[first] / rate[n], 2) for n in plans if n != first},
+    }
+
+
+def deff(plan: DataPlan | FixedSize) -> float:
+    """Variance over steps of the mean log length, over that of random steps of the same size."""
+    logs = np.log(plan.data.lengths)
+    if isinstance(plan, DataPlan):
+        steps = [plan.contents.rows(0, k) for k in range(plan.steps_per_epoch)]
+    else:
+        size = plan.rows_per_batch * plan.budget.world_size * plan.micro_steps
+        steps = [plan.order[k * size : (k + 1) * size] for k in range(plan.steps_per_epoch)]
+    means = [logs[rows].mean() for rows in steps]
+    return float(np.var(means, ddof=1) / (np.var(logs) / np.mean([len(r) for r in steps])))
+
+
+def make_feeds(
+    args: argparse.Namespace, data: RandomTokens, world_size: int, k: int
+) -> dict[str, DataPlan | FixedSize]:
+    """The feeds that --feeds names, all with about as many micro-steps as bucketed takes."""
+    contents = Contents(data.lengths, 0, args.global_batch_size)
+    budget = Budget(world_size, args.micro_batch_tokens, 1, k)
+    deals = [
+        deal_step(contents.rows(0, s), data.lengths, data.supervised, budget)
+        for s in range(min(50, contents.steps_per_epoch))
+    ]
+    micro_steps = max(1, round(float(np.mean([len(d.micro_batches) for d in deals]))))
+    rows = max(1, args.global_batch_size // (world_size * micro_steps))
+    feeds: dict[str, DataPlan | FixedSize] = {}
+    for name in args.feeds.split(","):
+        if name in ("bucketed", "bucketed_window_4", "packed"):
+            plan_budget = Budget(world_size, args.micro_batch_tokens, 1, k, name == "packed")
+            window = 4 if name == "bucketed_window_4" else 1
+            feeds[name] = DataPlan(data, replace(contents, window=window), plan_budget)
+            continue
+        if name == "random":
+            order = np.random.default_rng(1).permutation(len(data.lengths))
+        elif name == "group_by_length":
+            # Trainer passes it the rows of a rank's whole step
+            sampler = LengthGroupedSampler(
+                rows * micro_steps,
+                lengths=data.lengths.tolist(),
+                generator=torch.Generator().manual_seed(1),
+            )
+            order = np.array(list(sampler))
+        else:
+            raise UserError(f"--feeds: no feed is called {name}")
+        feeds[name] = FixedSize(data, budget, order, rows, micro_steps)
+    return feeds
+
+
+if __name__ == "__main__":
+    exit_on_error(main)
