@@ -41,7 +41,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=float, default=1e6)
-    parser.add_argument("--tokens", type=int, default=300, help="mean of a row")
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="of a row, roughly: 300 gives a mean of 353"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="for the files; default: a temporary one")
     parser.add_argument("--json", action="store_true", help="on one line")

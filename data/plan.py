@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 FEISTEL_ROUNDS = 6  # an even number, so that the halves end where they began
-LIMIT_RATIOS = (985, 970, 955, 940, 925, 910, 895, 870)  # tried, in thousandths
+# Of one micro-step's limit to the one before, tried, in thousandths
+LIMIT_RATIOS = (985, 970, 955, 940, 925, 910, 895, 870, 830, 780, 700, 600, 450, 300)
 LIMIT_GAIN = 400  # a better cut saves at least one part in so many
 CHUNK_ROWS = 1 << 20  # of an epoch streamed at a time where the global batch is in tokens
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads consecutive integers
@@ -117,9 +118,8 @@ class Contents:
     `window` > 1 buys less padding with some randomness: the rows of that many steps are sorted by
     length and cut into strata of `window` blocks of equal size, and each step of the window gets
     one block of every stratum, drawn at random. Rows of like length meet more often than by chance,
-    while a step's mean length varies about as much as that of a random step: with G strata and B
-    rows a step its variance goes as 1/G^3 against 1/B, hence G = 2 B^(1/3). benchmarks/plan.py
-    measures it, as `deff`.
+    while the number of strata, 1.3 B^0.4 for B rows a step, keeps the variance of a step's mean
+    length at or under that of a random step's; benchmarks/plan.py measures it, as `deff`.
 
     `mix`, for sources mixed by weight, gives each its share of every epoch. A source is then walked
     in passes of its own that run on over the epochs, each pass in another order: a row comes again
@@ -138,6 +138,9 @@ class Contents:
     shuffle: bool = True
     """False gives the rows in their own order, for evaluation."""
     _tables: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    _windows: dict[tuple[int, int], list[np.ndarray]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def rows_per_epoch(self) -> int:
@@ -166,19 +169,30 @@ class Contents:
         if self.window == 1 or not self.shuffle:
             return self._ordered(epoch, *self._bounds(epoch, step, step + 1))
         first = step - step % self.window
+        if (epoch, first) not in self._windows:
+            if len(self._windows) > 1:  # a loader is in two windows at most
+                self._windows.clear()
+            self._windows[epoch, first] = self._window(epoch, first)
+        return self._windows[epoch, first][step - first]
+
+    def _window(self, epoch: int, first: int) -> list[np.ndarray]:
+        """Rows of each step of the window that begins with step `first`."""
         bounds = self._bounds(epoch, first, min(first + self.window, self.steps_per_epoch))
         rows = self._ordered(epoch, bounds[0], bounds[-1])
         rows = rows[np.lexsort((rows, -self.lengths[rows].astype(np.int64)))]
         steps = len(bounds) - 1
         strata = _strata(len(rows) // steps)
-        edges = np.arange(strata * steps + 1) * len(rows) // (strata * steps)
+        edges = (np.arange(strata * steps + 1) * len(rows) // (strata * steps)).tolist()
         with np.errstate(over="ignore"):
             key = np.uint64(epoch_key(self.seed, epoch)) + np.uint64(first + 1) * _GOLDEN
             draw = _mix(_mix(key) + np.arange(strata * steps, dtype=np.uint64) * _GOLDEN)
         # Ranks of random numbers are a random permutation of each stratum's blocks.
         owner = np.argsort(draw.reshape(strata, steps), axis=1, kind="stable").ravel()
-        mine = np.flatnonzero(owner == step - first)
-        return np.concatenate([rows[edges[b] : edges[b + 1]] for b in mine])
+        blocks = [rows[a:b] for a, b in pairwise(edges)]
+        return [
+            np.concatenate([blocks[b] for b in np.flatnonzero(owner == k).tolist()])
+            for k in range(steps)
+        ]
 
     def _ordered(self, epoch: int, start: int, stop: int) -> np.ndarray:
         index = np.arange(start, stop, dtype=np.int64)
@@ -242,9 +256,9 @@ class Contents:
 
 
 def _strata(rows_a_step: int) -> int:
-    """2 * cube root, rounded up, in integers."""
+    """1.32 * rows ** 0.4, rounded up, in integers."""
     strata = 1
-    while strata**3 < 8 * rows_a_step:
+    while strata**5 < 4 * rows_a_step**2:
         strata += 1
     return min(strata, rows_a_step)
 
@@ -463,7 +477,9 @@ class _Lengths:
                 shape.append(shape[-1] * per_mille // 1000)
             while True:
                 goal = best - best // LIMIT_GAIN
-                limits = [min(top, goal * part // sum(shape)) for part in shape]
+                limits = [max(1, min(top, goal * part // sum(shape))) for part in shape]
+                if world_size * sum(limits) < self.total_cost:
+                    break
                 found = self.walk(limits, [world_size] * micro_steps)
                 if found[-1] < self.rows or self.waited_for(found, world_size) >= best:
                     break
@@ -482,10 +498,10 @@ def _pack(lengths: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nda
     """Put rows of `lengths` (int64, descending) into bins of at most micro_batch_tokens: the bins'
     positions and costs, int64.
 
-    Longest first, each to the least loaded bin (LPT: Graham 1969, "Bounds on Multiprocessing Timing
-    Anomalies"), a quarter of the bins at a time so that it is done in arrays; a row that does not
-    fit there goes to the least loaded bin that has room, and where none has, to a fresh start with
-    more bins. Bins depend on their number alone, not on the ranks that share them.
+    Longest first, each to the least loaded bin that has room (LPT: Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies"), a quarter of the bins at a time so that it is done in
+    arrays; where none has room, a fresh start with more bins. Bins depend on their number alone,
+    not on the ranks that share them.
     """
     fewest = -(-int(lengths.sum()) // budget.micro_batch_tokens)
     while True:  # ends at one row a bin at the latest
@@ -521,22 +537,17 @@ def _fill_bins(lengths: np.ndarray, bins: int, budget: Budget) -> np.ndarray | N
     # machine, whatever numpy's partition does with ties.
     load = _head_start(cost, bins, at_once) * bins + np.arange(bins)
     scaled_cost = cost * bins
-    for start in range(0, len(lengths), at_once):
-        size = lengths[start : start + at_once]
-        n = len(size)
-        least = np.sort(np.partition(load, n - 1)[:n]) % bins
-        fits = size <= room[least]
+    start = 0
+    while start < len(lengths):
+        with_room = np.flatnonzero(room >= lengths[start])  # for every row from here on
+        n = min(at_once, len(with_room), len(lengths) - start)
+        if not n:
+            return None
+        least = np.sort(np.partition(load[with_room], n - 1)[:n]) % bins
         owner[start : start + n] = least
-        room[least[fits]] -= size[fits]
-        load[least[fits]] += scaled_cost[start : start + n][fits]
-        for i in np.flatnonzero(~fits).tolist():
-            with_room = np.flatnonzero(room >= size[i])
-            if not len(with_room):
-                return None
-            bin_ = with_room[np.argmin(load[with_room])]
-            owner[start + i] = bin_
-            room[bin_] -= size[i]
-            load[bin_] += scaled_cost[start + i]
+        room[least] -= lengths[start : start + n]
+        load[least] += scaled_cost[start : start + n]
+        start += n
     return owner
 
 
