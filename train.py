@@ -45,7 +45,14 @@ from finetune.checkpoint import (
     save_checkpoint,
 )
 from finetune.config import Config
-from finetune.distributed import Ranks, on_first_rank, process_group, sum_over_ranks, together
+from finetune.distributed import (
+    Ranks,
+    on_first_rank,
+    process_group,
+    require_same,
+    sum_over_ranks,
+    together,
+)
 from finetune.ds_config import check_with_deepspeed, merge_ds_config, resolve_precision, zero_stage
 from finetune.evaluate import evaluate
 from finetune.loss import SupervisedLoss
@@ -108,6 +115,8 @@ def main(config: Config, dry_run: bool) -> None:
         train_plan, eval_plan = together(
             ranks, lambda: make_plans(config, tokenizer, budget, announce), first_on_machine=True
         )
+        for plan in filter(None, (train_plan, eval_plan)):
+            require_same(ranks, "the data plan", plan.content_hash())
         steps = total_steps(config.train, train_plan.steps_per_epoch)
         check_schedule(config.train, steps)
         state = TrainerState(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
-from data.plan import Budget, Contents, RowTooLong, StepPlan, deal_step, shares_of
+from data.plan import PLAN_VERSION, Budget, Contents, RowTooLong, StepPlan, deal_step, shares_of
 from data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
 from finetune.errors import UserError
 
@@ -104,8 +104,8 @@ class DataPlan:
         not in it.
         """
         c = self.contents
-        key = [self.data.meta["content"], len(self.data), c.seed, c.global_batch_size]
-        key += [c.global_batch_tokens, c.window, c.mix]
+        key = [PLAN_VERSION, self.data.meta["content"], len(self.data), c.seed]
+        key += [c.global_batch_size, c.global_batch_tokens, c.window, c.mix]
         return xxhash.xxh3_64_hexdigest(repr(key).encode())
 
 
@@ -144,7 +144,13 @@ def make_plans(
         train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, train.seed)
     mix = ()
     if sources[0].weight is not None:
-        mix = shares_of(train_rows.meta["source_rows"], [source.weight for source in sources])
+        rows = train_rows.meta["source_rows"]
+        if 0 in rows:
+            emptied = train_rows.meta["sources"][rows.index(0)]
+            raise UserError(
+                f"data.eval_fraction: it takes every row of {emptied}; give data.eval_sources"
+            )
+        mix = shares_of(rows, [source.weight for source in sources])
     contents = Contents(
         train_rows.lengths,
         train.seed,

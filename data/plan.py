@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+PLAN_VERSION = 3  # raise it when a step of the same config should have other rows than before
 FEISTEL_ROUNDS = 6  # an even number, so that the halves end where they began
 # Of one micro-step's limit to the one before, tried, in thousandths
 LIMIT_RATIOS = (985, 970, 955, 940, 925, 910, 895, 870, 830, 780, 700, 600, 450, 300)
@@ -212,7 +213,7 @@ class Contents:
             picked = np.empty_like(index)
             for number_of_pass in np.unique(passes).tolist():
                 now = passes == number_of_pass
-                key = epoch_key(self.seed + number, number_of_pass)
+                key = epoch_key((self.seed + number) % 2**63, number_of_pass)
                 picked[now] = share.first + permute(index[now], share.rows, key)
             rows[here] = picked
             first_place += share.per_epoch
@@ -240,7 +241,8 @@ class Contents:
         total = self.tokens_per_epoch
         if self.mix:  # an epoch of a mix has not the mean's tokens
             total = sum(int(lengths(start).sum(dtype=np.int64)) for start in chunks)
-        goals = np.arange(1, steps, dtype=np.int64) * total // steps
+        k = np.arange(1, steps, dtype=np.int64)
+        goals = k * (total // steps) + k * (total % steps) // steps  # k * total might overflow
         bounds, seen = [np.zeros(1, np.int64)], 0
         for start in chunks:
             running = seen + np.cumsum(lengths(start), dtype=np.int64)
@@ -308,7 +310,8 @@ class RowTooLong(ValueError):
     def __init__(self, row: int, tokens: int, budget: int) -> None:
         super().__init__(
             f"row {row} has {tokens:,} tokens (padded), over data.micro_batch_tokens ({budget:,}); "
-            "raise that, lower data.max_length, or set data.on_too_long to split or drop"
+            "raise that, or lower data.max_length and let data.on_too_long truncate, split or drop "
+            "what is over it"
         )
         self.row, self.tokens = row, tokens
 

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from data.sources import FORMAT_KEYS, BadRow
@@ -84,13 +85,15 @@ def render(
         if kind == "messages":
             ids, mask = _render_chat(row, tokenizer, options.supervise)
         elif kind == "text":
-            ids = _with_end(tokenizer(row["text"])["input_ids"], tokenizer)
+            ids = _with_start(tokenizer(row["text"])["input_ids"], tokenizer)
+            ids = _with_end(ids, tokenizer)
             mask = [True] * len(ids)
         else:
             text = row["prompt"] + ("\n\n" if options.format == "instruction" else "")
-            prompt = tokenizer(text)["input_ids"]
+            prompt = _with_start(tokenizer(text)["input_ids"], tokenizer)
             # A tokenizer that ends every text would put its end mark before the completion.
-            prompt = prompt[:-1] if prompt and prompt[-1] == tokenizer.eos_token_id else prompt
+            if prompt and tokenizer("")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+                prompt = prompt[:-1]
             completion = _with_end(
                 tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer
             )
@@ -117,6 +120,12 @@ def _check_string(row: dict[str, Any], key: str) -> None:
 def _with_end(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     end = tokenizer.eos_token_id
     return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+
+
+def _with_start(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Without a second start mark: one in the text, and one from the tokenizer."""
+    start = tokenizer.bos_token_id
+    return ids[1:] if start is not None and ids[:2] == [start, start] else ids
 
 
 def _one_line(error: Exception) -> str:
@@ -162,14 +171,14 @@ def _render_chat(
     row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", supervise: str
 ) -> tuple[list[int], list[bool]]:
     messages = _checked_messages(row["messages"])
-    tools = row.get("tools") or None
+    tools = _parsed(row.get("tools")) or None
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise BadRow("wrong type", "key 'tools' is not a list of objects")
     text = _apply_template(tokenizer, messages, tools)
     text.encode()  # half of a surrogate pair stops here
-    _check_survival(text, messages, tools, supervise)
+    _check_survival(tokenizer, text, messages, tools, supervise)
     if supervise == "all":
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]), []
     if _marks_generation(str(tokenizer.chat_template)):
@@ -177,6 +186,16 @@ def _render_chat(
             tokenizer, messages, tools, tokenize=True, return_assistant_tokens_mask=True
         )
         ids, mask = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
+        runs = sum(now and not before for before, now in pairwise([False, *mask]))
+        turns = sum(
+            message["role"] == "assistant" and before != "assistant"
+            for before, message in zip(["", *(m["role"] for m in messages)], messages, strict=False)
+        )
+        if runs < (1 if supervise == "last" else turns):
+            raise BadRow(
+                "left out by the chat template",
+                f"the template's generation marks cover {runs} of {turns} assistant turns",
+            )
         return ids, _last_run(mask) if supervise == "last" else mask
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = [
@@ -215,10 +234,40 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
             raise BadRow("empty answer", "an assistant turn is empty")
         # Templates put a missing content in as "None"
         given = {k: v for k, v in message.items() if v is not None}
+        if calls:
+            given["tool_calls"] = _checked_calls(calls)
         checked.append({**given, "content": content or ""})
     if not any(message["role"] == "assistant" for message in checked):
         raise BadRow("empty answer", "no message has the role assistant")
     return checked
+
+
+def _checked_calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: templates write them out as JSON, and would write
+    OpenAI's form, JSON in a string, as a string in quotes.
+    """
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow("wrong type", "the tool_calls of a message are not a list of objects")
+    checked = []
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow("wrong type", "a tool call has no function with a name")
+        if "arguments" in function:
+            function = {**function, "arguments": _parsed(function["arguments"])}
+        checked.append({**call, "function": function} if "function" in call else function)
+    return checked
+
+
+def _parsed(value: Any) -> Any:
+    """A string that holds a JSON object or list as that; anything else as it is."""
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return found if isinstance(found, dict | list) else value
+    return value
 
 
 def _apply_template(
@@ -238,6 +287,7 @@ def _apply_template(
 
 
 def _check_survival(
+    tokenizer: "PreTrainedTokenizerBase",
     text: str,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -245,36 +295,57 @@ def _check_survival(
 ) -> None:
     """Refuse a row of which the template leaves something out: many know no tools or no system
     turn, and say nothing; those of reasoning models cut earlier answers.
+
+    Tools, tool calls and system turns show when the row is rendered without them; contents are
+    looked for one after the other.
     """
-    squeezed = _squeeze(text)
 
-    def shown(content: str) -> bool:
-        return _squeeze(content) in squeezed or _squeeze(json.dumps(content)[1:-1]) in squeezed
+    def changes_nothing(
+        fewer: list[dict[str, Any]], fewer_tools: list[dict[str, Any]] | None
+    ) -> bool:
+        try:
+            return _apply_template(tokenizer, fewer, fewer_tools) == text
+        except BadRow:  # it cannot do without
+            return False
 
+    left_out = None
+    if tools and changes_nothing(messages, None):
+        left_out = "the tools"
+    for i, message in enumerate(messages):
+        if message.get("tool_calls"):
+            silent = {k: v for k, v in message.items() if k != "tool_calls"}
+            if changes_nothing([*messages[:i], silent, *messages[i + 1 :]], tools):
+                left_out = "tool calls"
+        elif message["role"] == "system" and changes_nothing(
+            [*messages[:i], *messages[i + 1 :]], tools
+        ):
+            left_out = "the system turn"
+    squeezed, at = _squeeze(text), 0
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     for i, message in enumerate(messages):
-        role = message["role"]
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call) if isinstance(call, dict) else {}
-            if not isinstance(function.get("name"), str):
-                raise BadRow("wrong type", "a tool call has no function name")
-            if not shown(function["name"]):
-                raise BadRow("left out by the chat template", "the template leaves out tool calls")
-        if shown(message["content"]):
+        role, content = message["role"], message["content"]
+        if role == "system":  # some templates put it into the last user turn
             continue
-        if role != "assistant":
-            problem = f"the template leaves out the {role} turn"
-            raise BadRow("left out by the chat template", problem)
-        if supervise == "answers" or i == answers[-1]:
+        places = [
+            (squeezed.find(form, at), len(form))
+            for form in (
+                _squeeze(content),
+                _squeeze(json.dumps(content)[1:-1]),
+                _squeeze(json.dumps(content, ensure_ascii=False)[1:-1]),
+            )
+        ]
+        if found := [(start, size) for start, size in places if start >= 0]:
+            at = sum(min(found))
+        elif role != "assistant":
+            left_out = f"the {role} turn"
+        elif supervise == "answers" or i == answers[-1]:
             raise BadRow(
                 "rewritten by the chat template",
                 "the template rewrites an assistant turn, maybe its <think> block; "
                 "data.supervise: last trains on the last turn alone",
             )
-    for tool in tools or []:
-        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
-        if not isinstance(name, str) or not shown(name):
-            raise BadRow("left out by the chat template", "the template leaves out the tools")
+    if left_out:
+        raise BadRow("left out by the chat template", f"the template leaves out {left_out}")
 
 
 def _squeeze(text: str) -> str:
@@ -309,24 +380,35 @@ def _answer_span(
     Raises:
         BadRow: they are not, since the template rewrites earlier turns.
     """
-    prompt = _apply_template(tokenizer, messages[:answer], tools, add_generation_prompt=True)
-    if answer == len(messages) - 1:
-        upto = text
-    else:
-        upto = _apply_template(tokenizer, messages[: answer + 1], tools)
-    if not (upto.startswith(prompt) and text.startswith(upto)):
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if answer == 0:
         raise BadRow(
             "rewritten by the chat template",
-            f"assistant turn {answer + 1} cannot be told from the rest: the template renders it "
-            "otherwise in the whole row; put {% generation %} marks into a copy of the template "
-            "(model.chat_template), or try data.supervise: last",
+            "a row that begins with an assistant turn needs a template with {% generation %} marks",
         )
-    span = upto[len(prompt) :]
-    trimmed = span.rstrip()
-    # The line break that follows an end mark belongs to the template, not to the answer.
-    if any(trimmed.endswith(mark) for mark in tokenizer.all_special_tokens):
-        span = trimmed
-    return len(prompt), len(prompt) + len(span)
+    prompt = _apply_template(tokenizer, messages[:answer], tools, add_generation_prompt=True)
+    upto = text
+    if answer < len(messages) - 1:
+        upto = _apply_template(tokenizer, messages[: answer + 1], tools)
+    trimmed = upto.rstrip()
+    mark = max((m for m in marks if trimmed.endswith(m)), key=len, default="")
+    if text.startswith(prompt) and upto.startswith(prompt) and text.startswith(upto):
+        # The line break that follows an end mark belongs to the template, not to the answer.
+        return len(prompt), len(trimmed if mark else upto)
+    if text.startswith(prompt) and mark:
+        # As a last turn it is rendered otherwise, say with an empty <think> block; here it ends at
+        # the same mark.
+        end = text.find(mark, len(prompt)) + len(mark)
+        if end >= len(mark) and _squeeze(messages[answer]["content"]) in _squeeze(
+            text[len(prompt) : end]
+        ):
+            return len(prompt), end
+    raise BadRow(
+        "rewritten by the chat template",
+        f"assistant turn {answer + 1} cannot be told from the rest: the template renders it "
+        "otherwise in the whole row; put {% generation %} marks into a copy of the template "
+        "(model.chat_template), or try data.supervise: last",
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ FORMAT_KEYS = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
+OPTIONAL_KEYS = ("input", "tools")
 KINDS = {  # file name extension -> how it is read
     ".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet", ".arrow": "arrow",
@@ -157,13 +158,7 @@ def read_rows(
                     problem = f"over {limit} with {len(row.text):,}"
                     row = RawRow(row.place, row.text[:80], problem)
                 yield file, row
-        except (
-            OSError,
-            EOFError,
-            json.JSONDecodeError,
-            UnicodeDecodeError,
-            _arrow_error(),
-        ) as error:
+        except (OSError, EOFError, ValueError, RecursionError, _arrow_error()) as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"{file}: cannot be read: {first_line}") from error
 
@@ -178,7 +173,9 @@ def _open(file: str) -> io.BufferedReader:
     """Bytes of a file, decompressed as its name says."""
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(file, compression="detect"))
+    suffix = Path(file).suffix.lower()
+    compression = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(suffix)
+    return io.BufferedReader(pyarrow.input_stream(file, compression=compression))
 
 
 def _read_lines(file: str) -> Iterator[RawRow]:
@@ -201,7 +198,17 @@ def _read_json(file: str) -> Iterator[RawRow]:
             return
         rows = json.loads(stream.read().decode("utf-8-sig"))
     for number, row in enumerate(rows, start=1):
-        yield RawRow(number, json.dumps(row, ensure_ascii=False))
+        yield RawRow(number, _dump(row))
+
+
+def _dump(row: Any) -> str:
+    """JSON; half of a surrogate pair, which no file can hold, as an escape."""
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(row)
+    return text
 
 
 def _read_csv(file: str) -> Iterator[RawRow]:
@@ -210,8 +217,9 @@ def _read_csv(file: str) -> Iterator[RawRow]:
     with io.TextIOWrapper(
         _open(file), encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as lines:
-        reader = csv.reader(lines, delimiter=delimiter)
-        header = next(reader, [])
+        # strict: a quote that is never closed is an error, and not the rest of the file as one cell
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        header = next(filter(None, reader), [])
         while True:
             try:
                 cells = next(reader)
@@ -226,9 +234,9 @@ def _read_csv(file: str) -> Iterator[RawRow]:
             problem = ""
             if len(cells) != len(header):
                 problem = f"not CSV ({len(cells)} cells under a header of {len(header)})"
-            text = json.dumps(row, ensure_ascii=False)
-            if re.search("[\udc80-\udcff]", text):  # bytes that surrogateescape kept
-                problem, text = "not UTF-8", json.dumps(row)
+            text = _dump(row)
+            if re.search("[\udc80-\udcff]", "".join(cells)):  # bytes that surrogateescape kept
+                problem = "not UTF-8"
             yield RawRow(reader.line_num, text, problem)
 
 
@@ -266,14 +274,23 @@ def _from_batches(batches: Any) -> Iterator[RawRow]:
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
-            yield RawRow(number, json.dumps(_without_nulls(row), ensure_ascii=False, default=str))
+            try:
+                yield RawRow(number, _dump(_plain(row)))
+            except UnicodeDecodeError:
+                yield RawRow(number, ascii(row), "not UTF-8")
 
 
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every object of a column every key of the column: null means absent."""
+def _plain(value: Any) -> Any:
+    """Arrow's value as JSON has it, without nulls: Arrow gives every object of a column every key
+    of the column.
+    """
     if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    return value if isinstance(value, str | int | float | None) else str(value)  # dates, decimals
 
 
 READERS = {
@@ -286,8 +303,7 @@ READERS = {
 
 
 def parse_row(text: str, columns: dict[str, str]) -> dict[str, Any]:
-    """A row from JSON, its keys renamed by `columns` (`{our key: the file's key}`); keys that are
-    null are absent.
+    """A row from JSON, its keys renamed by `columns` (`{our key: the file's key}`).
 
     Raises:
         BadRow: not a JSON object, a NUL byte in it, or a renamed key is missing.
@@ -305,11 +321,12 @@ def parse_row(text: str, columns: dict[str, str]) -> dict[str, Any]:
         raise BadRow("not an object", f"a row is a JSON object, this is a {type(row).__name__}")
     if "\\u0000" in text and "\0" in "".join(strings_in(row)):
         raise BadRow("NUL byte", "a string in it has a NUL byte")
+    renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     for ours, theirs in columns.items():
-        if theirs not in row:
+        if ours not in renamed and ours not in OPTIONAL_KEYS:
             raise BadRow("missing key", f"key {theirs!r} (data.columns) is missing")
-        row[ours] = row.pop(theirs)
-    return row
+    taken = set(columns.values())
+    return {**{k: v for k, v in row.items() if k not in taken}, **renamed}
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -322,13 +339,13 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def detect_format(row: dict[str, Any]) -> str:
-    """The format whose keys the row has.
+    """The format whose keys the row has, null ones not counted.
 
     Raises:
         ValueError: it has none of them.
     """
     for name, keys in FORMAT_KEYS.items():
-        if all(key in row for key in keys):
+        if all(row.get(key) is not None for key in keys):
             return name
     wanted = "; ".join(f"{name}: {' + '.join(keys)}" for name, keys in FORMAT_KEYS.items())
     raise ValueError(

@@ -232,7 +232,8 @@ def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, fo
         "world_size": "ranks",
         "zero_stage": "ZeRO stage",
         "precision": "precision",
-        "plan_hash": "plan (rows, train.seed, train.global_batch_size)",
+        "plan_hash": "plan (rows, their tokens, train.seed, global batch, data.window, weights, or "
+        "the version of data/plan.py)",
     }.items():
         was, is_now = getattr(saved, name), getattr(now, name)
         if was != is_now:

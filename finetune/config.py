@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -416,6 +417,16 @@ def _keys(section: type, prefix: str = "") -> list[str]:
     return keys
 
 
+def _is_null(config: Config, key: str) -> bool:
+    """Whether a key is null that may not be. jsonargparse takes null for anything."""
+    *sections, name = key.split(".")
+    holder: Any = config
+    for section in sections:
+        holder = getattr(holder, section)
+    kind = next(f.type for f in dataclasses.fields(holder) if f.name == name)
+    return getattr(holder, name) is None and type(None) not in typing.get_args(kind)
+
+
 def _validate(config: Config, argv: Sequence[str]) -> None:
     """Everything about a config that can be known without torch, the data or the model."""
 
@@ -423,6 +434,8 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         if not holds:
             raise UserError(f"{_where(key, argv)}: {key}: {problem}")
 
+    for key in _keys(Config):
+        check(not _is_null(config, key), key, "is null, and has to have a value")
     train, data, model = config.train, config.data, config.model
     for section, name, least in LEAST_VALUES:
         value = getattr(getattr(config, section), name)
@@ -482,16 +495,21 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "each needs a row, so raise it or use fewer ranks",
     )
 
-    check(data.columns is not None, "data.columns", "is null; write {} for none")
     check(bool(data.train_sources), "data.train_sources", "is empty")
     for key in ("train_sources", "eval_sources"):
         for source in data.sources(key):
             given = (source.path is not None) + (source.hub is not None)
             check(given == 1, f"data.{key}", "a source has either path or hub")
+            of_hub = source.subset or source.revision or source.split != "train"
+            check(
+                source.hub is not None or not of_hub,
+                f"data.{key}",
+                f"{source.path}: subset, split and revision are for hub data sets",
+            )
             try:
                 if source.path is not None:
                     local_files(source.path)
-            except UserError as error:
+            except (UserError, OSError) as error:  # OSError: may not be looked into
                 check(False, f"data.{key}", str(error))
     weights = [source.weight for source in data.sources("train_sources")]
     check(

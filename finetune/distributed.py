@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -142,6 +143,18 @@ def together(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False
         if first := next((e for e in errors if e is not None), None):
             raise UserError(first)
     return result  # type: ignore[return-value]
+
+
+def require_same(ranks: Ranks, name: str, value: str) -> None:
+    """Raise UserError on every rank where `value` is not the same on all of them."""
+    values: list[str | None] = [None] * ranks.world_size
+    dist.all_gather_object(values, f"{value} on {socket.gethostname()}", group=ranks.control)
+    odd = [r for r, v in enumerate(values) if str(v).split()[0] != str(values[0]).split()[0]]
+    if odd:
+        raise UserError(
+            f"{name} of rank {odd[0]} ({values[odd[0]]}) is not that of rank 0 ({values[0]}): do "
+            "all machines have the same files, tokenizer and library versions?"
+        )
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -133,7 +133,8 @@ def linear_cost(model_config: PretrainedConfig) -> int:
         hidden, heads = text.hidden_size, text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or hidden // heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None)
+        names = ("moe_intermediate_size", "intermediate_size", "n_inner")
+        inner = next((size for name in names if (size := getattr(text, name, None))), None)
         experts = getattr(text, "num_experts_per_tok", None) or 1
         matrices = 3 if hasattr(text, "hidden_act") else 2  # gated feed-forward blocks have a third
         attention = 2 * hidden * head_dim * (heads + kv_heads)

@@ -72,7 +72,7 @@ def startup_table(
     long_rows = ", ".join(
         f"{meta[name]:,} {text}" for name, text in OUTCOMES.values() if meta[name]
     )
-    supervised = meta["supervised_tokens"] / meta["tokens"]
+    of_epoch, supervised = _tokens_of_epoch(train_plan)
     masks = f"; {meta['masks']}" if meta["masks"] else ""
     steps, per_epoch = total_steps(train, train_plan.steps_per_epoch), train_plan.steps_per_epoch
     scaling = {
@@ -95,7 +95,7 @@ def startup_table(
         **_sources(train_plan),
         **_rejected(train_plan, eval_plan),
         "held out": f"{len(eval_plan.data):,} rows" if eval_plan else "none: no evaluation",
-        "tokens": f"{meta['tokens']:,} an epoch, {meta['supervised_tokens']:,} supervised "
+        "tokens": f"{of_epoch:,} an epoch, {round(supervised * of_epoch):,} supervised "
         f"({supervised:.0%}{masks}), padding adds {padding:.1%}{of_steps}",
         "batching": f"{data.batching}: {why_batching}"
         + (f"; window of {data.window} steps" if data.window > 1 else ""),
@@ -103,7 +103,7 @@ def startup_table(
         f"{data.micro_batch_tokens:,} tokens = {sequences} sequences a step{of_steps}",
         "balance": f"{busy:.1%} of the ranks' time neither padding nor waiting for the slowest, by "
         f"the cost model{of_steps}",
-        "global batch": f"{train.global_batch:,} {unit}",
+        "global batch": f"{train.global_batch:,} {unit}" + _shortfall(train_plan),
         "learning rate": f"{scaled_learning_rate(train):.3g} ({scaling}), {train.lr_schedule}, "
         f"warm-up {train.warmup:,} {train.warmup_key.removeprefix('warmup_')} = "
         f"{warmup_steps(train):,} steps",
@@ -116,6 +116,34 @@ def startup_table(
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _tokens_of_epoch(plan: DataPlan) -> tuple[int, float]:
+    """Tokens of the (mean) epoch, and which part of them carries loss."""
+    tokens, mix = plan.contents.tokens_per_epoch, plan.contents.mix
+    if not mix:
+        return tokens, plan.data.meta["supervised_tokens"] / tokens
+    parts = [plan.data.supervised[s.first : s.first + s.rows] for s in mix]
+    supervised = sum(
+        int(p.sum(dtype=int)) * s.per_epoch / s.rows for p, s in zip(parts, mix, strict=True)
+    )
+    return tokens, supervised / tokens
+
+
+def _shortfall(plan: DataPlan) -> str:
+    """A warning where an epoch is too small for whole steps: rate and warm-up count with those."""
+    contents = plan.contents
+    if contents.global_batch_tokens is None:
+        epoch, batch = contents.rows_per_epoch, contents.global_batch_size
+    else:
+        epoch, batch = contents.tokens_per_epoch, contents.global_batch_tokens
+    mean = epoch / plan.steps_per_epoch
+    if mean > 0.9 * batch:
+        return ""
+    return (
+        f"; WARNING: steps have only {mean:,.0f}, since an epoch has {epoch:,}; learning rate and "
+        "warm-up count with whole ones"
+    )
 
 
 def _sources(plan: DataPlan) -> dict[str, str]:

@@ -53,8 +53,12 @@ def main() -> None:
         ranks = []
     if not ranks or min(ranks) < 1:
         raise UserError(f"--ranks: {args.ranks!r} is no list of numbers like 8,64")
+    if args.show < 0:
+        raise UserError(f"--show: {args.show} is under 0")
     if args.plot and not args.plot.resolve().parent.is_dir():
         raise UserError(f"--plot: no such folder: {args.plot.parent}")
+    if args.plot and (args.plot.suffix != ".png" or args.plot.is_dir()):
+        raise UserError(f"--plot: {args.plot} is no file name that ends in .png")
     config = parse_command_line(rest, prog="inspect_data.py").config
 
     from finetune.metrics import quieten_libraries  # after the arguments: slow
@@ -130,14 +134,15 @@ def planned(plan: "DataPlan", world_size: int) -> "list[StepPlan]":
 def print_plans(plan: "DataPlan", ranks: list[int], batching: str) -> None:
     """Padding and balance for some numbers of ranks."""
     steps = min(PLANNED_STEPS, plan.steps_per_epoch)
-    print(f"\nplanned, {batching}, {steps} steps of {plan.steps_per_epoch:,} an epoch")
+    print(f"\nplanned, {batching}, {steps} steps of {plan.steps_per_epoch:,} an epoch", end="")
+    print(" (data.batching auto is decided as on CPU here)" if batching == "bucketed" else "")
     print(
         "  ranks  sequences/step  tokens/step  micro-steps  padding adds  waiting adds  efficiency"
     )
     for world_size in ranks:
         deals = planned(plan, world_size)
         if any(len(d.micro_batches[-1][-1]) == 0 and d.examples < world_size for d in deals):
-            print(f"  {world_size:>5}  a step has fewer rows than ranks: raise the global batch")
+            print(f"  {world_size:>5}  a step has fewer rows than ranks: too many for this batch")
             continue
         count = len(deals)
         padding = sum(d.padded_tokens for d in deals) / sum(d.tokens for d in deals) - 1

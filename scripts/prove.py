@@ -58,7 +58,7 @@ def main() -> None:
         f"{len(plan.data):,} rows, {plan.contents.rows_per_epoch:,} of them in epoch "
         f"{args.epoch}: steps {first:,} to {last - 1:,}"
     )
-    ledger = Ledger(plan)
+    ledger = Ledger(plan, args.epoch)
     uncut = ledger.of([(plan, first, last)])
     cut_up = ledger.of([(plan, first, cut), (resumed, cut, last)])
     cut_name = f"{args.world} ranks for {cut - first:,} steps, then {args.then}"
@@ -73,8 +73,8 @@ def main() -> None:
 class Ledger:
     """Takes down which rows of a set come out of the loaders, told by tokens and targets."""
 
-    def __init__(self, plan: "DataPlan") -> None:
-        self.plan = plan
+    def __init__(self, plan: "DataPlan", epoch: int) -> None:
+        self.plan, self.epoch = plan, epoch
         self.keys = [key_of(ids, mask) for ids, mask in stored_rows(plan)]
         self.row_of = {key: row for row, key in reversed(list(enumerate(self.keys)))}
 
@@ -133,7 +133,8 @@ class Ledger:
             self.plan.contents.mix, self.plan.data.meta["sources"], strict=True
         ):
             came = counts[share.first : share.first + share.rows]
-            most = -(-share.per_epoch // share.rows) + (share.per_epoch % share.rows > 0)
+            first = self.epoch * share.per_epoch
+            most = (first + share.per_epoch - 1) // share.rows - first // share.rows + 1
             often = int((came > most).sum())
             right &= int(came.sum()) == share.per_epoch and not often
             print(

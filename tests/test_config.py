@@ -68,6 +68,8 @@ MISTAKES = {
                             "say train.warmup_tokens"),
     "path and hub": ({"data__train_sources": [{"path": "a", "hub": "b/c"}]},
                      "a source has either path or hub"),
+    "path with a split": ({"data__train_sources": [{"path": "README.md", "split": "test"}]},
+                          "subset, split and revision are for hub data sets"),
     "some weights": ({"data__train_sources": [{"path": "README.md"}]}, "by its name"),
     "negative": ({"train__warmup_examples": -1}, "train.warmup_examples: -1 is under 0"),
     "missing data": ({"data__train_sources": ["nowhere.jsonl"]},
@@ -87,6 +89,20 @@ def test_a_mistake_is_one_line_with_key_and_file(tiny_config, case):
     leaf = next(iter(changes)).split("__")[-1]
     lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if f"{leaf}:" in line]
     assert message.replace("LINE", str(lines[-1])) in complaint(path)
+
+
+def test_null_is_refused_where_a_value_is_needed(tiny_config):
+    """A key of YAML without a value is null, and jsonargparse takes it."""
+    for key in ("data.window", "data.on_bad_row", "data.eval_sources", "train.seed",
+                "data.max_length", "train.lr_scaling", "data.columns"):  # fmt: skip
+        section, name = key.split(".")
+        path = tiny_config()
+        text = yaml.safe_load(path.read_text())
+        text[section][name] = None
+        path.write_text(yaml.safe_dump(text))
+        said = complaint(path)
+        assert re.search(rf"config.yaml:\d+: {key}: is null, and has to have a value", said), said
+    assert parse(tiny_config(), "--model.revision", "null").model.revision is None
 
 
 def test_mistakes_on_the_command_line_say_so(tiny_config):

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import REPO, read_metrics, run, train, write_rows
+from conftest import REPO, launch_command, read_metrics, run, train, write_rows
 
 pytestmark = pytest.mark.launch
 
@@ -66,6 +66,46 @@ def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):
         assert "train.jsonl:" in out
 
 
+def test_a_mix_with_a_row_in_place_of_another_is_refuted(
+    tiny_config, tmp_path, chat_rows, monkeypatch, capsys
+):
+    sys.path.insert(0, str(REPO / "scripts"))
+    import prove
+
+    from data.plan import Contents
+
+    small = write_rows(tmp_path / "small.jsonl", chat_rows[:9])
+    sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 3},
+               {"path": str(small), "weight": 1}]  # fmt: skip
+    config = tiny_config(data__train_sources=sources)
+    right = Contents._mixed
+    monkeypatch.setattr(
+        Contents, "_mixed", lambda self, *args: (rows := right(self, *args)) - rows % 2
+    )
+    monkeypatch.setattr(sys, "argv", ["prove.py", "epoch", "--config", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        prove.main()
+    assert ended.value.code == 1 and "REFUTED" in capsys.readouterr().out
+
+
+def test_ranks_with_different_plans_are_refused(tmp_path):
+    script_file = tmp_path / "differ.py"
+    script_file.write_text("""
+from finetune.config import DistributedConfig
+from finetune.distributed import process_group, require_same
+from finetune.errors import exit_on_error
+
+def main():
+    with process_group(DistributedConfig()) as ranks:
+        require_same(ranks, "the same", "a")
+        require_same(ranks, "the data plan", "a" if ranks.rank == 0 else "b")
+
+exit_on_error(main)
+""")
+    finished = run(launch_command([script_file], 2, "torchrun"))
+    assert finished.code != 0 and "error: the data plan of rank 1 (b on " in finished.output
+
+
 def test_inspect_data_tells_and_draws(tiny_config, tmp_path):
     plot = tmp_path / "out.png"
     finished = script("inspect_data.py", "--config", tiny_config(), "--plot", plot,
@@ -83,6 +123,8 @@ def test_inspect_data_tells_and_draws(tiny_config, tmp_path):
 MISTAKES = {
     ("inspect_data.py", "--ranks", "eight"): "--ranks: 'eight' is no list of numbers",
     ("inspect_data.py", "--plot", "/nowhere/out.png"): "--plot: no such folder: /nowhere",
+    ("inspect_data.py", "--plot", "out.xyz"): "--plot: out.xyz is no file name that ends in .png",
+    ("inspect_data.py", "--show", "-1"): "--show: -1 is under 0",
     ("prove.py", "epoch", "--world", "0"): "--world and --then are at least 1",
     ("prove.py", "epoch", "--train.sedd", "1"): "did you mean train.seed?",
 }

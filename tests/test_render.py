@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 
@@ -81,7 +82,9 @@ def test_supervise_all_and_as_chat(sample_tokenizer):
     masked, whole = supervised_text(sample_tokenizer, row, opts)
     assert (masked, whole) == ("2<|end|>", "<|user|>1+1=<|end|><|assistant|>2<|end|>")
     masked, _ = supervised_text(sample_tokenizer, {"messages": CHAT}, options(supervise="all"))
-    assert masked.startswith("Be brief.") or masked.endswith("4<|end|>")
+    assert masked == "Be brief.<|end|><|user|>1+1?<|end|><|assistant|>2<|end|>" + (
+        "<|user|>And 2+2?<|end|><|assistant|>4<|end|>"
+    )
 
 
 def test_columns_rename_keys():
@@ -89,6 +92,10 @@ def test_columns_rename_keys():
         '{"question": "q", "answer": "a"}', {"prompt": "question", "completion": "answer"}
     )
     assert row == {"prompt": "q", "completion": "a"}
+    swapped = parse_row('{"a": 1, "b": 2, "c": 3}', {"a": "b", "b": "a"})
+    assert swapped == {"a": 2, "b": 1, "c": 3}
+    optional = {"instruction": "i", "input": "context", "output": "o"}
+    assert parse_row('{"i": "x", "o": "y"}', optional) == {"instruction": "x", "output": "y"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,6 +131,7 @@ NO_SYSTEM = (
 BACKWARDS = (  # no message is rendered where its prefix would be
     "{% for m in messages | reverse %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 )
+OTHER_PROMPT = CHATML.replace("%}<|assistant|>", "%}<|bot|>")
 WITHOUT_PROMPT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -186,7 +194,38 @@ def test_tools_calls_and_system_turns_survive(with_template):
     assert masked == 'call {"name": "add", "arguments": {"a": 1, "b": 1}}<|end|>It is 2.<|end|>'
 
 
+def test_arguments_and_tools_may_be_json_in_strings(with_template):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
+    messages = [{**m, "tool_calls": [call]} if "tool_calls" in m else m
+                for m in TOOL_ROW["messages"]]  # fmt: skip
+    as_text = {"messages": messages, "tools": json.dumps(TOOL_ROW["tools"])}
+    both = [render(row, with_template(TOOLS), options()) for row in (as_text, TOOL_ROW)]
+    assert both[0] == both[1]
+
+
+def test_contents_that_a_template_writes_as_json_survive(with_template):
+    as_json = "{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    template = TOOLS.replace("{{ m.content }}", as_json)
+    assert template != TOOLS
+    row = {**TOOL_ROW, "messages": [*TOOL_ROW["messages"]]}
+    row["messages"][3] = {"role": "tool", "content": '{"city": "Orléans"}\n'}
+    assert any(render(row, with_template(template), options())[1])
+
+
 LEFT_OUT = {
+    "tools whose name is in the text": (
+        CHATML,
+        {
+            "messages": [{"role": "user", "content": "please add 1"}, *CHAT[2:3]],
+            "tools": TOOL_ROW["tools"],
+        },
+        "leaves out the tools",
+    ),
+    "system whose text is in the user's": (
+        NO_SYSTEM,
+        {"messages": [{"role": "system", "content": "1+1"}, *CHAT[1:]]},
+        "leaves out the system turn",
+    ),
     "tools": (CHATML, {"messages": CHAT, "tools": TOOL_ROW["tools"]}, "leaves out the tools"),
     "calls": (CHATML, {"messages": TOOL_ROW["messages"]}, "leaves out tool calls"),
     "system": (NO_SYSTEM, {"messages": CHAT}, "leaves out the system turn"),
@@ -219,15 +258,72 @@ def test_templates_that_rewrite_earlier_turns_are_detected(with_template):
     assert masked == "<think>easy</think>\n\n2<|end|>", "one turn is not rewritten"
 
 
-@pytest.mark.parametrize("template", [BACKWARDS, WITHOUT_PROMPT])
+@pytest.mark.parametrize("template", [BACKWARDS, OTHER_PROMPT])
 def test_a_template_that_renders_no_prefixes_is_refused(with_template, template):
-    messages = CHAT[1:]
-    if template == WITHOUT_PROMPT:  # "assistant: " would count as the answer's own
-        masked, _ = supervised_text(with_template(template), {"messages": messages}, options())
-        assert masked.startswith("assistant: 2")
-        return
-    with pytest.raises(BadRow, match=r"cannot be told from the rest.*generation"):
-        render({"messages": messages}, with_template(template), options())
+    with pytest.raises(BadRow, match=r"rewrites an assistant turn|cannot be told from the rest"):
+        render({"messages": CHAT[1:]}, with_template(template), options())
+    with pytest.raises(BadRow, match=r"begins with an assistant turn"):
+        render({"messages": CHAT[2:]}, with_template(CHATML), options())
+
+
+def test_without_a_generation_prompt_the_header_counts_as_the_answers_own(with_template):
+    masked, _ = supervised_text(with_template(WITHOUT_PROMPT), {"messages": CHAT[1:]}, options())
+    assert masked.startswith("assistant: 2")
+
+
+def test_a_last_turn_that_is_rendered_otherwise_ends_at_the_same_mark(with_template):
+    """As Qwen3's: the last turn gets an empty think block, so no prefix looks like the row."""
+    tokenizer = with_template(
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    masked, _ = supervised_text(tokenizer, {"messages": CHAT}, options())
+    assert masked == "2<|end|><think></think>4<|end|>"
+    with_mark = [*CHAT[:2], {"role": "assistant", "content": "a<|end|>b"}, *CHAT[3:]]
+    with pytest.raises(BadRow, match="cannot be told from the rest"):
+        render({"messages": with_mark}, tokenizer, options())
+
+
+def test_an_end_mark_that_has_no_role_is_known(with_template):
+    """As Gemma's <end_of_turn>: special, but neither eos nor bos."""
+    tokenizer = with_template(CHATML.replace("<|end|>", "<end_of_turn>"))
+    tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
+    masked, _ = supervised_text(tokenizer, {"messages": CHAT}, options())
+    assert masked == "2<end_of_turn>4<end_of_turn>"
+
+
+def test_marks_that_cover_too_few_turns_are_refused(with_template):
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    )
+    with pytest.raises(BadRow, match="marks cover 1 of 2 assistant turns"):
+        render({"messages": CHAT}, with_template(template), options())
+    masked, _ = supervised_text(
+        with_template(template), {"messages": CHAT}, options(supervise="last")
+    )
+    assert masked == "4"
+
+
+def test_an_end_mark_in_a_prompt_stays(sample_tokenizer):
+    row = {"prompt": "<|user|>1+1?<|end|>", "completion": "2"}
+    masked, whole = supervised_text(sample_tokenizer, row, options("prompt_completion"))
+    assert (masked, whole) == ("2<|end|>", "<|user|>1+1?<|end|>2<|end|>")
+
+
+def test_a_start_mark_in_the_text_is_not_doubled(sample_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    tokenizer.bos_token = "<|system|>"
+    start = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", start)]
+    )
+    for text in ("abc", "<|system|>abc"):
+        ids, _ = render({"text": text}, tokenizer, options("text"))
+        assert ids[0] == start and start not in ids[1:]
 
 
 def test_no_template_and_no_offsets_are_refused(with_template):
@@ -263,6 +359,17 @@ BAD = {
     "null content": ("messages", {"messages": [{"role": "user", "content": None}]}, "null"),
     "number": ("messages", {"messages": [{"role": "user", "content": 3}]}, "wrong type"),
     "tools": ("messages", {"messages": CHAT, "tools": "add"}, "wrong type"),
+    "tools of text": ("messages", {"messages": CHAT, "tools": [3]}, "wrong type"),
+    "calls of text": (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "tool_calls": 5}]},
+        "wrong type",
+    ),
+    "a call's function of text": (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": "add"}]}]},
+        "wrong type",
+    ),
     "call without a name": (
         "messages",
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},

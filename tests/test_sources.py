@@ -1,6 +1,7 @@
 """Rows from files of every kind.    pytest tests/test_sources.py"""
 
 import bz2
+import datetime
 import gzip
 import json
 
@@ -124,7 +125,39 @@ def test_csv_with_bad_lines(tmp_path):
     }  # fmt: skip
 
 
+def test_csv_with_an_open_quote_or_a_late_header(tmp_path):
+    (tmp_path / "rows.csv").write_text('prompt,completion\na,"unclosed\nb,c\nd,e\n')
+    [(problem, _)] = read(Source(path=str(tmp_path / "rows.csv")))
+    assert problem.startswith("not CSV (")
+    (tmp_path / "rows.csv").write_text("\n\nprompt,completion\na,b\n")
+    assert read(Source(path=str(tmp_path / "rows.csv"))) == [
+        ({"prompt": "a", "completion": "b"}, 4)
+    ]
+
+
+def test_bytes_and_dates_of_parquet(tmp_path):
+    rows = [{"text": b"hello", "on": datetime.date(2026, 1, 2)}, {"text": b"\xff", "on": None}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = read(Source(path=str(tmp_path / "rows.parquet")))
+    assert [row for row, _ in found] == [{"text": "hello", "on": "2026-01-02"}, "not UTF-8"]
+
+
+def test_a_json_list_with_half_a_surrogate_pair(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"text": "\\ud800"}, {"text": "é"}]')
+    found = [row.text for _, row in read_rows(Source(path=str(tmp_path / "rows.json")))]
+    assert found == ['{"text": "\\ud800"}', '{"text": "é"}']
+
+
+def test_extensions_in_capitals(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl")
+    packed = tmp_path / "ROWS.JSONL.GZ"
+    packed.write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    assert [row for row, _ in read(Source(path=str(packed)))] == ROWS
+
+
 BROKEN = {
+    "deep.json": b"[" * 100_000,
+    "number.json": b'[{"a": ' + b"9" * 5000 + b"}]",
     "rows.parquet": b"PAR1 not parquet",
     "rows.arrow": b"neither stream nor file",
     "rows.jsonl.gz": b"\x1f\x8b\x08\x00broken",

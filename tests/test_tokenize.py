@@ -1,5 +1,6 @@
 """Sources -> cache.    pytest tests/test_tokenize.py"""
 
+import copy
 import dataclasses
 import json
 import os
@@ -121,6 +122,16 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
     assert path_of(config, sample_tokenizer) != path
 
 
+def test_the_cache_knows_the_special_tokens_and_no_passing_state(tmp_path, sample_tokenizer):
+    config = data_config(tmp_path, [SHORT])
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    before = path_of(config, tokenizer)
+    tokenizer(["1", "1 1"], padding=True, truncation=True, max_length=3)
+    assert path_of(config, tokenizer) == before
+    tokenizer.bos_token = "<|system|>"
+    assert path_of(config, tokenizer) != before
+
+
 def test_several_processes_give_the_same_tokens_as_one(tmp_path, sample_tokenizer):
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(3000)]
     (tmp_path / "two").mkdir()
@@ -196,7 +207,7 @@ def test_a_ten_megabyte_row(tmp_path, sample_tokenizer):
 def test_nothing_but_bad_rows_is_an_error(tmp_path, sample_tokenizer):
     with pytest.raises(UserError, match="no row is left of 2: 2 rejected"):
         build(tmp_path, sample_tokenizer, [{"text": 1}, {"text": 2}], on_bad_row="skip")
-    with pytest.raises(UserError, match="none of its first 1 rows can be read"):
+    with pytest.raises(UserError, match="none of its first 1 rows tells its format"):
         config = data_config(tmp_path, [], on_bad_row="skip")
         (tmp_path / "rows.jsonl").write_text("{\n")
         tokenize(config, sample_tokenizer)
@@ -216,7 +227,7 @@ def test_each_source_has_its_own_format_and_columns(tmp_path, sample_tokenizer):
     data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
     assert data.meta["source_rows"] == [3, 2]
     assert data.rows["source"][:].tolist() == [0, 0, 0, 1, 1]
-    assert data.supervised.tolist() == [3, 3, 3, 2, 2] or data.supervised[3] == 2
+    assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
     train, held = hold_out(data, 0.4, seed=1)
     for part in (train, held):
         of = np.bincount(part.rows["source"][:], minlength=2).tolist()
