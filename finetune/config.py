@@ -500,6 +500,13 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         for source in data.sources(key):
             given = (source.path is not None) + (source.hub is not None)
             check(given == 1, f"data.{key}", "a source has either path or hub")
+            # what jsonargparse could not read as objects with these keys, it takes for a path
+            check(
+                not (source.path or "").startswith(("[", "{")),
+                f"data.{key}",
+                f"{source.path} is no list of paths or of objects with the keys "
+                + ", ".join(_keys(Source)),
+            )
             of_hub = source.subset or source.revision or source.split != "train"
             check(
                 source.hub is not None or not of_hub,

@@ -172,6 +172,8 @@ def test_sources_take_formats_and_columns_of_their_own(tiny_config, tmp_path):
     plain, own = config.data.sources("train_sources")
     assert (plain.path, plain.format, plain.columns) == (file, "auto", {"text": "t"})
     assert (own.format, own.columns) == ("text", {"prompt": "q"})
+    said = complaint(tiny_config(), "--data.train_sources", "[{path: x, wieght: 2}]")
+    assert "is no list of paths or of objects with the keys path, hub," in said
     weighted = [{"path": file, "weight": 1}, {"path": file}]
     assert "give every source a weight" in complaint(tiny_config(data__train_sources=weighted))
     weighted = [{"path": file, "weight": 1}]

@@ -267,7 +267,7 @@ def start_tokenising(tmp_path):
 
 
 def test_a_killed_tokenisation_leaves_no_half_cache(tmp_path, sample_tokenizer):
-    write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(12_000)])
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(6_000)])
     cache = tmp_path / "cache"
     killed = start_tokenising(tmp_path)
     wait_until(lambda: list(cache.glob("*/progress")), killed)
@@ -284,5 +284,5 @@ def test_a_killed_tokenisation_leaves_no_half_cache(tmp_path, sample_tokenizer):
     folders = [p for p in cache.iterdir() if p.is_dir()]
     assert [str(f) for f in folders] == [outputs[0][0].strip()]
     data = open_cache(folders[0])
-    assert len(data) == 12_000
+    assert len(data) == 6_000
     assert sample_tokenizer.decode(data.rows[17]["input_ids"]).startswith("row 17 row 17")

@@ -7,13 +7,21 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import REPO, launch_command, read_metrics, run, start, train, wait_until
+from conftest import REPO, launch_command, read_metrics, run, start, wait_until
+from conftest import train as train_by
 from plain_loop import train_plainly
 from safetensors.torch import load_file
 
 from finetune.checkpoint import export_checkpoint, list_complete
 
 pytestmark = pytest.mark.launch
+
+
+def train(config, *flags, ranks):
+    """By torchrun, or without a launcher: DeepSpeed's takes six seconds more to start, and
+    tests/test_commands.py has it.
+    """
+    return train_by(config, *flags, ranks=ranks, launcher="torchrun" if ranks > 1 else "python")
 
 
 def export(run_folder, out):

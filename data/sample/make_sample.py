@@ -20,7 +20,8 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from data.train_tokenizer import strings_in, train_tokenizer
+from data.sources import strings_in
+from data.train_tokenizer import train_tokenizer
 from finetune.errors import exit_on_error
 
 DRAWN_ROWS, EVAL_ROWS, SEED = 20_000, 200, 0
