@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import deepspeed
 import numpy as np
 import torch
+from plan import LogLengths  # benchmarks/plan.py: this file's folder is on the path
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -185,7 +186,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> dict:
             if k >= WARM_UP_STEPS:
                 seconds[name].append(time.perf_counter() - began)
                 counts[name].append(batch.plan)
-    first = next(iter(plans))
+    first, logs = next(iter(plans)), LogLengths(lengths)
     rate = {n: sum(p.tokens for p in counts[n]) / sum(seconds[n]) for n in plans}
     return {
         "ranks": ranks.world_size,
@@ -199,22 +200,21 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> dict:
             n: round(sum(p.tokens for p in counts[n]) / sum(p.padded_tokens for p in counts[n]), 3)
             for n in plans
         },
-        "deff": {n: round(deff(plan), 2) for n, plan in plans.items()},
+        "deff": {n: round(deff(plan, logs), 2) for n, plan in plans.items()},
         "tokens_per_s": {n: round(value) for n, value in rate.items()},
         f"{first}_over": {n: round(rate[first] / rate[n], 2) for n in plans if n != first},
     }
 
 
-def deff(plan: DataPlan | FixedSize) -> float:
-    """Variance over steps of the mean log length, over that of random steps of the same size."""
-    logs = np.log(plan.data.lengths)
+def deff(plan: DataPlan | FixedSize, logs: LogLengths) -> float:
+    """As benchmarks/plan.py has it, over one epoch."""
     if isinstance(plan, DataPlan):
         steps = [plan.contents.rows(0, k) for k in range(plan.steps_per_epoch)]
     else:
         size = plan.rows_per_batch * plan.budget.world_size * plan.micro_steps
         steps = [plan.order[k * size : (k + 1) * size] for k in range(plan.steps_per_epoch)]
-    means = [logs[rows].mean() for rows in steps]
-    return float(np.var(means, ddof=1) / (np.var(logs) / np.mean([len(r) for r in steps])))
+    rows_a_step = float(np.mean([len(rows) for rows in steps]))
+    return logs.deff([[logs.mean_of(rows) for rows in steps]], rows_a_step)["deff"]
 
 
 def make_feeds(

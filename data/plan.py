@@ -251,9 +251,7 @@ class Contents:
             seen = int(running[-1])
         table = np.append(np.concatenate(bounds), rows)
         k = np.arange(steps + 1)
-        table = (
-            np.maximum.accumulate(table - k) + k
-        )  # a step after a huge row gets one row at least
+        table = np.maximum.accumulate(table - k) + k  # at least one row, also beside a huge one
         return np.minimum(table, rows - steps + k)
 
 

@@ -198,8 +198,9 @@ def _render_chat(
             )
         return ids, _last_run(mask) if supervise == "last" else mask
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     spans = [
-        _answer_span(tokenizer, text, messages, tools, i)
+        _answer_span(tokenizer, text, messages, tools, i, marks)
         for i in (answers[-1:] if supervise == "last" else answers)
     ]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -370,17 +371,18 @@ def _answer_span(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     answer: int,
+    marks: list[str],
 ) -> tuple[int, int]:
     """Where in `text`, the whole rendered row, the characters of message `answer` begin and end,
     its end mark included.
 
     Rendered as a prompt, the messages before it must be a prefix of the row, and so must the
-    messages up to it: what is between is the answer.
+    messages up to it: what is between is the answer. `marks` are the tokenizer's special tokens,
+    one of which may end it.
 
     Raises:
         BadRow: they are not, since the template rewrites earlier turns.
     """
-    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     if answer == 0:
         raise BadRow(
             "rewritten by the chat template",

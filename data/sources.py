@@ -302,12 +302,16 @@ READERS = {
 }
 
 
-def parse_row(text: str, columns: dict[str, str]) -> dict[str, Any]:
-    """A row from JSON, its keys renamed by `columns` (`{our key: the file's key}`).
+def parse_row(raw: RawRow, columns: dict[str, str]) -> dict[str, Any]:
+    """A row from its JSON, its keys renamed by `columns` (`{our key: the file's key}`).
 
     Raises:
-        BadRow: not a JSON object, a NUL byte in it, or a renamed key is missing.
+        BadRow: it was found bad when it was read; not a JSON object, a NUL byte in it, or a renamed
+            key is missing.
     """
+    text = raw.text
+    if raw.problem:
+        raise BadRow(raw.problem.split(" (")[0], raw.problem)
     if "\0" in text:
         raise BadRow("NUL byte", "it has a NUL byte")
     try:

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from data.render import (
     mask_method,
     render,
 )
-from data.sources import BadRow
+from data.sources import BadRow, RawRow
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,9 +97,13 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def _tokens(self) -> datasets.Dataset:
+        return self.rows.with_format("arrow", columns=["input_ids", "loss_mask"])
+
     def fetch(self, rows: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Token ids, int32, and loss masks, bool, of these rows, int64 [n]."""
-        table = self.rows.with_format("arrow", columns=["input_ids", "loss_mask"])[rows.tolist()]
+        table = self._tokens[rows.tolist()]
         columns = []
         for name in ("input_ids", "loss_mask"):
             column = table[name].combine_chunks()
@@ -131,10 +135,13 @@ def _tokenize_batch(
         option = options[source]
         reason = ""
         try:
-            if problem:
-                raise BadRow(problem.split(" (")[0], problem)
             pieces = fit(
-                *render(sources.parse_row(text, option.columns), tokenizer, option), option
+                *render(
+                    sources.parse_row(RawRow(place, text, problem), option.columns),
+                    tokenizer,
+                    option,
+                ),
+                option,
             )
         except BadRow as error:
             if on_bad_row == "error":
@@ -334,9 +341,8 @@ def _options_of(source: "Source", rows: datasets.Dataset, config: "DataConfig") 
         return options
     for row in rows:
         try:
-            if row["problem"]:
-                raise BadRow("", row["problem"])
-            parsed = sources.parse_row(row["text"], options.columns)
+            raw = RawRow(row["place"], row["text"], row["problem"])
+            parsed = sources.parse_row(raw, options.columns)
         except BadRow as error:
             if config.on_bad_row == "error":
                 raise UserError(

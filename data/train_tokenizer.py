@@ -7,13 +7,15 @@ encoded (bytes are the alphabet), and digits stay single tokens, so that arithme
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.errors import exit_on_error
+from data.sources import BadRow, parse_row, read_rows, strings_in
+from finetune.config import Source
+from finetune.errors import UserError, exit_on_error
 
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -57,10 +59,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return wrapped
 
 
-def main() -> None:
-    from data.sources import parse_row, read_rows, strings_in
-    from finetune.config import Source
+def texts_of(file: str) -> Iterator[str]:
+    """Every string in the rows of a file.
 
+    Raises:
+        UserError: a row that cannot be read.
+    """
+    for place, row in read_rows(Source(path=file)):
+        try:
+            yield from strings_in(parse_row(row, {}))
+        except BadRow as error:
+            raise UserError(f"{place}:{row.place}: {error}") from error
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,12 +80,7 @@ def main() -> None:
     parser.add_argument("--files", nargs="+", required=True)
     parser.add_argument("--vocab_size", type=int, default=4096)
     args = parser.parse_args()
-    texts = (
-        text
-        for file in args.files
-        for _, row in read_rows(Source(path=file))
-        for text in strings_in(parse_row(row.text, {}))
-    )
+    texts = (text for file in args.files for text in texts_of(file))
     tokenizer = train_tokenizer(texts, args.vocab_size)
     tokenizer.save_pretrained(args.out)
     print(f"{args.out}: {len(tokenizer):,} tokens")

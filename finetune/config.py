@@ -11,7 +11,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -495,6 +495,38 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "each needs a row, so raise it or use fewer ranks",
     )
 
+    _validate_sources(data, check)
+    if model.chat_template:
+        check(
+            Path(model.chat_template).is_file(),
+            "model.chat_template",
+            f"no such file: {model.chat_template}",
+        )
+    for key, name in (
+        ("model.name_or_path", model.name_or_path),
+        ("model.tokenizer", config.tokenizer_name),
+    ):
+        # A hub id is `name` or `owner/name`; everything else, and what exists here, is a folder.
+        local = Path(name).exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+        check(not local or Path(name).is_dir(), key, f"no such folder: {name}")
+    check(
+        not Path(model.name_or_path).is_dir()
+        or (Path(model.name_or_path) / "config.json").is_file(),
+        "model.name_or_path",
+        f"folder {model.name_or_path} has no config.json",
+    )
+    try:
+        merge_ds_config(config)
+        check_compiler(config)
+    except UserError as error:  # name the run config's place beside the DeepSpeed config's
+        key = re.search(r"\b(train|data)\.\w+", str(error))
+        raise UserError(
+            f"{error} ({key[0]}: {_where(key[0], argv)})" if key else str(error)
+        ) from None
+
+
+def _validate_sources(data: DataConfig, check: Callable[[bool, str, str], None]) -> None:
+    """That there are files, and weights for all or none; `check` as in _validate."""
     check(bool(data.train_sources), "data.train_sources", "is empty")
     for key in ("train_sources", "eval_sources"):
         for source in data.sources(key):
@@ -529,30 +561,3 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "data.eval_sources",
         "held-out rows have no weight: each is evaluated once",
     )
-    if model.chat_template:
-        check(
-            Path(model.chat_template).is_file(),
-            "model.chat_template",
-            f"no such file: {model.chat_template}",
-        )
-    for key, name in (
-        ("model.name_or_path", model.name_or_path),
-        ("model.tokenizer", config.tokenizer_name),
-    ):
-        # A hub id is `name` or `owner/name`; everything else, and what exists here, is a folder.
-        local = Path(name).exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-        check(not local or Path(name).is_dir(), key, f"no such folder: {name}")
-    check(
-        not Path(model.name_or_path).is_dir()
-        or (Path(model.name_or_path) / "config.json").is_file(),
-        "model.name_or_path",
-        f"folder {model.name_or_path} has no config.json",
-    )
-    try:
-        merge_ds_config(config)
-        check_compiler(config)
-    except UserError as error:  # name the run config's place beside the DeepSpeed config's
-        key = re.search(r"\b(train|data)\.\w+", str(error))
-        raise UserError(
-            f"{error} ({key[0]}: {_where(key[0], argv)})" if key else str(error)
-        ) from None

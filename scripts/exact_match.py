@@ -61,7 +61,7 @@ def read_conversations(file: str) -> list[list[dict]]:
     conversations = []
     for place, row in read_rows(Source(path=file)):
         try:
-            messages = parse_row(row.text, {})["messages"]
+            messages = parse_row(row, {})["messages"]
             if messages[-1]["role"] != "assistant":
                 raise ValueError("the last turn is not the assistant's")
         except (ValueError, KeyError, IndexError, TypeError) as error:

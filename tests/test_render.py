@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data.render import RenderOptions, check_template, mask_method, render
-from data.sources import BadRow, parse_row
+from data.sources import BadRow, RawRow, parse_row
 from finetune.errors import UserError
 
 CHAT = [
@@ -87,15 +87,17 @@ def test_supervise_all_and_as_chat(sample_tokenizer):
     )
 
 
+def parsed(text, columns):
+    return parse_row(RawRow(1, text), columns)
+
+
 def test_columns_rename_keys():
-    row = parse_row(
-        '{"question": "q", "answer": "a"}', {"prompt": "question", "completion": "answer"}
-    )
+    row = parsed('{"question": "q", "answer": "a"}', {"prompt": "question", "completion": "answer"})
     assert row == {"prompt": "q", "completion": "a"}
-    swapped = parse_row('{"a": 1, "b": 2, "c": 3}', {"a": "b", "b": "a"})
+    swapped = parsed('{"a": 1, "b": 2, "c": 3}', {"a": "b", "b": "a"})
     assert swapped == {"a": 2, "b": 1, "c": 3}
     optional = {"instruction": "i", "input": "context", "output": "o"}
-    assert parse_row('{"i": "x", "o": "y"}', optional) == {"instruction": "x", "output": "y"}
+    assert parsed('{"i": "x", "o": "y"}', optional) == {"instruction": "x", "output": "y"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -410,9 +412,9 @@ UNPARSABLE = {
 @pytest.mark.parametrize("text", UNPARSABLE, ids=lambda text: text[:12])
 def test_a_row_that_cannot_be_parsed_says_why(text):
     with pytest.raises(BadRow) as caught:
-        parse_row(text, {})
+        parsed(text, {})
     assert caught.value.reason == UNPARSABLE[text]
 
 
 def test_a_backslash_u0000_in_a_string_is_text():
-    assert parse_row(r'{"text": "\\u0000"}', {}) == {"text": r"\u0000"}
+    assert parsed(r'{"text": "\\u0000"}', {}) == {"text": r"\u0000"}

@@ -217,3 +217,12 @@ def test_a_fingerprint_changes_with_the_files(tmp_path):
     assert fingerprint(source) == before
     write_rows(tmp_path / "b.jsonl", ROWS)
     assert fingerprint(source) != before
+
+
+def test_a_bad_row_is_named_wherever_rows_are_read(tmp_path):
+    """Not only by a run: the tokenizer's trainer reads rows too."""
+    from data.train_tokenizer import texts_of
+
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: not UTF-8"):
+        list(texts_of(str(tmp_path / "rows.jsonl")))
