@@ -9,14 +9,14 @@ micro-steps (data/plan.py); rank r runs its micro-batches, each backward scaled 
 they give the gradient of the mean over the step's supervised tokens; the last one reduces over the
 ranks; the optimizer steps once.
 
-Exit code: 0 the run is finished, 2 a mistake in the input (one line says which), anything else a
-failure.
+Exit code: 0 the run is finished, 2 a mistake in the input (one line says which), 75 told to leave
+by SIGTERM or SIGUSR1 and saved (the same command goes on), anything else a failure.
 """
 
 import sys
 
 from finetune.config import parse_command_line
-from finetune.errors import exit_on_error
+from finetune.errors import EXIT_PREEMPTED, exit_on_error
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and mistakes are answered at once.
@@ -47,9 +47,11 @@ from finetune.checkpoint import (
 from finetune.config import Config
 from finetune.distributed import (
     Ranks,
+    apply_timeout,
     on_first_rank,
     process_group,
     require_same,
+    stop_was_asked,
     sum_over_ranks,
     together,
 )
@@ -151,6 +153,7 @@ def main(config: Config, dry_run: bool) -> None:
         model = together(ranks, lambda: load_model(config, model_config, ds_config))
         loss = SupervisedLoss(model)
         engine = build_engine(config, ds_config, model, steps)
+        apply_timeout(config.distributed, ranks)
         seed_everything(config.train.seed + ranks.rank)
         if checkpoint is not None:
             load_checkpoint(engine, checkpoint, ranks)
@@ -164,20 +167,25 @@ def main(config: Config, dry_run: bool) -> None:
         run = Run(config, ranks, tokenizer, train_plan, eval_plan, steps, engine, loss, metrics)
         exit_code = 1
         try:
-            state = train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
-            exit_code = 0
+            with ranks.stop.deferred():
+                state = train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
+            exit_code = 0 if state.global_step == steps else EXIT_PREEMPTED
         finally:
             metrics.close(exit_code)
         if ranks.is_first:
+            how = "finished" if exit_code == 0 else "told to leave, saved"
             done = f"{state.examples:,} examples, {state.tokens:,} tokens"
-            print(f"finished: step {state.global_step:,}, {done}", flush=True)
+            print(f"{how}: step {state.global_step:,}, {done}", flush=True)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def train(run: Run, state: TrainerState) -> TrainerState:
     """Optimizer steps from `state` to the last one, with evaluations and checkpoints in between.
 
     Returns:
-        The state after the last step, which is saved.
+        The state after the last step, which is saved: that of the run, or the one in which a rank
+        was told to leave.
     """
     config, ranks, plan = run.config, run.ranks, run.train_plan
     if state.global_step == 0 and config.train.eval_at_start:
@@ -220,10 +228,13 @@ def train(run: Run, state: TrainerState) -> TrainerState:
         )
 
         is_last = state.global_step == run.total_steps
-        if is_last or is_due(state.global_step, config.train.eval_every_steps):
+        leaving = not is_last and stop_was_asked(ranks)
+        if is_last or (is_due(state.global_step, config.train.eval_every_steps) and not leaving):
             run_evaluation(run, state)
-        if is_last or is_due(state.global_step, config.checkpoint.every_steps):
+        if is_last or leaving or is_due(state.global_step, config.checkpoint.every_steps):
             run_save(run, state)
+        if leaving:
+            break
         began = time.perf_counter()
     return state
 

@@ -249,9 +249,21 @@ class DistributedConfig:
     """The process group."""
 
     timeout_seconds: int = 1800
-    """A collective that takes longer is a hang: the run ends with an error."""
+    """A collective that takes longer is a hang: the run ends with an error. ZeRO's own included."""
     data_timeout_seconds: int = 86400
     """Longest wait for a machine's first rank to tokenise."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Many hosts: what scripts/launch.sh watches and what train.py refuses."""
+
+    heartbeat_seconds: int = 60
+    """Once a host has gone silent, the job is stopped on all hosts within so many seconds."""
+    world_size: int | None = None
+    """Refuse to run on another number of ranks. scripts/launch.sh sees to it by itself."""
+    restart_wait_seconds: int = 600
+    """With --max_restarts: how long to wait for the hosts to pass preflight again."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +280,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     @property
     def tokenizer_name(self) -> str:
@@ -300,6 +313,9 @@ LEAST_VALUES = [
     ("checkpoint", "keep_last", 1),
     ("distributed", "timeout_seconds", 1),
     ("distributed", "data_timeout_seconds", 1),
+    ("launch", "heartbeat_seconds", 5),
+    ("launch", "world_size", 1),
+    ("launch", "restart_wait_seconds", 0),
 ]
 
 

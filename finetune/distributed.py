@@ -16,14 +16,47 @@ import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
 from finetune.config import DistributedConfig
-from finetune.errors import EXIT_TERMINATED, UserError
+from finetune.errors import UserError, exit_code_of_signal
 
 T = TypeVar("T")
 
 RUNNER_POLL_SECONDS = 1.0
+ONE_SIGNAL_SECONDS = 1.0  # a launcher and the one above it both pass on the same signal
+
+
+class StopRequest:
+    """SIGTERM and SIGUSR1: asked to leave, by a scheduler or a launcher.
+
+    While `deferred`, the first one is remembered for the loop, which saves and leaves; a second one
+    ends the process at once. At other times there is nothing to save and the first one ends it.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._deferred = False
+        self._first_at = 0.0
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if not self._deferred or (self.signal and now - self._first_at > ONE_SIGNAL_SECONDS):
+            sys.exit(exit_code_of_signal(number))  # through every finally
+        if self.signal is None:
+            self.signal, self._first_at = number, now
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, the first signal is only remembered."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +71,7 @@ class Ranks:
     """A CPU group for messages and long waits: it neither holds GPU memory nor has the
     collectives' short time-out.
     """
+    stop: StopRequest
 
     @property
     def is_first(self) -> bool:
@@ -60,7 +94,7 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
         os.environ.setdefault(name, alone)
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_PORT", "0")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # through every finally
+    stop = StopRequest()
     _follow_launcher()
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
@@ -87,6 +121,7 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
             control=dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=config.data_timeout_seconds)
             ),
+            stop=stop,
         )
     finally:
         dist.destroy_process_group()
@@ -121,6 +156,18 @@ def _share_cores() -> None:
         # torchrun says LOCAL_WORLD_SIZE, deepspeed's launcher LOCAL_SIZE
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+
+
+def apply_timeout(config: DistributedConfig, ranks: Ranks) -> None:
+    """Give every group that exists by now, ZeRO's among them, `config.timeout_seconds`.
+
+    DeepSpeed makes its groups with torch's default, 30 minutes on gloo and 10 on NCCL, and has no
+    knob for it; torch has only a private one.
+    """
+    timeout = timedelta(seconds=config.timeout_seconds)
+    for group in list(c10d._world.pg_map):
+        if group is not ranks.control:
+            c10d._set_pg_timeout(timeout, group)
 
 
 def together(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False) -> T:
@@ -169,6 +216,13 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     if box[1] is not None:
         raise UserError(box[1])
     return box[0]
+
+
+def stop_was_asked(ranks: Ranks) -> bool:
+    """Whether any rank was told to leave: the same answer on all of them."""
+    asked = torch.tensor(float(ranks.stop.signal is not None), device=ranks.device)
+    dist.all_reduce(asked)
+    return bool(asked)
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The one exception for a user's mistake, and how every command here ends.
 
-Exit codes: 0 done, 2 a user's mistake, 130 Ctrl-C, 143 SIGTERM, 1 anything else.
+Exit codes: 0 done, 2 a user's mistake, 75 told to leave and saved (start it again to go on),
+130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 before there was anything to save, 1 anything else.
 """
 
 import os
@@ -14,8 +15,13 @@ T = TypeVar("T")
 
 EXIT_FAILURE = 1
 EXIT_USER_MISTAKE = 2
+EXIT_PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, try again later
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
+
+
+def exit_code_of_signal(number: int) -> int:
+    """128 + number, as a shell reports it."""
+    return 128 + number
 
 
 class UserError(Exception):

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
@@ -81,13 +83,26 @@ def train(config_file, *flags, ranks=1, launcher="deepspeed", timeout=300) -> Fi
     return run(launch_command(args, ranks, launcher), timeout)
 
 
-def start(config_file, *flags, ranks, launcher="deepspeed") -> subprocess.Popen:
-    """train.py started in a session of its own and left running, its output dropped."""
+def start(
+    config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL
+) -> subprocess.Popen:
+    """train.py started in a session of its own and left running."""
     command = launch_command(["train.py", "--config", config_file, *flags], ranks, launcher)
     return subprocess.Popen(
-        command, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
+        command, cwd=REPO, env=environment(), stdout=stdout, stderr=subprocess.STDOUT,
+        start_new_session=True,
     )  # fmt: skip
+
+
+def ranks_of(launcher) -> list[psutil.Process]:
+    """The processes of the ranks under a launcher of this machine, in the order of RANK."""
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            env = process.environ()
+            if "train.py" in " ".join(process.cmdline()) and "RANK" in env:
+                found.setdefault(int(env["RANK"]), process)
+    return [found[rank] for rank in sorted(found)]
 
 
 def wait_until(happened, process, seconds=120):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import REPO, environment
 
-FOLDERS = "data|finetune|scripts|tests|configs|ds_configs"
-SECTIONS = "model|data|train|checkpoint|tracking|distributed"
+FOLDERS = "data|finetune|scripts|tests|configs|ds_configs|cluster|docs"
+SECTIONS = "model|data|train|checkpoint|tracking|distributed|launch"
 README = (REPO / "README.md").read_text()
 
 

@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, launch_command, read_metrics, run, start, wait_until
+from conftest import REPO, launch_command, ranks_of, read_metrics, run, start, wait_until
 from conftest import train as train_by
 from plain_loop import train_plainly
 from safetensors.torch import load_file
@@ -136,10 +138,13 @@ def test_bf16_follows_the_fp32_curve(tiny_config, tmp_path, sample_tokenizer, pl
 # Stop, resume
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
-    tiny_config, tmp_path, tiny_model_with_dropout, stage
+@pytest.mark.parametrize(
+    "stage, how", [(0, "killed"), (1, "told to leave"), (2, "killed"), (3, "told to leave")]
+)
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
+    tiny_config, tmp_path, tiny_model_with_dropout, stage, how
 ):
+    """Killed between two checkpoints; or one rank of two told to leave, and both save and go."""
     config = tiny_config(
         model=tiny_model_with_dropout,
         ds_config=f"ds_configs/zero{stage}.json",
@@ -151,10 +156,15 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
 
     process = start(config, "--output_dir", cut, ranks=2)
     wait_until((cut / "checkpoints" / "step_00000010").exists, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    if how == "killed":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        ranks_of(process)[1].send_signal(signal.SIGUSR1)
+    assert process.wait(60) != 0
     done = read_metrics(cut)[-1]["step"]
     assert 10 <= done < 40, "the run should have been stopped in the middle"
+    saved = list_complete(cut / "checkpoints")[-1].name
+    assert how == "killed" or saved == f"step_{done:08d}", "it saves the step in which it leaves"
 
     finished = train(config, "--output_dir", cut, ranks=2)
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
@@ -173,6 +183,25 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
         return  # a finished run started again is the same for all
     again = train(config, "--output_dir", cut, ranks=2)
     assert again.code == 0 and "finished: step 40" in again.output, again.output
+
+
+def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
+    """One rank stops for good; the other waits for it in a collective of ZeRO's own group."""
+    config = tiny_config(
+        train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 5}
+    )  # fmt: skip
+    log = (tmp_path / "log").open("w+")
+    process = start(config, ranks=2, stdout=log)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    hung = ranks_of(process)[1]
+    hung.suspend()
+    began = time.monotonic()
+    wait_until(lambda: "Timed out" in Path(log.name).read_text(), process)
+    assert time.monotonic() - began < 20, "gloo's own time-out is 30 minutes"
+    os.killpg(process.pid, signal.SIGKILL)
+    output = Path(log.name).read_text()
+    assert "deepspeed/runtime/zero" in output.split("Traceback")[1], output
 
 
 def test_zero3_loads_partitioned(tiny_config, tmp_path):
