@@ -48,6 +48,7 @@ from finetune.config import Config
 from finetune.distributed import (
     Ranks,
     apply_timeout,
+    check_world_size,
     on_first_rank,
     process_group,
     require_same,
@@ -97,6 +98,7 @@ class Run:
 
 
 def main(config: Config, dry_run: bool) -> None:
+    check_world_size(config.launch)
     with process_group(config.distributed) as ranks:
         quieten_libraries(ranks.is_first)
 

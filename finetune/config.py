@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from cluster.rank import rank_variables
 from data.sources import local_files
 from finetune.ds_config import check_compiler, merge_ds_config
 from finetune.errors import UserError
@@ -330,8 +331,14 @@ class CommandLine(NamedTuple):
 # Command line and YAML -> Config
 
 
-def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLine:
+def parse_command_line(
+    argv: Sequence[str], prog: str = "train.py", validate: bool = True
+) -> CommandLine:
     """Parse `--config FILE --section.key value ... [--dry_run]`.
+
+    Args:
+        validate: check more than keys and types: values that go together, files that exist. A
+            launch host does not need the files.
 
     Raises:
         UserError: unknown key, wrong type, unreadable file or impossible combination; names key
@@ -359,7 +366,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UserError(_one_line(str(error), argv)) from error
     config = Config(**{f.name: sections[f.name] for f in dataclasses.fields(Config)})
-    _validate(config, argv)
+    if validate:
+        _validate(config, argv)
     return CommandLine(config, namespace.dry_run)
 
 
@@ -503,7 +511,7 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         "data.eval_fraction",
         "give data.eval_sources or data.eval_fraction, not both",
     )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
     check(
         train.global_batch >= ranks,
         f"train.{train.global_batch_key}",

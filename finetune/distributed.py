@@ -1,5 +1,6 @@
 """Process group, device, who goes first, agreement on errors, exact sums."""
 
+import argparse
 import os
 import signal
 import socket
@@ -7,9 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import deepspeed
@@ -19,12 +21,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from finetune.config import DistributedConfig
+from cluster.hostfile import read_hostfile
+from cluster.rank import rank_variables
+from finetune.config import DistributedConfig, LaunchConfig
 from finetune.errors import UserError, exit_code_of_signal
 
 T = TypeVar("T")
 
 RUNNER_POLL_SECONDS = 1.0
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 ONE_SIGNAL_SECONDS = 1.0  # a launcher and the one above it both pass on the same signal
 
 
@@ -80,19 +85,14 @@ class Ranks:
 
 @contextmanager
 def process_group(config: DistributedConfig) -> Iterator[Ranks]:
-    """Join the job's process group, as `deepspeed`, `torchrun` or a plain `python train.py` started
-    it; leave it at the end.
+    """Join the job's process group, as `deepspeed`, `torchrun`, `mpirun`, `srun` or a plain
+    `python train.py` started it; leave it at the end.
 
     Leaving is not optional: a gloo process that exits without it aborts at random.
     """
-    for name, alone in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }.items():
-        os.environ.setdefault(name, alone)
+    os.environ.update(rank_variables(os.environ) or ALONE)
     if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     stop = StopRequest()
     _follow_launcher()
@@ -127,6 +127,49 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def check_world_size(launch: LaunchConfig) -> None:
+    """That the job has the ranks that it was promised.
+
+    `deepspeed --hostfile FILE` only warns where FILE is missing, and trains on one machine.
+
+    Raises:
+        UserError: names the promise.
+    """
+    world_size = int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
+    promises = {"launch.world_size": launch.world_size}
+    if "LAUNCH_WORLD_SIZE" in os.environ:
+        promises["the hostfile of scripts/launch.sh"] = int(os.environ["LAUNCH_WORLD_SIZE"])
+    for process in psutil.Process().parents():
+        with suppress(psutil.Error):
+            hostfile, is_filtered = _hostfile_of(process.cmdline())
+            if hostfile is not None:
+                hosts = read_hostfile(Path(process.cwd()) / hostfile)
+                if not is_filtered:
+                    promises[f"--hostfile {hostfile}"] = sum(len(host.slots) for host in hosts)
+    for name, promised in promises.items():
+        if promised not in (None, world_size):
+            raise UserError(
+                f"{name} promises {promised} ranks, but WORLD_SIZE is {world_size}: "
+                f"this process is on {socket.gethostname()}; were all hosts started, with the same "
+                "hostfile?"
+            )
+
+
+def _hostfile_of(words: list[str]) -> tuple[str | None, bool]:
+    """FILE of a `deepspeed --hostfile FILE [options] script.py ...`, and whether the options leave
+    a part of its hosts.
+    """
+    if not any(Path(word).name == "deepspeed" for word in words[:2]):
+        return None, False
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-H", "--hostfile")
+    filters = ("-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus")
+    parser.add_argument(*filters, dest="filter")
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    options, _ = parser.parse_known_args(words[:script])
+    return options.hostfile, options.filter is not None
+
+
 def _follow_launcher() -> None:
     """End with the launcher's parent: the runner that a person or a scheduler stops.
 
@@ -153,8 +196,7 @@ def _share_cores() -> None:
     them.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        # torchrun says LOCAL_WORLD_SIZE, deepspeed's launcher LOCAL_SIZE
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
 
 

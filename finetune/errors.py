@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
+from cluster.rank import rank_variables
+
 T = TypeVar("T")
 
 EXIT_FAILURE = 1
@@ -40,7 +42,7 @@ def exit_on_error(work: Callable[[], T]) -> T:
     try:
         return work()
     except UserError as mistake:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if rank_variables(os.environ).get("LOCAL_RANK", "0") == "0":
             print(f"error: {mistake}", file=sys.stderr, flush=True)
         else:
             time.sleep(3)

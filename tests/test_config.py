@@ -119,6 +119,7 @@ def test_mistakes_on_the_command_line_say_so(tiny_config):
 
 
 def test_a_global_batch_under_the_rank_count_is_refused(tiny_config, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert "12 is smaller than the number of ranks (16)" in complaint(tiny_config())
 

@@ -1,0 +1,1 @@
+"""A job over many hosts: hostfile, agents on the hosts, launch, preflight."""

@@ -1,0 +1,286 @@
+"""What launch.sh and preflight.py run on every host, over ssh:  python -u -m cluster.agent
+
+Requests come as JSON lines on standard input and are answered as JSON lines on standard output.
+Once it has a job, the agent says every few seconds how its ranks are, and ends them when the
+launcher has gone silent: its input closed, or nothing heard for `silence_seconds`, since a cut link
+closes nothing. The processes of a job are found by a mark in their environment or command line, so
+nothing else on the host is touched. Next to nothing is imported, so that it starts at once.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cluster.rank import MARK, job_folder
+
+POLL_SECONDS = 0.1
+
+
+class Agent:
+    """The host's side of the conversation."""
+
+    def __init__(self) -> None:
+        self.speaking = threading.Lock()
+        self.heard_at = time.monotonic()
+        self.job: dict[str, Any] | None = None
+        self.listener: socket.socket | None = None
+        self.closed = False
+
+    def run(self) -> None:
+        """Answer until the input ends; then end what is left of the job."""
+        threading.Thread(target=self.read, daemon=True).start()
+        beat_at = 0.0
+        while not self.closed:
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if self.job is None:
+                continue
+            if now - self.heard_at > self.job["silence_seconds"]:
+                break
+            if now >= beat_at:
+                beat_at = now + self.job["beat_seconds"]
+                self.say({"beat": self.ranks()})
+        if self.job is not None:
+            self.stop({"grace_seconds": self.job["grace_seconds"]})
+            self.forget({})
+
+    def read(self) -> None:
+        for line in sys.stdin:
+            self.heard_at = time.monotonic()
+            request = json.loads(line)
+            if request["do"] != "ping":
+                threading.Thread(target=self.answer, args=(request,), daemon=True).start()
+        self.closed = True
+
+    def answer(self, request: dict[str, Any]) -> None:
+        try:
+            work: Callable[[dict[str, Any]], Any] = getattr(self, request["do"])
+            reply = {"reply": request["id"], "value": work(request)}
+        except Exception as error:
+            text = traceback.format_exc()
+            reply = {"reply": request["id"], "error": f"{error}", "traceback": text}
+        self.say(reply)
+
+    def say(self, message: dict[str, Any]) -> None:
+        with self.speaking:
+            try:
+                sys.stdout.write(json.dumps(message) + "\n")
+                sys.stdout.flush()
+            except (OSError, ValueError):  # the launcher is gone
+                self.closed = True
+
+    # ----------------------------------------------------------------------------------------------
+    # Requests
+
+    def hello(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Who this host is, and its clock in seconds since 1970."""
+        return {
+            "hostname": os.uname().nodename,
+            "addresses": addresses(),
+            # client address, client port, our address, our port: sshd's word for how we are reached
+            "reached_at": os.environ.get("SSH_CONNECTION", "   ").split(" ")[2],
+        }
+
+    def clock(self, request: dict[str, Any]) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def resolve(self, request: dict[str, Any]) -> list[str]:
+        """The addresses of a name, as this host knows it."""
+        found = socket.getaddrinfo(request["name"], None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    def source_address(self, request: dict[str, Any]) -> str:
+        """This host's address when it speaks to `target`: the kernel's choice, nothing is sent."""
+        family = socket.AF_INET6 if ":" in request["target"] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((request["target"], 9))
+            return probe.getsockname()[0]
+
+    def listen(self, request: dict[str, Any]) -> int:
+        """Accept connections on a port, 0 for a free one, on every interface; the port's number."""
+        self.unlisten(request)
+        self.listener = socket.create_server(("", request["port"]), backlog=1024)
+        threading.Thread(target=accept_all, args=(self.listener,), daemon=True).start()
+        return self.listener.getsockname()[1]
+
+    def unlisten(self, request: dict[str, Any]) -> None:
+        """Leave that port."""
+        if self.listener is not None:
+            self.listener.shutdown(socket.SHUT_RDWR)  # close() alone leaves accept() listening
+            self.listener.close()
+            self.listener = None
+
+    def connect(self, request: dict[str, Any]) -> list[str | None]:
+        """For each (address, port) of `targets`: None where a connection came up within `seconds`,
+        else why not.
+        """
+        answers: list[str | None] = [None] * len(request["targets"])
+
+        def try_one(i: int, address: str, port: int) -> None:
+            try:
+                socket.create_connection((address, port), timeout=request["seconds"]).close()
+            except OSError as error:
+                answers[i] = "timed out" if isinstance(error, TimeoutError) else str(error.strerror)
+
+        threads = [
+            threading.Thread(target=try_one, args=(i, *target))
+            for i, target in enumerate(request["targets"])
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+    def call(self, request: dict[str, Any]) -> Any:
+        """What a function of cluster/probe.py returns; in a process of its own, since importing
+        torch may crash or print.
+        """
+        program = (
+            "import json, sys; from cluster import probe\n"
+            "name, arguments = json.load(sys.stdin)\n"
+            "value = getattr(probe, name)(**arguments)\n"
+            "print('\\nVALUE', json.dumps(value))"
+        )
+        finished = subprocess.run(
+            [sys.executable, "-c", program],
+            input=json.dumps([request["name"], request["arguments"]]),
+            env={**os.environ, **request["environment"]},
+            capture_output=True,
+            text=True,
+            timeout=request["seconds"],
+        )
+        _, mark, value = finished.stdout.rpartition("\nVALUE ")
+        if finished.returncode or not mark:
+            lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
+            raise RuntimeError(lines[-1])
+        return json.loads(value)
+
+    def take_job(self, request: dict[str, Any]) -> None:
+        """Command, environment and deadlines of a job: its ranks read them from a folder that only
+        this user can look into.
+        """
+        folder = job_folder(request["job"])
+        folder.mkdir(mode=0o700)
+        spec = {"command": request["command"], "environment": request["environment"]}
+        path = folder / "job.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(spec))
+        self.job = request
+
+    def adopt(self, request: dict[str, Any]) -> None:
+        """Be responsible for a job whose agent is gone."""
+        self.job = request
+
+    def signal(self, request: dict[str, Any]) -> int:
+        """Send a signal to every rank; how many there are."""
+        pids = [p for p, line in self.processes().items() if "cluster/rank.py" in line]
+        for pid in pids:
+            send_signal(pid, request["number"])
+        return len(pids)
+
+    def stop(self, request: dict[str, Any]) -> dict[str, int]:
+        """SIGTERM to the ranks, after `grace_seconds` SIGKILL to all that is left of the job."""
+        if self.job is None:
+            return {"found": 0, "killed": 0, "left": 0}
+        found = self.processes()
+        for pid, line in found.items():
+            if "cluster/rank.py" in line:
+                send_signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + request["grace_seconds"]
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        killed = 0
+        for _ in range(50):  # a process may start another before it is killed
+            left = self.processes()
+            if not left:
+                break
+            for pid in left:
+                send_signal(pid, signal.SIGKILL)
+            killed = max(killed, len(left))
+            time.sleep(POLL_SECONDS)
+        return {"found": len(found), "killed": killed, "left": len(self.processes())}
+
+    def forget(self, request: dict[str, Any]) -> None:
+        """Remove the job's folder, and the secrets with it."""
+        if self.job is not None:
+            shutil.rmtree(job_folder(self.job["job"]), ignore_errors=True)
+            self.job = None
+
+    # ----------------------------------------------------------------------------------------------
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """The records of this host's ranks; `gone` where the process is no more and said nothing
+        of its end.
+        """
+        assert self.job is not None
+        records = []
+        for path in sorted(job_folder(self.job["job"]).glob("rank_?????.json")):
+            record = json.loads(path.read_text())
+            state = path.with_suffix(".state")
+            record["state"] = state.read_text() if state.exists() else "started"
+            record["gone"] = "exit" not in record and not Path(f"/proc/{record['pid']}").exists()
+            records.append(record)
+        return records
+
+    def processes(self) -> dict[int, str]:
+        """pid -> command line of this user's processes that belong to the job."""
+        assert self.job is not None
+        mark = f"{MARK}={self.job['job']}".encode()
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit() or int(folder.name) == os.getpid():
+                continue
+            try:
+                line = (folder / "cmdline").read_bytes()
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                dead = b"State:\tZ" in (folder / "status").read_bytes()
+            except OSError:  # it has just ended, or is another user's
+                continue
+            if not dead and (mark in environment or self.job["job"].encode() in line):
+                found[int(folder.name)] = line.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
+
+def addresses() -> list[list[str]]:
+    """[interface, address] pairs of this host, IPv4 and IPv6, without loopback and link-local."""
+    import psutil  # 30 ms, and only the first request needs it
+
+    return [
+        [name, entry.address]
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+        and not entry.address.startswith(("127.", "::1", "fe80:"))
+    ]
+
+
+def accept_all(listener: socket.socket) -> None:
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return
+
+
+def send_signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sshd's word when the link closes: stop() first
+    Agent().run()
+    os._exit(0)  # threads may still wait in connect()

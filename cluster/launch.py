@@ -1,0 +1,451 @@
+"""scripts/launch.sh: one training job on the hosts of a hostfile, watched to its end.
+
+`deepspeed` starts the ranks; an agent on every host (cluster/agent.py), reached by an ssh of its
+own, has the job's environment and secrets, says every few seconds how the ranks are, and ends them
+when the job is over for whatever reason. The exit code is the job's: 0 only after every rank, rank
+0 first of all, has ended with 0.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.environment import deepspeed_env_files, environment_of_job, without_secrets
+from cluster.hostfile import (
+    Host,
+    format_hostfile,
+    format_include,
+    read_hostfile,
+    select_hosts,
+    world_size,
+)
+from cluster.hosts import HostError, RemoteHost, ask_all, choose_rendezvous, connect, connect_all
+from cluster.rank import MARK
+from finetune.config import LaunchConfig, parse_command_line
+from finetune.errors import (
+    EXIT_FAILURE,
+    EXIT_PREEMPTED,
+    EXIT_USER_MISTAKE,
+    UserError,
+    exit_code_of_signal,
+    exit_on_error,
+)
+
+LAUNCHERS = ("pdsh", "openmpi", "slurm", "torchrun")
+POLL_SECONDS = 0.2
+SETTLE_SECONDS = 3.0  # after the first bad news: the cause may be heard later than its consequences
+LEAVE_SECONDS = 30.0  # for ranks that were told to save and leave, or have said that they are done
+RANK_SCRIPT = "cluster/rank.py"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run where."""
+
+    hosts: list[Host]
+    command: list[str]
+    """Script and arguments, as after `python`."""
+    environment: dict[str, str]
+    launcher: str = "pdsh"
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    master_addr: str | None = None
+    master_port: int | None = None
+    ssh_args: tuple[str, ...] = ()
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job went."""
+
+    code: int
+    cause: str | None = None
+    """One line, where the code is not 0."""
+    stopped_by_user: bool = False
+
+
+# --------------------------------------------------------------------------------------------------
+# The command that starts the ranks
+
+
+def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[str]:
+    """`deepspeed --hostfile ...`, or torchrun on every host; `folder` holds the hostfile.
+
+    Raises:
+        UserError: the launcher cannot do what --include asks for, or is not installed.
+    """
+    needs = {"openmpi": "mpirun", "slurm": "srun"}.get(job.launcher, "pdsh")
+    if shutil.which(needs) is None:
+        raise UserError(f"--launcher {job.launcher} needs {needs}; install it, or choose another")
+    include, ssh_args = format_include(job.hosts), shlex.join(job.ssh_args)
+    if include and job.launcher != "pdsh":
+        raise UserError(f"--launcher {job.launcher} cannot choose slots of a host ({include})")
+    script = [RANK_SCRIPT, job.id]
+    if job.launcher == "torchrun":
+        counts = {len(host.slots) for host in job.hosts}
+        if len(counts) > 1:
+            raise UserError("--launcher torchrun needs the same slots on every host")
+        there = (
+            f"cd {shlex.quote(str(Path.cwd()))} && {MARK}={job.id} exec {sys.executable} -m "
+            f"torch.distributed.run --nnodes {len(job.hosts)} --node_rank %n --nproc_per_node "
+            f"{counts.pop()} --master_addr {address} --master_port {port} {shlex.join(script)}"
+        )
+        names = ",".join(host.name for host in job.hosts)
+        return ["pdsh", "-S", "-f", "1024", "-w", names, there]
+    arguments = {
+        "pdsh": ["--force_multi"],
+        "openmpi": [
+            "--launcher_args",
+            # DeepSpeed would name eth0 for MPI's own messages, which no rank sends
+            "--tag-output --bind-to none --mca btl_tcp_if_include lo"
+            + (f" --mca plm_rsh_args {shlex.quote(ssh_args)}" if ssh_args else ""),
+        ],
+        "slurm": ["--launcher_args", "--label"],
+    }[job.launcher]
+    return [
+        str(Path(sys.executable).with_name("deepspeed")),
+        *("--hostfile", str(folder / "hostfile")),
+        *(("--include", include) if include else ()),
+        *("--master_addr", address, "--master_port", str(port)),
+        *("--launcher", job.launcher, *arguments),
+        *("--no_ssh_check", "--no_local_rank"),
+        *script,
+    ]
+
+
+async def start_launcher(
+    job: Job, folder: Path, address: str, port: int, output: int | None
+) -> asyncio.subprocess.Process:
+    """Start that command in a session of its own: a Ctrl-C that reached DeepSpeed would have it
+    `pkill` other people's jobs on every host.
+    """
+    command = launcher_command(job, folder, address, port)
+    (folder / "hostfile").write_text(format_hostfile(job.hosts))
+    # What the launcher itself needs on the hosts; the ranks get their environment from the agents.
+    own = {MARK: job.id} | {n: v for n, v in job.environment.items() if n == "DS_ACCELERATOR"}
+    (folder / "deepspeed_env").write_text("".join(f"{n}={v}\n" for n, v in own.items()))
+    print(f"launch: {shlex.join(command)}", flush=True)
+    ssh_args = shlex.join(["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *job.ssh_args])
+    return await asyncio.create_subprocess_exec(
+        *command,
+        env={
+            **without_secrets(os.environ),
+            "DS_ENV_FILE": str(folder / "deepspeed_env"),
+            "PDSH_RCMD_TYPE": "ssh",
+            "PDSH_SSH_ARGS_APPEND": ssh_args,
+            MARK: job.id,
+        },
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output and asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Watching
+
+
+def find_causes(hosts: Sequence[RemoteHost], silence_seconds: float) -> list[tuple[int, Ending]]:
+    """What has gone wrong so far, with a rank for sorting: a cause comes before its consequences
+    on other hosts.
+    """
+    causes = []
+    for host in hosts:
+        if host.lost is not None:
+            causes.append((0, Ending(EXIT_FAILURE, f"{host.name} is lost: {host.lost}")))
+        elif host.silent_seconds > silence_seconds:
+            said = f"{host.name} is lost: not a word from it for {host.silent_seconds:.0f} s"
+            causes.append((0, Ending(EXIT_FAILURE, said)))
+        for record in host.ranks:
+            rank = f"rank {record['rank']} on {host.name}"
+            code, told = record.get("exit"), record.get("told")
+            if record["gone"]:
+                said = f"{rank} is gone without a word: it was killed together with its parent"
+                causes.append((1, Ending(EXIT_FAILURE, said)))
+            elif told == ["launcher died"]:
+                said = f"the launcher of {host.name} was killed; its ranks were told to leave"
+                causes.append((1, Ending(EXIT_FAILURE, said)))
+            elif code is None or code == 0:
+                continue
+            elif told:
+                said = f"{rank} was told to leave ({told[0]})"
+                causes.append((4, Ending(code if code > 0 else EXIT_FAILURE, said)))
+            elif code < 0:
+                name = signal.Signals(-code).name
+                hint = " (out of memory? `dmesg` there tells)" if name == "SIGKILL" else ""
+                ending = Ending(exit_code_of_signal(-code), f"{rank} was killed by {name}{hint}")
+                causes.append((1, ending))
+            else:
+                at = f", while {record['state']}" if record["state"] != "started" else ""
+                causes.append(
+                    (2 if code == EXIT_USER_MISTAKE else 3,
+                     Ending(code, f"{rank} ended with code {code}{at}"))
+                )  # fmt: skip
+    return sorted(causes, key=lambda cause: cause[0])
+
+
+async def watch(
+    job: Job,
+    hosts: Sequence[RemoteHost],
+    launcher: asyncio.subprocess.Process,
+    signals: "asyncio.Queue[int]",
+) -> Ending:
+    """Wait for the end of the job: done, failed, or told to stop by a person or a scheduler."""
+    silence_seconds = job.launch.heartbeat_seconds / 2
+    expected = world_size(job.hosts)
+    bad_news_at = done_at = ended_at = told_at = None
+    told = 0
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        now = time.monotonic()
+        records = [record for host in hosts for record in host.ranks]
+        done = len(records) == expected and all("exit" in r for r in records)
+        succeeded = done and all(r["exit"] == 0 for r in records)
+        done_at = done_at or (now if done else None)
+        if launcher.returncode is not None:
+            ended_at = ended_at or now
+        if succeeded and (ended_at or now - done_at > LEAVE_SECONDS):
+            return Ending(0)
+
+        while not signals.empty():
+            number = signals.get_nowait()
+            if told_at is not None:
+                return Ending(exit_code_of_signal(told), "stopped at once", stopped_by_user=True)
+            told, told_at = number, now
+            print("launch: told to stop; the ranks save and leave", flush=True)
+            await ask_all(hosts, "signal", seconds=5, number=int(signal.SIGTERM))
+        if told_at is not None:
+            if done and all(r["exit"] == EXIT_PREEMPTED for r in records):
+                said = "told to stop; saved, the same command goes on"
+                return Ending(EXIT_PREEMPTED, said, stopped_by_user=True)
+            if done or ended_at or now - told_at > LEAVE_SECONDS:
+                said = f"stopped by {signal.Signals(told).name}"
+                return Ending(exit_code_of_signal(told), said, stopped_by_user=True)
+            continue
+
+        causes = find_causes(hosts, silence_seconds)
+        if causes or (ended_at and not succeeded):
+            bad_news_at = bad_news_at or now
+        if bad_news_at and now - bad_news_at > SETTLE_SECONDS:
+            if causes:
+                return causes[0][1]
+            code = launcher.returncode or EXIT_FAILURE
+            silent = [h.name for h in hosts if len(h.ranks) < len(h.slots)]
+            where = f"; not all ranks had started on {', '.join(silent)}" if silent else ""
+            said = f"the launcher ended with code {launcher.returncode} before the ranks did{where}"
+            return Ending(code, said)
+
+
+async def run_job(
+    job: Job,
+    hosts: Sequence[RemoteHost],
+    signals: "asyncio.Queue[int]",
+    output: int | None = None,
+) -> Ending:
+    """Start the job on connected hosts, watch it, and leave nothing of it behind.
+
+    Args:
+        output: where the launcher's output goes, as for subprocess; None for this process's own.
+
+    Raises:
+        UserError: it cannot be started, or no address or port works for all hosts.
+    """
+    heartbeat_seconds = job.launch.heartbeat_seconds
+    address, port = await choose_rendezvous(
+        hosts, job.environment, job.master_addr, job.master_port
+    )
+    environment = {
+        **job.environment,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "LAUNCH_WORLD_SIZE": str(world_size(job.hosts)),
+    }
+    folder = Path(tempfile.mkdtemp(prefix="launch-"))
+    launcher = None
+    ending = Ending(EXIT_FAILURE)
+    try:
+        for host in hosts:
+            extra = {}
+            if "GLOO_SOCKET_IFNAME" not in environment:
+                # else gloo takes the address of the host's own name, 127.0.1.1 on Debian
+                extra["GLOO_SOCKET_IFNAME"] = await interface_towards(host, hosts[0], address)
+            await host.ask(
+                "take_job",
+                job=job.id,
+                command=job.command,
+                environment={**environment, **extra},
+                beat_seconds=min(5.0, heartbeat_seconds / 20),
+                silence_seconds=heartbeat_seconds / 2,
+                grace_seconds=heartbeat_seconds / 4,
+            )
+        launcher = await start_launcher(job, folder, address, port, output)
+        ending = await watch(job, hosts, launcher, signals)
+        return ending
+    finally:
+        grace = 0 if ending.code == 0 or ending.stopped_by_user else heartbeat_seconds / 4
+        await clean_up(job, hosts, launcher, grace)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def interface_towards(host: RemoteHost, first: RemoteHost, address: str) -> str:
+    """The interface of a host whose address it uses when it speaks to the first host."""
+    own = {a: n for n, a in host.facts["addresses"]}
+    used = address if host is first else await host.ask("source_address", target=address)
+    return own.get(used, "lo")
+
+
+async def clean_up(
+    job: Job,
+    hosts: Sequence[RemoteHost],
+    launcher: asyncio.subprocess.Process | None,
+    grace_seconds: float,
+) -> None:
+    """End everything of the job on every host that can be reached; the others' agents do it
+    themselves when they have heard nothing for half of launch.heartbeat_seconds.
+    """
+    heard = [
+        h for h in hosts if h.lost is None and h.silent_seconds < job.launch.heartbeat_seconds / 2
+    ]
+    results = await ask_all(heard, "stop", seconds=grace_seconds + 15, grace_seconds=grace_seconds)
+    if launcher is not None and launcher.returncode is None:
+        try:  # its children end with the ranks; SIGTERM would have it `pkill` by name everywhere
+            await asyncio.wait_for(launcher.wait(), 3)
+        except asyncio.TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            await launcher.wait()
+    for host, result in zip(heard, results, strict=True):
+        if isinstance(result, BaseException):
+            print(f"launch: {host.name}: could not be cleaned up: {result}", flush=True)
+        elif result["left"]:
+            print(f"launch: {host.name}: {result['left']} processes cannot be killed", flush=True)
+    await ask_all(heard, "forget", seconds=5)
+    for host in hosts:
+        if host.lost is not None:
+            await clean_up_anew(job, host)
+
+
+async def clean_up_anew(job: Job, host: RemoteHost) -> None:
+    """A host whose agent is gone, but which may be there: end the job on it with a new agent."""
+    with suppress(HostError):
+        again = await connect(Host(host.name, host.slots), job.ssh_args, Path.cwd())
+        arguments = {"silence_seconds": 15, "beat_seconds": 5, "grace_seconds": 0}
+        await again.ask("adopt", job=job.id, **arguments)
+        await again.ask("stop", seconds=15, grace_seconds=0)
+        await again.ask("forget")
+        await again.close()
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options before `--`, the script and its arguments after it."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/launch.sh",
+        usage="scripts/launch.sh --hostfile FILE [options] -- train.py --config FILE ...",
+        description="Run a training job on the hosts of a hostfile and return its exit code.",
+    )
+    add_host_options(parser)
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="pdsh", help="default: pdsh")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a failure start again from the last complete checkpoint, at most N times",
+    )
+    options, command = list(argv), []
+    if "--" in options:
+        cut = options.index("--")
+        options, command = options[:cut], options[cut + 1 :]
+    arguments = parser.parse_args(options)
+    if not command:
+        parser.error("after -- comes the script with its arguments: -- train.py --config FILE")
+    return arguments, command
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Options that launch.sh and preflight.py share."""
+    add = parser.add_argument
+    add("--hostfile", required=True, help="lines `NAME slots=N`; see hostfile.example")
+    add("--include", default="", metavar="SPEC", help="only these: node-1@node-2:0,2")
+    add("--exclude", default="", metavar="SPEC", help="all but these")
+    add("--master_addr", metavar="ADDRESS", help="of the first host; default: tried out")
+    add("--master_port", type=int, metavar="PORT", help="default: a free one")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="send this variable too; NCCL_*, GLOO_*, TORCH_*, HF_*, WANDB_*, OMP_*, CUDA_*, DS_* "
+        "and what .deepspeed_env says are sent anyway",
+    )
+    add("--ssh_args", default="", metavar="ARGS", help='for ssh: --ssh_args "-F my_ssh_config"')
+
+
+def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
+    """The job that the command line asks for.
+
+    Raises:
+        UserError: in the hostfile, the options, the environment or the run config.
+    """
+    hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
+    launch = LaunchConfig()
+    if Path(command[0]).name == "train.py":
+        launch = parse_command_line(command[1:], validate=False).config.launch
+    if launch.world_size not in (None, world_size(hosts)):
+        raise UserError(
+            f"launch.world_size is {launch.world_size}, but the slots of {arguments.hostfile} "
+            f"add up to {world_size(hosts)}"
+        )
+    return Job(
+        hosts=hosts,
+        command=command,
+        environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
+        launcher=getattr(arguments, "launcher", "pdsh"),
+        launch=launch,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+        ssh_args=tuple(shlex.split(arguments.ssh_args)),
+    )
+
+
+def queue_of_signals() -> "asyncio.Queue[int]":
+    """SIGINT, SIGTERM and SIGUSR1 of this process as they come."""
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        asyncio.get_running_loop().add_signal_handler(number, queue.put_nowait, number)
+    return queue
+
+
+async def launch(job: Job) -> int:
+    """Run the job once; its exit code."""
+    signals = queue_of_signals()
+    hosts, errors = await connect_all(job.hosts, job.ssh_args, Path.cwd())
+    try:
+        if errors:
+            raise UserError("; ".join(map(str, errors)))
+        ending = await run_job(job, hosts, signals)
+    finally:
+        await asyncio.gather(*(host.close() for host in hosts))
+    if ending.cause:
+        print(f"launch: {ending.cause} (exit code {ending.code})", file=sys.stderr, flush=True)
+    return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(lambda: asyncio.run(launch(job_of(*parse_arguments(sys.argv[1:]))))))

@@ -1,0 +1,112 @@
+"""Starts one rank on a host and tells the host's agent how it ended:  python cluster/rank.py JOB
+
+The launcher (deepspeed, torchrun, mpirun, srun) starts this once a rank. It reads the command and
+the environment from the job's private folder, where the agent has put them, runs the command, and
+writes down its exit code, which no launcher passes on reliably: DeepSpeed's ends with 0 when a node
+launcher was killed. Only the standard library: it stands in memory beside every rank.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>: the signal that a process gets when its parent dies
+MARK = "LAUNCH_JOB"  # in the environment of everything that belongs to a job
+
+
+def job_folder(job: str) -> Path:
+    """The private folder of a job on this host. Hosts that share /tmp do not share it."""
+    return Path(tempfile.gettempdir()) / f"launch-{job}-{os.uname().nodename}"
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, whichever launcher started this process:
+    deepspeed and torchrun set them, mpirun and srun have names of their own. Empty without a
+    launcher.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        neighbours = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or "1"
+        return {
+            "RANK": environment["RANK"],
+            "LOCAL_RANK": environment.get("LOCAL_RANK", "0"),
+            "WORLD_SIZE": environment["WORLD_SIZE"],
+            "LOCAL_WORLD_SIZE": neighbours,  # torchrun's name for it, and deepspeed's
+        }
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        of_mpi = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE",
+                  "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}  # fmt: skip
+        return {name: environment[f"OMPI_COMM_WORLD_{its}"] for name, its in of_mpi.items()}
+    if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID", "").isdigit():
+        tasks = environment["SLURM_NTASKS"]
+        nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "WORLD_SIZE": tasks,
+            "LOCAL_WORLD_SIZE": str(-(-int(tasks) // nodes)),
+        }
+    return {}
+
+
+def die_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def main(job: str) -> int:
+    """Run the rank; returns its exit code, 128 + the signal that ended it."""
+    folder = job_folder(job)
+    spec = json.loads((folder / "job.json").read_text())
+    ranks = rank_variables(os.environ)
+    record = folder / f"rank_{int(ranks['RANK']):05d}.json"
+    environment = {**os.environ, **spec["environment"], **ranks, MARK: job}
+    for name in ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+        if name in os.environ:  # of the launcher
+            environment[name] = os.environ[name]
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    environment["LAUNCH_STATE_FILE"] = str(record.with_suffix(".state"))
+
+    told: list[str] = []
+    parent = os.getppid()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.append("launcher died" if os.getppid() != parent else signal.Signals(number).name)
+        child.send_signal(number)
+
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a child to pass them on to
+    child = subprocess.Popen(
+        [sys.executable, "-u", *spec["command"]],
+        env=environment,
+        preexec_fn=lambda: (
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
+            die_with_parent(signal.SIGTERM),
+        ),
+    )
+    write(record, {"rank": int(ranks["RANK"]), "pid": child.pid})
+    for number in signals:
+        signal.signal(number, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's business
+    die_with_parent(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    code = child.wait()
+    ended = {"rank": int(ranks["RANK"]), "pid": child.pid, "exit": code, "told": told[:1]}
+    write(record, ended)
+    return code if code >= 0 else 128 - code
+
+
+def write(path: Path, record: dict) -> None:
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(record))
+    os.replace(draft, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
