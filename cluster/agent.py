@@ -84,7 +84,8 @@ class Agent:
     # Requests
 
     def hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Who this host is, and its clock in seconds since 1970."""
+        """Who this host is."""
+        remove_stale_folders()
         return {
             "hostname": os.uname().nodename,
             "addresses": addresses(),
@@ -174,7 +175,8 @@ class Agent:
         """
         folder = job_folder(request["job"])
         folder.mkdir(mode=0o700)
-        spec = {"command": request["command"], "environment": request["environment"]}
+        spec = {name: request[name] for name in ("command", "environment")}
+        spec["agent"] = os.getpid()
         path = folder / "job.json"
         path.touch(mode=0o600)
         path.write_text(json.dumps(spec))
@@ -265,6 +267,16 @@ def addresses() -> list[list[str]]:
         if entry.family in (socket.AF_INET, socket.AF_INET6)
         and not entry.address.startswith(("127.", "::1", "fe80:"))
     ]
+
+
+def remove_stale_folders() -> None:
+    """Folders of jobs whose agent died with its host."""
+    for folder in job_folder("*").parent.glob(job_folder("*").name):
+        with suppress(OSError, ValueError, KeyError):
+            agent = json.loads((folder / "job.json").read_text())["agent"]
+            command = Path(f"/proc/{agent}/cmdline")
+            if not command.exists() or b"cluster.agent" not in command.read_bytes():
+                shutil.rmtree(folder)
 
 
 def accept_all(listener: socket.socket) -> None:

@@ -9,6 +9,7 @@ when the job is over for whatever reason. The exit code is the job's: 0 only aft
 import argparse
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,7 +19,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.environment import deepspeed_env_files, environment_of_job, without_secrets
@@ -31,7 +32,7 @@ from cluster.hostfile import (
     world_size,
 )
 from cluster.hosts import HostError, RemoteHost, ask_all, choose_rendezvous, connect, connect_all
-from cluster.rank import MARK
+from cluster.rank import LAUNCHER_DIED, MARK
 from finetune.config import LaunchConfig, parse_command_line
 from finetune.errors import (
     EXIT_FAILURE,
@@ -44,8 +45,12 @@ from finetune.errors import (
 
 LAUNCHERS = ("pdsh", "openmpi", "slurm", "torchrun")
 POLL_SECONDS = 0.2
+# Of launch.heartbeat_seconds: to take a host for lost; for ranks to leave before they are killed.
+SILENT_PART, GRACE_PART = 0.4, 0.25
+RETRY_SECONDS = 5.0
 SETTLE_SECONDS = 3.0  # after the first bad news: the cause may be heard later than its consequences
 LEAVE_SECONDS = 30.0  # for ranks that were told to save and leave, or have said that they are done
+RANK_PREFIX = {"openmpi": r"^\[\d+,(\d+)\]<std(?:out|err)>:", "slurm": r"^ *(\d+): "}  # of a line
 RANK_SCRIPT = "cluster/rank.py"
 
 
@@ -62,7 +67,12 @@ class Job:
     master_addr: str | None = None
     master_port: int | None = None
     ssh_args: tuple[str, ...] = ()
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    id: str = ""
+    """Marks everything that belongs to one start of the job."""
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[st
 
 
 async def start_launcher(
-    job: Job, folder: Path, address: str, port: int, output: int | None
+    job: Job, folder: Path, address: str, port: int
 ) -> asyncio.subprocess.Process:
     """Start that command in a session of its own: a Ctrl-C that reached DeepSpeed would have it
     `pkill` other people's jobs on every host.
@@ -136,6 +146,7 @@ async def start_launcher(
     own = {MARK: job.id} | {n: v for n, v in job.environment.items() if n == "DS_ACCELERATOR"}
     (folder / "deepspeed_env").write_text("".join(f"{n}={v}\n" for n, v in own.items()))
     print(f"launch: {shlex.join(command)}", flush=True)
+    to = asyncio.subprocess.PIPE if job.launcher in RANK_PREFIX else None
     ssh_args = shlex.join(["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *job.ssh_args])
     return await asyncio.create_subprocess_exec(
         *command,
@@ -147,10 +158,23 @@ async def start_launcher(
             MARK: job.id,
         },
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=output,
-        stderr=output and asyncio.subprocess.STDOUT,
+        stdout=to,
+        stderr=to and asyncio.subprocess.STDOUT,
+        limit=1 << 24,  # bytes of a line
         start_new_session=True,
     )
+
+
+async def print_by_host(job: Job, launcher: asyncio.subprocess.Process) -> None:
+    """Print the launcher's lines with a host in the place of a rank; pdsh's have it already."""
+    names = [host.name for host in job.hosts for _ in host.slots]
+    while launcher.stdout is not None and (line := await launcher.stdout.readline()):
+        text = line.decode(errors="replace")
+        print(
+            re.sub(RANK_PREFIX[job.launcher], lambda m: f"{names[int(m[1])]}: ", text),
+            end="",
+            flush=True,
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,13 +198,13 @@ def find_causes(hosts: Sequence[RemoteHost], silence_seconds: float) -> list[tup
             if record["gone"]:
                 said = f"{rank} is gone without a word: it was killed together with its parent"
                 causes.append((1, Ending(EXIT_FAILURE, said)))
-            elif told == ["launcher died"]:
+            elif told == LAUNCHER_DIED:
                 said = f"the launcher of {host.name} was killed; its ranks were told to leave"
                 causes.append((1, Ending(EXIT_FAILURE, said)))
             elif code is None or code == 0:
                 continue
             elif told:
-                said = f"{rank} was told to leave ({told[0]})"
+                said = f"{rank} was told to leave ({told})"
                 causes.append((4, Ending(code if code > 0 else EXIT_FAILURE, said)))
             elif code < 0:
                 name = signal.Signals(-code).name
@@ -203,7 +227,7 @@ async def watch(
     signals: "asyncio.Queue[int]",
 ) -> Ending:
     """Wait for the end of the job: done, failed, or told to stop by a person or a scheduler."""
-    silence_seconds = job.launch.heartbeat_seconds / 2
+    silence_seconds = job.launch.heartbeat_seconds * SILENT_PART
     expected = world_size(job.hosts)
     bad_news_at = done_at = ended_at = told_at = None
     told = 0
@@ -236,6 +260,8 @@ async def watch(
             continue
 
         causes = find_causes(hosts, silence_seconds)
+        if causes and causes[0][0] == 0:
+            return causes[0][1]
         if causes or (ended_at and not succeeded):
             bad_news_at = bad_news_at or now
         if bad_news_at and now - bad_news_at > SETTLE_SECONDS:
@@ -252,12 +278,8 @@ async def run_job(
     job: Job,
     hosts: Sequence[RemoteHost],
     signals: "asyncio.Queue[int]",
-    output: int | None = None,
 ) -> Ending:
     """Start the job on connected hosts, watch it, and leave nothing of it behind.
-
-    Args:
-        output: where the launcher's output goes, as for subprocess; None for this process's own.
 
     Raises:
         UserError: it cannot be started, or no address or port works for all hosts.
@@ -287,15 +309,22 @@ async def run_job(
                 command=job.command,
                 environment={**environment, **extra},
                 beat_seconds=min(5.0, heartbeat_seconds / 20),
-                silence_seconds=heartbeat_seconds / 2,
-                grace_seconds=heartbeat_seconds / 4,
+                silence_seconds=heartbeat_seconds * SILENT_PART,
+                grace_seconds=heartbeat_seconds * GRACE_PART,
             )
-        launcher = await start_launcher(job, folder, address, port, output)
+        launcher = await start_launcher(job, folder, address, port)
+        printing = asyncio.create_task(print_by_host(job, launcher))
         ending = await watch(job, hosts, launcher, signals)
+        if ending.cause:
+            said = f"launch: {ending.cause} (exit code {ending.code})"
+            print(said, file=sys.stderr, flush=True)
         return ending
     finally:
-        grace = 0 if ending.code == 0 or ending.stopped_by_user else heartbeat_seconds / 4
+        over = ending.code == 0 or ending.stopped_by_user
+        grace = 0 if over else heartbeat_seconds * GRACE_PART
         await clean_up(job, hosts, launcher, grace)
+        if launcher is not None:
+            await printing
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -313,7 +342,7 @@ async def clean_up(
     grace_seconds: float,
 ) -> None:
     """End everything of the job on every host that can be reached; the others' agents do it
-    themselves when they have heard nothing for half of launch.heartbeat_seconds.
+    themselves when they have heard nothing for as long.
     """
     heard = [
         h for h in hosts if h.lost is None and h.silent_seconds < job.launch.heartbeat_seconds / 2
@@ -372,6 +401,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if "--" in options:
         cut = options.index("--")
         options, command = options[:cut], options[cut + 1 :]
+    parser.add_argument(
+        "--heartbeat_seconds",
+        type=int,
+        metavar="N",
+        help="default: launch.heartbeat_seconds of train.py's config",
+    )
     arguments = parser.parse_args(options)
     if not command:
         parser.error("after -- comes the script with its arguments: -- train.py --config FILE")
@@ -407,6 +442,8 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
     launch = LaunchConfig()
     if Path(command[0]).name == "train.py":
         launch = parse_command_line(command[1:], validate=False).config.launch
+    if getattr(arguments, "heartbeat_seconds", None) is not None:
+        launch = replace(launch, heartbeat_seconds=arguments.heartbeat_seconds)
     if launch.world_size not in (None, world_size(hosts)):
         raise UserError(
             f"launch.world_size is {launch.world_size}, but the slots of {arguments.hostfile} "
@@ -432,20 +469,56 @@ def queue_of_signals() -> "asyncio.Queue[int]":
     return queue
 
 
-async def launch(job: Job) -> int:
-    """Run the job once; its exit code."""
+async def launch(job: Job, max_restarts: int) -> int:
+    """Run the job, again after a failure as often as allowed; its exit code."""
     signals = queue_of_signals()
     hosts, errors = await connect_all(job.hosts, job.ssh_args, Path.cwd())
-    try:
-        if errors:
-            raise UserError("; ".join(map(str, errors)))
-        ending = await run_job(job, hosts, signals)
-    finally:
-        await asyncio.gather(*(host.close() for host in hosts))
-    if ending.cause:
-        print(f"launch: {ending.cause} (exit code {ending.code})", file=sys.stderr, flush=True)
+    if errors:
+        await close_all(hosts)
+        raise UserError("; ".join(map(str, errors)))
+    for restarts in range(max_restarts + 1):
+        if restarts:
+            print(f"launch: restart {restarts} of {max_restarts}", flush=True)
+            hosts = await wait_for_hosts(job, signals)
+        try:
+            ending = await run_job(replace(job, id=new_id()), hosts, signals)
+        finally:
+            await close_all(hosts)
+        if ending.stopped_by_user or ending.code in (0, EXIT_USER_MISTAKE):
+            break
     return ending.code
 
 
+async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[RemoteHost]:
+    """All hosts of the job, once they are well again.
+
+    Raises:
+        UserError: they are not within launch.restart_wait_seconds, or a signal came.
+    """
+    deadline = time.monotonic() + job.launch.restart_wait_seconds
+    said = ""
+    while True:
+        hosts, errors = await connect_all(job.hosts, job.ssh_args, Path.cwd())
+        if not errors:
+            return hosts
+        await close_all(hosts)
+        problem = "; ".join(map(str, errors))
+        if not signals.empty() or time.monotonic() > deadline:
+            raise UserError(f"no restart: {problem}")
+        if problem != said:
+            print(f"launch: waiting: {problem}", flush=True)
+            said = problem
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def close_all(hosts: Sequence[RemoteHost]) -> None:
+    await asyncio.gather(*(host.close() for host in hosts))
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments, command = parse_arguments(argv)
+    return asyncio.run(launch(job_of(arguments, command), arguments.max_restarts))
+
+
 if __name__ == "__main__":
-    sys.exit(exit_on_error(lambda: asyncio.run(launch(job_of(*parse_arguments(sys.argv[1:]))))))
+    sys.exit(exit_on_error(lambda: main(sys.argv[1:])))

@@ -18,12 +18,17 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>: the signal that a process gets when its parent dies
+LAUNCHER_DIED = "launcher died"  # instead of a signal's name
 MARK = "LAUNCH_JOB"  # in the environment of everything that belongs to a job
 
 
 def job_folder(job: str) -> Path:
-    """The private folder of a job on this host. Hosts that share /tmp do not share it."""
-    return Path(tempfile.gettempdir()) / f"launch-{job}-{os.uname().nodename}"
+    """The private folder of a job on this host: in memory where that can be, since it has secrets.
+    Hosts that share a disk do not share it.
+    """
+    memory = Path("/dev/shm")
+    root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return root / f"launch-{job}-{os.uname().nodename}"
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -61,7 +66,15 @@ def die_with_parent(number: int) -> None:
 
 
 def main(job: str) -> int:
-    """Run the rank; returns its exit code, 128 + the signal that ended it."""
+    """Run the rank; returns its exit code, 128 + the signal that ended it.
+
+    What the agent reads: rank; pid; told, the first signal that was passed on; exit, the code, or
+    the number of the signal that ended it, negative.
+    """
+    parent = os.getppid()
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a child to pass them on to
+    die_with_parent(signal.SIGTERM)
     folder = job_folder(job)
     spec = json.loads((folder / "job.json").read_text())
     ranks = rank_variables(os.environ)
@@ -73,15 +86,14 @@ def main(job: str) -> int:
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     environment["LAUNCH_STATE_FILE"] = str(record.with_suffix(".state"))
 
-    told: list[str] = []
-    parent = os.getppid()
+    said: dict = {"rank": int(ranks["RANK"])}
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        told.append("launcher died" if os.getppid() != parent else signal.Signals(number).name)
+        died = os.getppid() != parent
+        said.setdefault("told", LAUNCHER_DIED if died else signal.Signals(number).name)
+        write(record, said)
         child.send_signal(number)
 
-    signals = (signal.SIGTERM, signal.SIGUSR1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a child to pass them on to
     child = subprocess.Popen(
         [sys.executable, "-u", *spec["command"]],
         env=environment,
@@ -90,15 +102,16 @@ def main(job: str) -> int:
             die_with_parent(signal.SIGTERM),
         ),
     )
-    write(record, {"rank": int(ranks["RANK"]), "pid": child.pid})
+    said["pid"] = child.pid
+    write(record, said)
     for number in signals:
         signal.signal(number, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's business
-    die_with_parent(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     code = child.wait()
-    ended = {"rank": int(ranks["RANK"]), "pid": child.pid, "exit": code, "told": told[:1]}
-    write(record, ended)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    said["exit"] = code
+    write(record, said)
     return code if code >= 0 else 128 - code
 
 

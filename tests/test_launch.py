@@ -1,0 +1,397 @@
+"""Launching on real hosts: environment, exit codes, lost hosts.    pytest tests/test_launch.py"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import namespaces
+import pytest
+from conftest import REPO, environment, read_metrics, train, wait_until
+
+from cluster.environment import environment_of_job, without_secrets
+from cluster.hostfile import format_include, read_hostfile, select_hosts
+from finetune.errors import UserError
+
+# --------------------------------------------------------------------------------------------------
+# Hostfile and environment, without hosts
+
+HOSTFILES = {
+    "node-1": ":1: `node-1`: a line is `NAME slots=N`",
+    "node-1 slots = 2": ":1: `node-1 slots = 2`: a line is `NAME slots=N`, with no space",
+    "node-1 slots=2x": ":1: `node-1 slots=2x`: a line is `NAME slots=N`",
+    "node-1:2": ":1: `node-1:2`: a line is",
+    "a slots=1\n\n# b\nb slots=0": ":4: b has slots=0; give its number of GPUs, or leave it out",
+    "a slots=1 # first\nb slots=2\na slots=3": ":3: a is there already, in line 1",
+    "me@node-1 slots=2": ":1: me@node-1: no user@ here",
+    "a,b slots=2": ":1: a,b: not the name or address of a host",
+    "# nothing\n": "has no hosts",
+}
+
+
+@pytest.mark.parametrize("text", HOSTFILES)
+def test_a_bad_hostfile_is_refused_by_line(tmp_path, text):
+    (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(UserError) as error:
+        read_hostfile(tmp_path / "hostfile")
+    assert HOSTFILES[text] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_example_hostfile_is_read_by_us_and_by_deepspeed():
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    example = REPO / "hostfile.example"
+    ours = {host.name: len(host.slots) for host in read_hostfile(example)}
+    assert ours == dict(fetch_hostfile(str(example))) == {"node-1": 8, "node-2": 8}
+
+
+def test_include_and_exclude_choose_as_deepspeed_does(tmp_path):
+    from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
+
+    path = tmp_path / "hostfile"
+    path.write_text("a slots=4\nb slots=4\nc slots=2\n")
+    pool = fetch_hostfile(str(path))
+    for include, exclude in (
+        ("", ""), ("b", ""), ("c@a", ""), ("a:0,2@b", ""), ("", "a"), ("", "a:1@c"), ("b:3", ""),
+    ):  # fmt: skip
+        ours = select_hosts(read_hostfile(path), include, exclude)
+        theirs = parse_inclusion_exclusion(pool, include, exclude)
+        assert {h.name: list(h.slots) for h in ours} == dict(theirs)
+        if format_include(ours):
+            again = parse_inclusion_exclusion(pool, format_include(ours), "")
+            assert again == theirs
+    for include, exclude, message in (
+        ("d", "", "--include d: no such host in the hostfile (a, b, c)"),
+        ("", "a:4", "--exclude a:4: a has slots 0 to 3, not 4"),
+        ("a:x", "", "slots are numbers with commas"),
+        ("", "a@b@c", "leaves no host"),
+        ("a", "b", "not both"),
+    ):
+        with pytest.raises(UserError) as error:
+            select_hosts(read_hostfile(path), include, exclude)
+        assert message in str(error.value)
+
+
+def test_the_environment_is_the_allowed_and_the_added(tmp_path):
+    here = {
+        "NCCL_DEBUG": "INFO", "HF_TOKEN": "s3cret", "WANDB_API_KEY": "s3cret", "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "3", "DS_ACCELERATOR": "cpu", "MINE": "a b", "AWS_SECRET": "x",
+        "MLFLOW_TRACKING_TOKEN": "s3cret",
+    }  # fmt: skip
+    (tmp_path / "env").write_text("# a comment\n\nNCCL_DEBUG=WARN\nexport A=b=c d\n")
+    job = environment_of_job(here, ["MINE", "B=$x"], [tmp_path / "env"])
+    assert job == {
+        "NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "WANDB_API_KEY": "s3cret", "A": "b=c d",
+        "DS_ACCELERATOR": "cpu", "MINE": "a b", "B": "$x",
+    }  # fmt: skip
+    assert "s3cret" not in without_secrets(here).values() and "HOME" in without_secrets(here)
+    for added, message in (
+        ("AWS_SECRET=x", "everyone on this machine can read command lines"),
+        ("NOT_THERE", "--env NOT_THERE: is not set here"),
+        ("A B=1", "not the name of a variable"),
+    ):
+        with pytest.raises(UserError) as error:
+            environment_of_job(here, [added])
+        assert message in str(error.value)
+    (tmp_path / "env").write_text("A=1\nno equals\n")
+    with pytest.raises(UserError, match="env:2: `no equals`: a line is NAME=VALUE"):
+        environment_of_job(here, [], [tmp_path / "env"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Real hosts
+
+WHY_NOT = namespaces.why_not()
+
+
+def needs_hosts(test):
+    return pytest.mark.launch(pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(test))
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    made = namespaces.Hosts(tmp_path_factory.mktemp("hosts"), 2).up()
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def hostfile(hosts, tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("# two hosts\nnode-1 slots=1\n\nnode-2 slots=1  # the second\n")
+    return path
+
+
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def no_launch_outlives_its_test():
+    yield
+    while STARTED:
+        STARTED.pop().kill()  # the agents end what it has started
+
+
+def start_launch(hosts, hostfile, log, script, *args, options=(), **variables):
+    """scripts/launch.sh left running, its output in the file `log`."""
+    command = [
+        REPO / "scripts/launch.sh", "--hostfile", hostfile,
+        "--ssh_args", f"-F {hosts.ssh_config}", *options, "--", script, *args,
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [str(c) for c in command], cwd=REPO, env={**environment(), **variables},
+        stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    STARTED.append(process)
+    return process
+
+
+def launch(hosts, hostfile, log, script, *args, options=(), timeout=120, **variables):
+    process = start_launch(hosts, hostfile, log, script, *args, options=options, **variables)
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"still running after {timeout} s:\n{log.read_text()[-4000:]}")
+    return code, log.read_text()
+
+
+def assert_nothing_left(hosts, text, seconds=0):
+    """No process with `text` in its command line, on any host or here, nor any job's folder."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [line for i in (1, 2) for line in hosts.processes(i, text)]
+        left += [p for p in Path("/dev/shm").glob("launch-*-node-*")]
+        left += subprocess.run(["pgrep", "-af", text], capture_output=True, text=True).stdout.split(
+            "\n"
+        )[:-1]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    assert not left
+
+
+# What a rank sees, without torch: seconds instead of a quarter of a minute.
+LOOK = """
+import json, os, pathlib, sys, time
+out = pathlib.Path(sys.argv[1]) / f"rank_{os.environ.get('RANK', 'none')}.json"
+lines = []
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines.append(path.read_bytes().decode(errors="replace"))
+    except OSError:
+        pass
+job = sorted(pathlib.Path("/dev/shm").glob(f"launch-*-{os.uname().nodename}"))
+out.write_text(json.dumps({
+    "environment": dict(os.environ), "arguments": sys.argv[2:], "command_lines": lines,
+    "host": os.uname().nodename,
+    "modes": [oct(p.stat().st_mode) for f in job for p in (f, f / "job.json")],
+}))
+"""
+AWKWARD = ["two words", 'a "quoted" word', "$HOME", "it's", "a;b&c|d", "{x: [1, *]}", "%h", "", "ü",
+           "back\\slash", "`ls`", "x=y=z"]  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "torchrun", "openmpi"])
+@needs_hosts
+def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tmp_path, launcher):
+    script = tmp_path / "look.py"
+    script.write_text(LOOK)
+    variables = {f"NCCL_TEST_{i}": text for i, text in enumerate(AWKWARD)}
+    code, output = launch(
+        hosts, hostfile, tmp_path / "log", script, tmp_path, *AWKWARD,
+        options=["--launcher", launcher, "--env", "MINE=a $b", "--env", "MY_PASSWORD"],
+        WANDB_API_KEY="s3cret-1", MY_PASSWORD="s3cret-2", MLFLOW_TRACKING_TOKEN="s3cret-3",
+        NOT_FOR_THEM="x", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        **variables,
+    )  # fmt: skip
+    assert code == 0, output
+    assert "s3cret" not in output
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        there = seen["environment"]
+        assert seen["arguments"] == AWKWARD
+        assert {name: there.get(name) for name in variables} == variables
+        assert (there["WANDB_API_KEY"], there["MY_PASSWORD"]) == ("s3cret-1", "s3cret-2")
+        assert there["MINE"] == "a $b" and "NOT_FOR_THEM" not in there
+        assert not any("s3cret" in line for line in seen["command_lines"])
+        assert seen["modes"] == ["0o40700", "0o100600"]
+        assert seen["host"] == f"node-{rank + 1}"
+        assert there["MASTER_ADDR"] == "10.78.0.1", "not docker0's, the first one there"
+        assert there["GLOO_SOCKET_IFNAME"] == "eth0"
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_WORLD_SIZE")
+        assert [there[n] for n in names] == [str(rank), "0", "2", "1", "2"]
+    assert_nothing_left(hosts, str(script))
+
+
+# --------------------------------------------------------------------------------------------------
+# Training: stop, go on, lose a host, start again
+
+
+def long_run(tiny_config, tmp_path, model):
+    return tiny_config(
+        model=model, train__epochs=None, train__steps=40, train__eval_every_steps=7,
+        checkpoint={"every_steps": 5}, launch={"heartbeat_seconds": 10},
+        ds_config="ds_configs/zero1.json",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Losses of the whole run on two ranks of this machine, computed once."""
+    return {}
+
+
+def losses_of(folder):
+    return [(step["step"], step["loss"], step["grad_norm"]) for step in read_metrics(folder)]
+
+
+def reference(uninterrupted, config, folder):
+    if not uninterrupted:
+        finished = train(config, "--output_dir", folder, ranks=2, launcher="torchrun")
+        assert finished.code == 0, finished.output
+        uninterrupted["losses"] = losses_of(folder)
+    return uninterrupted["losses"]
+
+
+def at_step(folder, step):
+    return (folder / "checkpoints" / f"step_{step:08d}").exists
+
+
+@needs_hosts
+def test_told_to_stop_under_launch_and_finished_under_torchrun_by_hand(
+    hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout, uninterrupted
+):
+    config = long_run(tiny_config, tmp_path, tiny_model_with_dropout)
+    expected = reference(uninterrupted, config, tmp_path / "whole")
+    log = tmp_path / "log"
+    process = start_launch(hosts, hostfile, log, "train.py", "--config", config)
+    wait_until(at_step(tmp_path / "run", 10), process)
+    process.terminate()
+    assert process.wait(60) == 75, log.read_text()
+    assert "launch: told to stop; saved, the same command goes on" in log.read_text()
+    done = losses_of(tmp_path / "run")[-1][0]
+    assert 10 <= done < 40 and at_step(tmp_path / "run", done)()
+    assert_nothing_left(hosts, str(config))
+
+    by_hand = [
+        subprocess.Popen(hosts.ssh(i, shlex.join([
+            "env", "-C", str(REPO), "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1",
+            "GLOO_SOCKET_IFNAME=eth0", "HF_HUB_OFFLINE=1",
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank",
+            str(i - 1), "--nproc_per_node", "1", "--master_addr", "node-1", "--master_port",
+            "29571", "train.py", "--config", str(config),
+        ])), stdout=(tmp_path / f"log{i}").open("w"), stderr=subprocess.STDOUT)
+        for i in (1, 2)
+    ]  # fmt: skip
+    codes = [p.wait(120) for p in by_hand]
+    output = (tmp_path / "log1").read_text()
+    assert codes == [0, 0], output
+    assert f"resuming from {tmp_path}/run/checkpoints/step_{done:08d}: step {done}" in output
+    assert losses_of(tmp_path / "run") == expected, "each step once, bit for bit"
+    assert_nothing_left(hosts, str(config))
+
+
+@needs_hosts
+def test_a_lost_host_stops_the_job_and_a_restart_finishes_it(
+    hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout, uninterrupted
+):
+    """Link cut, then every process there killed: nobody is told. It comes back a while later."""
+    config = long_run(tiny_config, tmp_path, tiny_model_with_dropout)
+    expected = reference(uninterrupted, config, tmp_path / "whole")
+    log = tmp_path / "log"
+    process = start_launch(
+        hosts, hostfile, log, "train.py", "--config", config, options=["--max_restarts", "1"]
+    )
+    wait_until(at_step(tmp_path / "run", 10), process)
+    hosts.cut(2)
+    hosts.kill(2)
+    lost_at = time.monotonic()
+    try:
+        wait_until(lambda: "launch: node-2 is lost: not a word from it for" in log.read_text(),
+                   process)  # fmt: skip
+        while hosts.processes(1, str(config)):
+            time.sleep(0.2)
+        assert time.monotonic() - lost_at < 10 + 3, "launch.heartbeat_seconds, and some to look"
+        wait_until(lambda: "launch: waiting: node-2: cannot be reached" in log.read_text(), process)
+    finally:
+        hosts.mend(2)
+        hosts.boot(2)
+    code = process.wait(120)
+    output = log.read_text()
+    assert code == 0, output
+    assert "launch: restart 1 of 1" in output and "resuming from" in output
+    assert losses_of(tmp_path / "run") == expected, "each step once, bit for bit"
+    assert_nothing_left(hosts, str(config))
+
+
+# --------------------------------------------------------------------------------------------------
+# What ends a job, and what it leaves behind
+
+SLEEP = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], f"started_{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(1000)
+"""
+
+
+def kill(pattern, number="KILL"):
+    return f"pkill -{number} -f {shlex.quote(pattern)}"
+
+
+ENDINGS = {  # what is done, the exit code, the line
+    "a rank is killed": (
+        lambda hosts, process: hosts.run(2, kill("sleep.py")),
+        137, "rank 1 on node-2 was killed by SIGKILL (out of memory? `dmesg` there tells)"),
+    "a node launcher is killed": (
+        lambda hosts, process: hosts.run(2, kill("[d]eepspeed.launcher.launch")),
+        1, "the launcher of node-2 was killed; its ranks were told to leave"),
+    "a link is cut": (
+        lambda hosts, process: hosts.cut(2), 1, "node-2 is lost: not a word from it for"),
+    "launch.sh is killed": (lambda hosts, process: process.kill(), -9, ""),
+    "Ctrl-C, twice": (
+        lambda hosts, process: (process.send_signal(signal.SIGINT), time.sleep(1),
+                                process.send_signal(signal.SIGINT)),
+        130, "stopped at once"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+@needs_hosts
+def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
+    hosts, hostfile, tmp_path, case
+):
+    script = tmp_path / "sleep.py"
+    script.write_text(SLEEP)
+    # DeepSpeed's own Ctrl-C kills whatever has this in its command line, on every host
+    foreign = subprocess.Popen(
+        hosts.ssh(1, f"exec -a '{sys.executable} -u -m deepspeed.launcher.launch' sleep 300")
+    )
+    log = tmp_path / "log"
+    process = start_launch(hosts, hostfile, log, script, tmp_path,
+                           options=["--heartbeat_seconds", "10"])  # fmt: skip
+    try:
+        wait_until(lambda: len([*tmp_path.glob("started_?")]) == 2, process)
+        what, expected, line = ENDINGS[case]
+        what(hosts, process)
+        began = time.monotonic()
+        code = process.wait(60)
+        if case == "a link is cut":
+            time.sleep(max(0, began + 12 - time.monotonic()))  # heartbeat_seconds, and then look
+            hosts.mend(2)
+        assert code == expected, log.read_text()
+        assert line in log.read_text()
+        assert_nothing_left(hosts, str(script), seconds=15)
+        assert foreign.poll() is None and hosts.processes(1, "launcher.launch 300"), (
+            "another job's process"
+        )
+    finally:
+        hosts.mend(2)
+        hosts.run(1, kill("launcher.launch 300"))
+        foreign.kill()
+        process.kill()
