@@ -344,9 +344,8 @@ async def clean_up(
     """End everything of the job on every host that can be reached; the others' agents do it
     themselves when they have heard nothing for as long.
     """
-    heard = [
-        h for h in hosts if h.lost is None and h.silent_seconds < job.launch.heartbeat_seconds / 2
-    ]
+    silence_seconds = job.launch.heartbeat_seconds * SILENT_PART
+    heard = [h for h in hosts if h.lost is None and h.silent_seconds < silence_seconds]
     results = await ask_all(heard, "stop", seconds=grace_seconds + 15, grace_seconds=grace_seconds)
     if launcher is not None and launcher.returncode is None:
         try:  # its children end with the ranks; SIGTERM would have it `pkill` by name everywhere
