@@ -316,8 +316,7 @@ async def run_job(
         printing = asyncio.create_task(print_by_host(job, launcher))
         ending = await watch(job, hosts, launcher, signals)
         if ending.cause:
-            said = f"launch: {ending.cause} (exit code {ending.code})"
-            print(said, file=sys.stderr, flush=True)
+            print(f"launch: {ending.cause}; ending what is left of the job", flush=True)
         return ending
     finally:
         over = ending.code == 0 or ending.stopped_by_user
@@ -483,6 +482,9 @@ async def launch(job: Job, max_restarts: int) -> int:
             ending = await run_job(replace(job, id=new_id()), hosts, signals)
         finally:
             await close_all(hosts)
+        if ending.cause:  # once more, as the last line
+            said = f"launch: {ending.cause} (exit code {ending.code})"
+            print(said, file=sys.stderr, flush=True)
         if ending.stopped_by_user or ending.code in (0, EXIT_USER_MISTAKE):
             break
     return ending.code

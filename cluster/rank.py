@@ -71,10 +71,9 @@ def main(job: str) -> int:
     What the agent reads: rank; pid; told, the first signal that was passed on; exit, the code, or
     the number of the signal that ended it, negative.
     """
-    parent = os.getppid()
-    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a child to pass them on to
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGHUP)  # a signal that nobody else sends
     folder = job_folder(job)
     spec = json.loads((folder / "job.json").read_text())
     ranks = rank_variables(os.environ)
@@ -89,10 +88,10 @@ def main(job: str) -> int:
     said: dict = {"rank": int(ranks["RANK"])}
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        died = os.getppid() != parent
+        died = number == signal.SIGHUP
         said.setdefault("told", LAUNCHER_DIED if died else signal.Signals(number).name)
         write(record, said)
-        child.send_signal(number)
+        child.send_signal(signal.SIGTERM if died else number)
 
     child = subprocess.Popen(
         [sys.executable, "-u", *spec["command"]],
