@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -123,6 +124,10 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
             ),
             stop=stop,
         )
+    except RuntimeError:
+        if on_cpu:
+            write_flight_record()
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -189,6 +194,25 @@ def _follow_launcher() -> None:
             time.sleep(RUNNER_POLL_SECONDS)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def write_flight_record() -> None:
+    """With TORCH_FR_BUFFER_SIZE set, write this rank's last collectives for torch's
+    flight_recorder.fr_trace, as NCCL does by itself on a time-out; gloo only keeps them.
+    """
+    if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "0")) == 0:
+        return
+    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    record["pg_config"] = {  # gloo leaves out which ranks a group has, and fr_trace asks for it
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": str(sorted(c10d._world.pg_group_ranks[group])),
+        }
+        for group, name in c10d._world.pg_names.items()
+    }
+    path = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "/tmp/nccl_trace_rank_") + str(dist.get_rank())
+    Path(path).write_bytes(pickle.dumps(record))
 
 
 def _share_cores() -> None:

@@ -84,13 +84,13 @@ def train(config_file, *flags, ranks=1, launcher="deepspeed", timeout=300) -> Fi
 
 
 def start(
-    config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL
+    config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL, **variables
 ) -> subprocess.Popen:
     """train.py started in a session of its own and left running."""
     command = launch_command(["train.py", "--config", config_file, *flags], ranks, launcher)
     return subprocess.Popen(
-        command, cwd=REPO, env=environment(), stdout=stdout, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        command, cwd=REPO, env={**environment(), **variables}, stdout=stdout,
+        stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -191,15 +192,25 @@ def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
         train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 5}
     )  # fmt: skip
     log = (tmp_path / "log").open("w+")
-    process = start(config, ranks=2, stdout=log)
+    process = start(
+        config, ranks=2, stdout=log, TORCH_FR_BUFFER_SIZE="2000",
+        TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "trace_rank_"),
+    )  # fmt: skip
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
-    hung = ranks_of(process)[1]
-    hung.suspend()
+    waits, hangs = ranks_of(process)
+    hangs.suspend()
     began = time.monotonic()
+    time.sleep(1)
+    stack = run(["py-spy", "dump", "--pid", waits.pid])
+    assert "train_step (" in stack.output, stack.output
     wait_until(lambda: "Timed out" in Path(log.name).read_text(), process)
     assert time.monotonic() - began < 20, "gloo's own time-out is 30 minutes"
+    wait_until((tmp_path / "trace_rank_0").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
+    trace = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path]
+    analysis = run([*trace, "--prefix", "trace_rank_", "--allow-incomplete-ranks"])
+    assert "missed FR dumps from ranks ({1})" in analysis.output, analysis.output
     output = Path(log.name).read_text()
     assert "deepspeed/runtime/zero" in output.split("Traceback")[1], output
 
