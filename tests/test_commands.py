@@ -55,6 +55,8 @@ MISTAKES = {
                                          [], "ds.json: DeepSpeed refuses it: "),
     "schedule without its argument": ({}, ["--train.lr_schedule", "cosine_with_min_lr"],
                                       "train.lr_schedule_args: cosine_with_min_lr cannot use {}"),
+    "fewer ranks than promised": ({}, ["--launch.world_size", "3"],
+                                  "launch.world_size promises 3 ranks, but WORLD_SIZE is 1"),
     "batch under ranks": ({}, ["--train.global_batch_size", "1"],
                           "1 is smaller than the number of ranks (2)"),
 }  # fmt: skip
@@ -82,6 +84,14 @@ def test_a_mistake_exits_2_with_one_line(tiny_config, tmp_path, case):
     assert "Traceback" not in finished.output
     assert not (tmp_path / "run").exists(), "nothing half-written"
     assert not processes_of(tmp_path)
+
+
+def test_a_missing_hostfile_is_no_reason_to_train_on_one_machine(tiny_config, tmp_path):
+    """DeepSpeed warns and starts the ranks here; train.py sees what was asked for."""
+    deepspeed, *rest = launch_command(["train.py", "--config", tiny_config()], 1)
+    finished = run([deepspeed, "--hostfile", tmp_path / "nowhere", *rest])
+    assert finished.code == 2, finished.output
+    assert f"error: hostfile {tmp_path}/nowhere: cannot read it" in finished.errors[0]
 
 
 def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(tiny_config, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -226,6 +227,23 @@ def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tm
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_WORLD_SIZE")
         assert [there[n] for n in names] == [str(rank), "0", "2", "1", "2"]
     assert_nothing_left(hosts, str(script))
+
+
+@needs_hosts
+def test_bare_deepspeed_on_a_hostfile(hosts, hostfile, tiny_config, tmp_path):
+    """Without launch.sh, from the first host, as the README of DeepSpeed has it."""
+    config = tiny_config(launch={"world_size": 2})
+    (tmp_path / "env").write_text("DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n")
+    deepspeed = [
+        "env", "-C", REPO, f"PDSH_SSH_ARGS_APPEND=-F {hosts.ssh_config}", "DS_ACCELERATOR=cpu",
+        f"DS_ENV_FILE={tmp_path}/env", Path(sys.executable).with_name("deepspeed"),
+        "--hostfile", hostfile, "--master_addr", "node-1", "--master_port", "29572",
+        "--no_ssh_check", "train.py", "--config", config, "--dry_run",
+    ]  # fmt: skip
+    command = hosts.ssh(1, shlex.join(map(str, deepspeed)))
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(r"ranks +2 on cpu", finished.stdout)
 
 
 # --------------------------------------------------------------------------------------------------
