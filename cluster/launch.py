@@ -51,6 +51,7 @@ RETRY_SECONDS = 5.0
 SETTLE_SECONDS = 3.0  # after the first bad news: the cause may be heard later than its consequences
 LEAVE_SECONDS = 30.0  # for ranks that were told to save and leave, or have said that they are done
 RANK_PREFIX = {"openmpi": r"^\[\d+,(\d+)\]<std(?:out|err)>:", "slurm": r"^ *(\d+): "}  # of a line
+QUIET_STATES = ("started", "at work")  # they add nothing to "rank 3 ended with code 1"
 RANK_SCRIPT = "cluster/rank.py"
 
 
@@ -212,7 +213,7 @@ def find_causes(hosts: Sequence[RemoteHost], silence_seconds: float) -> list[tup
                 ending = Ending(exit_code_of_signal(-code), f"{rank} was killed by {name}{hint}")
                 causes.append((1, ending))
             else:
-                at = f", while {record['state']}" if record["state"] != "started" else ""
+                at = f", {record['state']}" if record["state"] not in QUIET_STATES else ""
                 causes.append(
                     (2 if code == EXIT_USER_MISTAKE else 3,
                      Ending(code, f"{rank} ended with code {code}{at}"))

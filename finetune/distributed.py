@@ -107,12 +107,14 @@ def process_group(config: DistributedConfig) -> Iterator[Ranks]:
         _share_cores()
     else:
         accelerator.set_device(local_rank)
+    say_state("joining the process group")
     deepspeed.init_distributed(
         dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
         auto_mpi_discovery=False,
         timeout=timedelta(seconds=config.timeout_seconds),
         verbose=False,
     )
+    say_state("at work")
     try:
         yield Ranks(
             rank=dist.get_rank(),
@@ -222,6 +224,12 @@ def _share_cores() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+
+
+def say_state(text: str) -> None:
+    """What this rank is doing, for scripts/launch.sh to name when it fails."""
+    if path := os.environ.get("LAUNCH_STATE_FILE"):
+        Path(path).write_text(text)
 
 
 def apply_timeout(config: DistributedConfig, ranks: Ranks) -> None:

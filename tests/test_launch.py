@@ -187,6 +187,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
     except OSError:
         pass
 job = sorted(pathlib.Path("/dev/shm").glob(f"launch-*-{os.uname().nodename}"))
+print("hello from rank", os.environ["RANK"])
 out.write_text(json.dumps({
     "environment": dict(os.environ), "arguments": sys.argv[2:], "command_lines": lines,
     "host": os.uname().nodename,
@@ -212,6 +213,7 @@ def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tm
     )  # fmt: skip
     assert code == 0, output
     assert "s3cret" not in output
+    assert "node-1: hello from rank 0\n" in output and "node-2: hello from rank 1\n" in output
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         there = seen["environment"]
