@@ -1,0 +1,132 @@
+"""A SLURM cluster on one machine: munged, slurmctld and a slurmd for each of the nodes n1 and n2,
+in namespaces of their own, with all that they write in one folder. Needs root and Debian's
+slurm-wlm and munge; a SLURM or munge of the machine itself is left alone.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from cluster.rank import die_with_parent
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare")
+NAMESPACES = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost=controller(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdSpoolDir={folder}/spool-%n
+MailProg=/bin/true
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+SwitchType=switch/none
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+GresTypes=gpu
+NodeName=n1 NodeHostname=controller NodeAddr=127.0.0.11 Port={ports[1]} CPUs=2 Gres=gpu:2
+NodeName=n2 NodeHostname=controller NodeAddr=127.0.0.12 Port={ports[2]} CPUs=2 Gres=gpu:2
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+# SLURM counts these as GPUs and gives them to jobs; nothing opens them.
+GRES_CONF = "Name=gpu File=/dev/null,/dev/zero\n"
+START = """\
+hostname controller
+mount --make-rprivate /
+mount --bind {folder}/hosts /etc/hosts
+munged --force --foreground --key-file {folder}/munge.key --socket {folder}/munge.socket \
+  --pid-file {folder}/munged.pid --log-file {folder}/munged.log --seed-file {folder}/munged.seed &
+slurmctld -D &
+slurmd -D -N n1 &
+slurmd -D -N n2 &
+wait
+"""
+
+
+def why_not() -> str | None:
+    """Why there can be no such cluster here, or None."""
+    if os.geteuid() != 0:
+        return "needs root, to run slurmd and to make namespaces"
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)}: apt install slurm-wlm munge"
+    made = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True)
+    return None if made.returncode == 0 else f"cannot make namespaces: {made.stderr.strip()}"
+
+
+class Cluster:
+    """The nodes n1 and n2 with 2 CPUs and 2 gres/gpu each."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], ports: list[str]) -> None:
+        self.folder, self.ports = folder, ports
+        outer = {k: v for k, v in environment.items() if not k.startswith(("SLURM", "SBATCH"))}
+        self.environment = {**outer, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: subprocess.Popen | None = None
+
+    def up(self) -> "Cluster":
+        (self.folder / "state").mkdir()
+        for node in ("n1", "n2"):
+            (self.folder / f"spool-{node}").mkdir()
+        (self.folder / "slurm.conf").write_text(
+            SLURM_CONF.format(folder=self.folder, ports=self.ports)
+        )
+        (self.folder / "gres.conf").write_text(GRES_CONF)
+        hosts = "127.0.0.1 localhost controller\n127.0.0.11 n1\n127.0.0.12 n2\n"
+        (self.folder / "hosts").write_text(hosts)
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        with (self.folder / "daemons.log").open("w") as log:
+            self._daemons = subprocess.Popen(
+                [*NAMESPACES, "bash", "-euc", START.format(folder=self.folder)],
+                env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )  # fmt: skip
+        deadline = time.monotonic() + 30
+        while self.run("sinfo", "--noheader", "--format=%D %T", check=False) != "2 idle":
+            if time.monotonic() > deadline:
+                logs = [p.read_text()[-2000:] for p in sorted(self.folder.glob("*.log"))]
+                self.down()
+                raise RuntimeError("the nodes do not come up\n" + "\n".join(logs))
+            time.sleep(0.1)
+        return self
+
+    def down(self) -> None:
+        """Ends the daemons and every process of every job: the kernel empties the PID namespace
+        when its first process is gone.
+        """
+        if self._daemons is not None:
+            self._daemons.kill()
+            self._daemons.wait()
+            self._daemons = None
+
+    def run(self, *command: object, check: bool = True) -> str:
+        """What a command of SLURM prints."""
+        words = [str(word) for word in command]
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True)
+        assert not check or done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def start(self, *command: object, **variables: str) -> subprocess.Popen:
+        """A command of SLURM left running, with more environment variables, its output unread."""
+        return subprocess.Popen(
+            [str(word) for word in command], env={**self.environment, **variables},
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def job(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, ExitCode, Restarts ..."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)

@@ -1,0 +1,177 @@
+"""scripts/slurm.sbatch on a real slurmctld with two slurmd.    pytest tests/test_slurm.py"""
+
+import json
+import re
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from conftest import REPO, environment, free_port, read_metrics
+from slurm_cluster import Cluster, why_not
+
+from cluster.rank import rank_variables
+from finetune.checkpoint import list_complete
+
+pytestmark = pytest.mark.launch
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+STEPS = 80  # of some 30 ms each: long enough to be met in the middle
+DETERMINED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "micro_steps")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("slurm")
+    cluster = Cluster(folder, environment(), [free_port() for _ in range(3)]).up()
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """sbatch of scripts/slurm.sbatch; returns the job's number."""
+
+    def submit(config, *flags, options=()) -> str:
+        log = f"--output={tmp_path}/slurm-%j.out"
+        options = ["--parsable", f"--chdir={REPO}", "--time=10", log, *TWO_NODES, *options]
+        return slurm.run("sbatch", *options, "scripts/slurm.sbatch", "--config", config, *flags)
+
+    return submit
+
+
+def wait_for(happened, log, seconds=90):
+    """Poll until `happened()` is true, and return what it says."""
+    deadline = time.monotonic() + seconds
+    while not (said := happened()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not in {seconds} s\n{log.read_text() if log.exists() else 'no log'}")
+        time.sleep(0.1)
+    return said
+
+
+def steps_of(run_folder) -> list[int]:
+    with suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet, or half a line
+        return [step["step"] for step in read_metrics(run_folder)]
+    return []
+
+
+def wait_for_loop(run_folder, log, after=0):
+    wait_for(lambda: [step for step in steps_of(run_folder) if step > after], log)
+
+
+def wait_for_end(slurm, job, log) -> tuple[str, str]:
+    """State and exit code in which a job ends, `75:0` for 75."""
+
+    def ended():
+        facts = slurm.job(job)
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return (facts["JobState"], facts["ExitCode"]) if facts["JobState"] in over else None
+
+    return wait_for(ended, log)
+
+
+def ranks_of_job(folder) -> dict[int, tuple[psutil.Process, str]]:
+    """The ranks that work on `folder`: {rank: (process, node)}."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(folder) in " ".join(process.cmdline()):
+                variables = process.environ()
+                if ranks := rank_variables(variables):
+                    found[int(ranks["RANK"])] = (process, variables["SLURMD_NODENAME"])
+    return found
+
+
+def determined(run_folder):
+    return [{name: step[name] for name in DETERMINED} for step in read_metrics(run_folder)]
+
+
+def test_srun_numbers_the_ranks(slurm):
+    """Four tasks on two nodes; the batch script beside them is no rank."""
+    show = "import os; from cluster.rank import rank_variables as r; print(r(os.environ))"
+    command = f'cd {REPO}; {sys.executable} -c "{show}"; srun --label {sys.executable} -c "{show}"'
+    log = slurm.folder / "ranks.out"
+    options = ("--nodes=2", "--ntasks-per-node=2", "--wait", f"--output={log}")
+    slurm.run("sbatch", *options, f"--wrap={command}")
+    batch, *tasks = log.read_text().splitlines()
+    assert batch == "{}"
+    expected = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+        for rank in range(4)
+    ]
+    assert sorted(tasks) == [f"{rank}: {expected[rank]}" for rank in range(4)]
+
+
+def test_a_job_that_is_told_to_leave_requeues_itself(slurm, submit, tiny_config, tmp_path):
+    """The same run without a break, by `srun` from a terminal, has the same losses to the bit."""
+    config = tiny_config(train__epochs=None, train__steps=STEPS, train__eval_every_steps=50)
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    job = submit(config, "--output_dir", cut)
+    log = tmp_path / f"slurm-{job}.out"
+    wait_for_loop(cut, log)
+    assert {rank: node for rank, (_, node) in ranks_of_job(cut).items()} == {0: "n1", 1: "n2"}
+
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+    wait_for(lambda: slurm.job(job)["Restarts"] == "1", log)
+    left = steps_of(cut)[-1]
+    assert 1 <= left < STEPS
+    assert [c.name for c in list_complete(cut / "checkpoints")] == [f"step_{left:08d}"]
+    wait_for(lambda: slurm.job(job)["JobState"] == "PENDING", log)
+    # Both at once: each takes half of each node.
+    command = ["srun", "-N2", "-n2", f"--chdir={REPO}", sys.executable, "train.py"]
+    meet = {"MASTER_ADDR": "127.0.0.11", "MASTER_PORT": free_port()}
+    with slurm.start(*command, "--config", config, "--output_dir", whole, **meet) as srun:
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
+        assert wait_for_end(slurm, job, log) == ("COMPLETED", "0:0")
+    assert srun.returncode == 0
+
+    said = log.read_text()
+    assert f"told to leave, saved: step {left}" in said
+    assert "exit code 75; requeued" in said
+    assert re.search(rf"0: resuming from \S+/step_{left:08d}: step {left}\n", said), said
+    assert f"finished: step {STEPS}" in said
+    assert steps_of(cut) == list(range(1, STEPS + 1))
+    assert determined(whole) == determined(cut)
+
+
+def test_scancel_saves_and_the_next_of_an_array_goes_on(slurm, submit, tiny_config, tmp_path):
+    run = tmp_path / "run"
+    config = tiny_config(train__epochs=None, train__steps=STEPS)
+    array = submit(
+        config, "--output_dir", run, options=["--array=1-3%1", f"--output={tmp_path}/%a.out"]
+    )
+    logs = [tmp_path / f"{element}.out" for element in (1, 2, 3)]
+    wait_for_loop(run, logs[0])
+    ranks = [process for process, _ in ranks_of_job(run).values()]
+    assert len(ranks) == 2
+    slurm.run("scancel", f"{array}_1")
+    assert wait_for_end(slurm, f"{array}_1", logs[0])[0] == "CANCELLED"
+    assert slurm.job(f"{array}_1")["Restarts"] == "0"
+    ended = "exit code 75; SLURM ends the job, or requeues it"
+    wait_for(lambda: ended in logs[0].read_text(), logs[0])
+    assert not any(process.is_running() for process in ranks)
+    left = int(re.search(r"told to leave, saved: step (\d+)", logs[0].read_text())[1])
+    assert 1 <= left < STEPS
+
+    assert wait_for_end(slurm, f"{array}_3", logs[1]) == ("COMPLETED", "0:0")
+    assert slurm.job(f"{array}_2")["JobState"] == "COMPLETED"
+    assert f"step_{left:08d}: step {left}\n" in logs[1].read_text()
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    nothing_to_do = "slurm.sbatch: an earlier element of the array has finished the run\n"
+    assert logs[2].read_text() == nothing_to_do
+    assert not ranks_of_job(run)
+
+
+def test_a_mistake_is_not_requeued(slurm, submit, tiny_config, tmp_path):
+    job = submit(tiny_config(), "--train.nonsense", "1")
+    log = tmp_path / f"slurm-{job}.out"
+    assert wait_for_end(slurm, job, log) == ("FAILED", "2:0")
+    assert slurm.job(job)["Restarts"] == "0"
+    assert "error: command line: train.nonsense: unknown key" in log.read_text()
+    uneven = submit(tiny_config(), options=["--gpus-per-node=2"])
+    log = tmp_path / f"slurm-{uneven}.out"
+    assert wait_for_end(slurm, uneven, log) == ("FAILED", "2:0")
+    assert log.read_text() == ("error: --ntasks-per-node=1, but 2 GPUs a node: one task a GPU\n")
