@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,25 @@ def explain_exit(code: int, stderr: str) -> str:
     return f"its agent ended with code {code} ({last})"
 
 
-def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
-    """ssh as it is used everywhere here: it never asks, and gives up in 10 seconds."""
-    return ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *ssh_args, host]
+@dataclass(frozen=True)
+class Reach:
+    """How commands are run on a host: by ssh, or by srun in SLURM's allocation."""
+
+    ssh_args: tuple[str, ...] = ()
+    by_srun: bool = False
+
+    def command(self, host: str, script: str) -> list[str]:
+        """The command that runs a shell script there, with our standard input and output."""
+        if self.by_srun:
+            step = ("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--unbuffered")
+            return ["srun", *step, "bash", "-c", script]
+        # never ask, and give up in 10 seconds
+        options = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+        return ["ssh", *options, *self.ssh_args, host, script]
 
 
 async def connect(
-    host: Host, ssh_args: Sequence[str], folder: Path, python: str = sys.executable
+    host: Host, reach: Reach, folder: Path, python: str = sys.executable
 ) -> RemoteHost:
     """Start an agent on a host, in `folder` there, and greet it.
 
@@ -129,8 +142,7 @@ async def connect(
     """
     there = f"cd {shlex.quote(str(folder))} && exec {shlex.quote(python)} -u -m cluster.agent"
     process = await asyncio.create_subprocess_exec(
-        *ssh_command(host.name, ssh_args),
-        there,
+        *reach.command(host.name, there),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -147,11 +159,11 @@ async def connect(
 
 
 async def connect_all(
-    hosts: Sequence[Host], ssh_args: Sequence[str], folder: Path
+    hosts: Sequence[Host], reach: Reach, folder: Path
 ) -> tuple[list[RemoteHost], list[HostError]]:
     """All hosts at once: those that answered, in order, and what is wrong with the others."""
     results = await asyncio.gather(
-        *(connect(host, ssh_args, folder) for host in hosts), return_exceptions=True
+        *(connect(host, reach, folder) for host in hosts), return_exceptions=True
     )
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, HostError):

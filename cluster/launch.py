@@ -31,7 +31,15 @@ from cluster.hostfile import (
     select_hosts,
     world_size,
 )
-from cluster.hosts import HostError, RemoteHost, ask_all, choose_rendezvous, connect, connect_all
+from cluster.hosts import (
+    HostError,
+    Reach,
+    RemoteHost,
+    ask_all,
+    choose_rendezvous,
+    connect,
+    connect_all,
+)
 from cluster.rank import LAUNCHER_DIED, MARK
 from finetune.config import LaunchConfig, parse_command_line
 from finetune.errors import (
@@ -67,7 +75,7 @@ class Job:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     master_addr: str | None = None
     master_port: int | None = None
-    ssh_args: tuple[str, ...] = ()
+    reach: Reach = field(default_factory=Reach)
     id: str = ""
     """Marks everything that belongs to one start of the job."""
 
@@ -99,7 +107,7 @@ def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[st
     needs = {"openmpi": "mpirun", "slurm": "srun"}.get(job.launcher, "pdsh")
     if shutil.which(needs) is None:
         raise UserError(f"--launcher {job.launcher} needs {needs}; install it, or choose another")
-    include, ssh_args = format_include(job.hosts), shlex.join(job.ssh_args)
+    include, ssh_args = format_include(job.hosts), shlex.join(job.reach.ssh_args)
     if include and job.launcher != "pdsh":
         raise UserError(f"--launcher {job.launcher} cannot choose slots of a host ({include})")
     script = [RANK_SCRIPT, job.id]
@@ -122,7 +130,8 @@ def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[st
             "--tag-output --bind-to none --mca btl_tcp_if_include lo"
             + (f" --mca plm_rsh_args {shlex.quote(ssh_args)}" if ssh_args else ""),
         ],
-        "slurm": ["--launcher_args", "--label"],
+        # the tasks in the order of SLURM_HOSTFILE, so that rank 0 is on the first host
+        "slurm": ["--launcher_args", f"--label --overlap --nodes {len(job.hosts)} -m arbitrary"],
     }[job.launcher]
     return [
         str(Path(sys.executable).with_name("deepspeed")),
@@ -143,12 +152,14 @@ async def start_launcher(
     """
     command = launcher_command(job, folder, address, port)
     (folder / "hostfile").write_text(format_hostfile(job.hosts))
+    by_rank = [host.name for host in job.hosts for _ in host.slots]
+    (folder / "slurm_hostfile").write_text("\n".join(by_rank))
     # What the launcher itself needs on the hosts; the ranks get their environment from the agents.
     own = {MARK: job.id} | {n: v for n, v in job.environment.items() if n == "DS_ACCELERATOR"}
     (folder / "deepspeed_env").write_text("".join(f"{n}={v}\n" for n, v in own.items()))
     print(f"launch: {shlex.join(command)}", flush=True)
     to = asyncio.subprocess.PIPE if job.launcher in RANK_PREFIX else None
-    ssh_args = shlex.join(["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *job.ssh_args])
+    ssh_args = shlex.join(["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *job.reach.ssh_args])
     return await asyncio.create_subprocess_exec(
         *command,
         env={
@@ -156,6 +167,7 @@ async def start_launcher(
             "DS_ENV_FILE": str(folder / "deepspeed_env"),
             "PDSH_RCMD_TYPE": "ssh",
             "PDSH_SSH_ARGS_APPEND": ssh_args,
+            "SLURM_HOSTFILE": str(folder / "slurm_hostfile"),
             MARK: job.id,
         },
         stdin=asyncio.subprocess.DEVNULL,
@@ -368,7 +380,7 @@ async def clean_up(
 async def clean_up_anew(job: Job, host: RemoteHost) -> None:
     """A host whose agent is gone, but which may be there: end the job on it with a new agent."""
     with suppress(HostError):
-        again = await connect(Host(host.name, host.slots), job.ssh_args, Path.cwd())
+        again = await connect(Host(host.name, host.slots), job.reach, Path.cwd())
         arguments = {"silence_seconds": 15, "beat_seconds": 5, "grace_seconds": 0}
         await again.ask("adopt", job=job.id, **arguments)
         await again.ask("stop", seconds=15, grace_seconds=0)
@@ -456,7 +468,10 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
         launch=launch,
         master_addr=arguments.master_addr,
         master_port=arguments.master_port,
-        ssh_args=tuple(shlex.split(arguments.ssh_args)),
+        reach=Reach(
+            ssh_args=tuple(shlex.split(arguments.ssh_args)),
+            by_srun=getattr(arguments, "launcher", "") == "slurm",
+        ),
     )
 
 
@@ -471,7 +486,7 @@ def queue_of_signals() -> "asyncio.Queue[int]":
 async def launch(job: Job, max_restarts: int) -> int:
     """Run the job, again after a failure as often as allowed; its exit code."""
     signals = queue_of_signals()
-    hosts, errors = await connect_all(job.hosts, job.ssh_args, Path.cwd())
+    hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
     if errors:
         await close_all(hosts)
         raise UserError("; ".join(map(str, errors)))
@@ -500,7 +515,7 @@ async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[Remote
     deadline = time.monotonic() + job.launch.restart_wait_seconds
     said = ""
     while True:
-        hosts, errors = await connect_all(job.hosts, job.ssh_args, Path.cwd())
+        hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
         if not errors:
             return hosts
         await close_all(hosts)

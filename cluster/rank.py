@@ -28,7 +28,10 @@ def job_folder(job: str) -> Path:
     """
     memory = Path("/dev/shm")
     root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return root / f"launch-{job}-{os.uname().nodename}"
+    node = (
+        os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    )  # two slurmd may share a machine
+    return root / f"launch-{job}-{node}"
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -145,7 +145,7 @@ def check_world_size(launch: LaunchConfig) -> None:
     world_size = int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
     promises = {"launch.world_size": launch.world_size}
     if "LAUNCH_WORLD_SIZE" in os.environ:
-        promises["the hostfile of scripts/launch.sh"] = int(os.environ["LAUNCH_WORLD_SIZE"])
+        promises["its launcher (LAUNCH_WORLD_SIZE)"] = int(os.environ["LAUNCH_WORLD_SIZE"])
     for process in psutil.Process().parents():
         with suppress(psutil.Error):
             hostfile, is_filtered = _hostfile_of(process.cmdline())
