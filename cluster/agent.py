@@ -124,14 +124,15 @@ class Agent:
             self.listener = None
 
     def connect(self, request: dict[str, Any]) -> list[str | None]:
-        """For each (address, port) of `targets`: None where a connection came up within `seconds`,
-        else why not.
+        """For each (address, port) of `targets`: None where a connection came up within
+        `timeout_seconds`, else why not.
         """
-        answers: list[str | None] = [None] * len(request["targets"])
+        answers: list[str | None] = ["no answer"] * len(request["targets"])
 
         def try_one(i: int, address: str, port: int) -> None:
             try:
-                socket.create_connection((address, port), timeout=request["seconds"]).close()
+                socket.create_connection((address, port), request["timeout_seconds"]).close()
+                answers[i] = None
             except OSError as error:
                 answers[i] = "timed out" if isinstance(error, TimeoutError) else str(error.strerror)
 
@@ -161,7 +162,7 @@ class Agent:
             env={**os.environ, **request["environment"]},
             capture_output=True,
             text=True,
-            timeout=request["seconds"],
+            timeout=request["timeout_seconds"],
         )
         _, mark, value = finished.stdout.rpartition("\nVALUE ")
         if finished.returncode or not mark:

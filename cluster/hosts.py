@@ -16,6 +16,8 @@ from finetune.errors import UserError
 
 CONNECT_SECONDS = 15
 PING_SECONDS = 1.0
+TRY_SECONDS = 5  # for a connection between two hosts; a firewall that drops says nothing
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class HostError(UserError):
@@ -48,6 +50,8 @@ class RemoteHost:
         Raises:
             HostError: it has none, or not within so many seconds.
         """
+        if self.lost is not None:
+            raise HostError(self.name, self.lost)
         number = len(self._waiting)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self.tell({"do": do, "id": number, **arguments})
@@ -230,10 +234,25 @@ async def choose_rendezvous(
     Raises:
         HostError: names the host and what is in the way.
     """
+    candidates = await candidate_addresses(hosts, environment, address)
+    chosen, port, errors = await try_addresses(hosts, candidates, port)
+    if chosen is None:
+        raise errors[0]
+    return chosen, port
+
+
+async def candidate_addresses(
+    hosts: Sequence[RemoteHost], environment: Mapping[str, str], address: str | None
+) -> list[str]:
+    """Addresses of the first host at which rank 0 may listen, the likeliest one first.
+
+    Raises:
+        HostError: there is none, or a host has not the interface that the environment names.
+    """
     first = hosts[0]
     own = [tuple(pair) for pair in first.facts["addresses"]]
     candidates = [a for _, a in own if ":" not in a] + [a for _, a in own if ":" in a]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in INTERFACE_VARIABLES:
         if value := environment.get(variable):
             for host in hosts:
                 allowed = interfaces_of(variable, value, host)
@@ -258,6 +277,19 @@ async def choose_rendezvous(
         candidates = ["127.0.0.1"]
     if not candidates:
         raise HostError(first.name, "has no address that other hosts could reach")
+    return candidates
+
+
+async def try_addresses(
+    hosts: Sequence[RemoteHost], candidates: Sequence[str], port: int | None
+) -> tuple[str | None, int, list[HostError]]:
+    """The first of the candidates at which every other host can connect to the first one, and the
+    port; None where there is none, with what each host saw on the likeliest one.
+
+    Raises:
+        HostError: the first host cannot listen on that port.
+    """
+    first = hosts[0]
     try:
         port = await first.ask("listen", port=port or 0)
     except HostError as error:
@@ -268,21 +300,34 @@ async def choose_rendezvous(
         ) from None
     try:
         answers = await ask_all(
-            hosts[1:], "connect", targets=[(a, port) for a in candidates], seconds=5
+            hosts[1:],
+            "connect",
+            targets=[(a, port) for a in candidates],
+            timeout_seconds=TRY_SECONDS,
         )
     finally:
         await first.ask("unlisten")
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
     for i, candidate in enumerate(candidates):
-        if all(answer[i] is None for answer in answers):
-            return candidate, port
-    # no address works for all: name a host and what it saw on the likeliest one
-    host, answer = next((h, a) for h, a in zip(hosts[1:], answers, strict=True) if a[0])
-    raise HostError(
-        host.name,
-        f"cannot connect to {candidates[0]} port {port} on {first.name} ({answer[0]}); is the port "
+        if all(isinstance(answer, list) and answer[i] is None for answer in answers):
+            return candidate, port, []
+    errors = []
+    for host, answer in zip(hosts[1:], answers, strict=True):
+        if isinstance(answer, HostError):
+            errors.append(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif answer[0] is not None:
+            problem = cannot_connect(candidates[0], port, first.name, answer[0])
+            errors.append(HostError(host.name, problem))
+    if not errors:  # each address works for some, none for all
+        names = ", ".join(candidates)
+        errors = [HostError(first.name, f"none of its addresses ({names}) works for every host")]
+    return None, port, errors
+
+
+def cannot_connect(address: str, port: int, host: str, why: str) -> str:
+    return (
+        f"cannot connect to {address} port {port} on {host} ({why}); is the port "
         "blocked by a firewall? open the hosts to each other, or name another interface in "
-        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     )

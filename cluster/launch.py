@@ -76,6 +76,8 @@ class Job:
     master_addr: str | None = None
     master_port: int | None = None
     reach: Reach = field(default_factory=Reach)
+    hostfile: str | None = None
+    """Where `hosts` come from."""
     id: str = ""
     """Marks everything that belongs to one start of the job."""
 
@@ -145,7 +147,7 @@ def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[st
 
 
 async def start_launcher(
-    job: Job, folder: Path, address: str, port: int
+    job: Job, folder: Path, address: str, port: int, output: int | None
 ) -> asyncio.subprocess.Process:
     """Start that command in a session of its own: a Ctrl-C that reached DeepSpeed would have it
     `pkill` other people's jobs on every host.
@@ -158,7 +160,7 @@ async def start_launcher(
     own = {MARK: job.id} | {n: v for n, v in job.environment.items() if n == "DS_ACCELERATOR"}
     (folder / "deepspeed_env").write_text("".join(f"{n}={v}\n" for n, v in own.items()))
     print(f"launch: {shlex.join(command)}", flush=True)
-    to = asyncio.subprocess.PIPE if job.launcher in RANK_PREFIX else None
+    to = asyncio.subprocess.PIPE if job.launcher in RANK_PREFIX else output
     ssh_args = shlex.join(["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *job.reach.ssh_args])
     return await asyncio.create_subprocess_exec(
         *command,
@@ -291,8 +293,12 @@ async def run_job(
     job: Job,
     hosts: Sequence[RemoteHost],
     signals: "asyncio.Queue[int]",
+    output: int | None = None,
 ) -> Ending:
     """Start the job on connected hosts, watch it, and leave nothing of it behind.
+
+    Args:
+        output: where the launcher's output goes, as for subprocess; None for this process's own.
 
     Raises:
         UserError: it cannot be started, or no address or port works for all hosts.
@@ -325,7 +331,7 @@ async def run_job(
                 silence_seconds=heartbeat_seconds * SILENT_PART,
                 grace_seconds=heartbeat_seconds * GRACE_PART,
             )
-        launcher = await start_launcher(job, folder, address, port)
+        launcher = await start_launcher(job, folder, address, port, output)
         printing = asyncio.create_task(print_by_host(job, launcher))
         ending = await watch(job, hosts, launcher, signals)
         if ending.cause:
@@ -472,6 +478,7 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
             ssh_args=tuple(shlex.split(arguments.ssh_args)),
             by_srun=getattr(arguments, "launcher", "") == "slurm",
         ),
+        hostfile=arguments.hostfile,
     )
 
 

@@ -35,15 +35,22 @@ def total_steps(train: "TrainConfig", steps_per_epoch: int) -> int:
 
 
 def model_state_bytes(parameters: int, world_size: int, stage: int, precision: str) -> int:
-    """Bytes per rank for weights, gradients and AdamW state, without activations or offload.
+    """Bytes per rank for weights, gradients and AdamW state, without activations or offload."""
+    return sum(model_state_parts(parameters, world_size, stage, precision))
+
+
+def model_state_parts(
+    parameters: int, world_size: int, stage: int, precision: str
+) -> tuple[int, int, int]:
+    """Bytes per rank of (weights, gradients, AdamW state).
 
     Per parameter 2 + 2 + 12 bytes in mixed precision (weight, gradient, fp32 master and two
     moments) and 4 + 4 + 8 in fp32; ZeRO divides the last by the ranks from stage 1, the gradient
     from 2, the weight from 3 (Rajbhandari et al. 2019, arXiv:1910.02054, section 5).
     """
     weight, gradient, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
-    shares = [world_size if stage >= s else 1 for s in (3, 2, 1)]
-    return sum(
-        math.ceil(parameters * size / share)
-        for size, share in zip((weight, gradient, optimizer), shares, strict=True)
-    )
+
+    def share(size: int, from_stage: int) -> int:
+        return math.ceil(parameters * size / (world_size if stage >= from_stage else 1))
+
+    return share(weight, 3), share(gradient, 2), share(optimizer, 1)

@@ -8,7 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-PREFIX = "10.78.0"
+# Two runs on one machine take names and addresses of their own: LT_TAG=pf LT_PREFIX=10.79.0
+TAG = os.environ.get("LT_TAG", "lt")
+PREFIX = os.environ.get("LT_PREFIX", "10.78.0")
 NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "nft", "/usr/sbin/sshd")
 
 
@@ -19,8 +21,8 @@ def why_not() -> str | None:
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)}: apt install pdsh openssh-server iproute2 nftables"
-    made = subprocess.run(["ip", "netns", "add", "probe-lt"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", "probe-lt"], capture_output=True)
+    made = subprocess.run(["ip", "netns", "add", f"probe-{TAG}"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", f"probe-{TAG}"], capture_output=True)
     return None if made.returncode == 0 else f"cannot make namespaces: {made.stderr.strip()}"
 
 
@@ -53,29 +55,37 @@ class Hosts:
             f"{blocks}Host *\n IdentityFile {self.folder}/id\n StrictHostKeyChecking no\n"
             f" UserKnownHostsFile {self.folder}/known_hosts\n LogLevel ERROR\n"
         )
-        sh("ip link add ltbr type bridge", f"ip addr add {PREFIX}.254/24 dev ltbr",
-           "ip link set ltbr up")  # fmt: skip
+        sh(f"ip link add {TAG}br type bridge", f"ip addr add {PREFIX}.254/24 dev {TAG}br",
+           f"ip link set {TAG}br up")  # fmt: skip
         for i in range(1, self.count + 1):
-            sh(f"ip netns add lt{i}",
-               f"ip link add ltv{i} type veth peer name eth0 netns lt{i}",
-               f"ip link set ltv{i} master ltbr", f"ip link set ltv{i} up",
-               f"ip -n lt{i} addr add {PREFIX}.{i}/24 dev eth0",
-               f"ip -n lt{i} link set eth0 up", f"ip -n lt{i} link set lo up",
+            sh(f"ip netns add {TAG}{i}",
+               f"ip link add {TAG}v{i} type veth peer name eth0 netns {TAG}{i}",
+               f"ip link set {TAG}v{i} master {TAG}br", f"ip link set {TAG}v{i} up",
+               f"ip -n {TAG}{i} addr add {PREFIX}.{i}/24 dev eth0",
+               f"ip -n {TAG}{i} link set eth0 up", f"ip -n {TAG}{i} link set lo up",
                # an interface that leads nowhere and comes first, as docker0 does
-               f"ip -n lt{i} link add docker0 type bridge",
-               f"ip -n lt{i} addr add 172.17.0.1/16 dev docker0",
-               f"ip -n lt{i} link set docker0 up")  # fmt: skip
+               f"ip -n {TAG}{i} link add docker0 type bridge",
+               f"ip -n {TAG}{i} addr add 172.17.0.1/16 dev docker0",
+               f"ip -n {TAG}{i} link set docker0 up")  # fmt: skip
             self.boot(i)
         return self
 
-    def boot(self, i: int, binds: dict | None = None, environment: dict | None = None) -> None:
+    def boot(
+        self,
+        i: int,
+        binds: dict | None = None,
+        environment: dict | None = None,
+        read_only: tuple = (),
+    ) -> None:
         """Start host i, anew if it runs: `binds` are paths that it sees in the place of others,
-        `environment` is what its logins get.
+        `environment` is what its logins get, `read_only` folders it cannot write to.
         """
         self.kill(i)
         mounts = {self.folder / "hosts": "/etc/hosts", **(binds or {})}
         script = [f"hostname node-{i}", "mount --make-rprivate /"]
         script += [f"mount --bind {new} {old}" for new, old in mounts.items()]
+        for path in read_only:
+            script += [f"mount --bind {path} {path}", f"mount -o remount,ro,bind {path}"]
         options = {
             "ListenAddress": f"{PREFIX}.{i}:22",
             "AuthorizedKeysFile": self.folder / "authorized_keys",
@@ -87,7 +97,7 @@ class Hosts:
         flags = " ".join(f"-o '{k}={v}'" for k, v in options.items())
         script.append(f"exec /usr/sbin/sshd -D -f /dev/null -h {self.folder}/host {flags}")
         self._processes[i] = subprocess.Popen(
-            ["ip", "netns", "exec", f"lt{i}", "unshare", "--uts", "--pid", "--mount", "--fork",
+            ["ip", "netns", "exec", f"{TAG}{i}", "unshare", "--uts", "--pid", "--mount", "--fork",
              "--mount-proc", "--kill-child", "bash", "-euc", "\n".join(script)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -105,19 +115,20 @@ class Hosts:
         return subprocess.run(self.ssh(i, command), capture_output=True, text=True).stdout
 
     def cut(self, i: int) -> None:
-        sh(f"ip link set ltv{i} down")
+        sh(f"ip link set {TAG}v{i} down")
 
     def mend(self, i: int) -> None:
-        sh(f"ip link set ltv{i} up")
+        sh(f"ip link set {TAG}v{i} up")
 
     def block(self, i: int, rule: str) -> None:
         """A firewall rule for what comes in at host i, such as `tcp dport 29500 drop`."""
-        sh(f"ip netns exec lt{i} nft add table inet lt",
-           f"ip netns exec lt{i} nft add chain inet lt in {{ type filter hook input priority 0; }}",
-           f"ip netns exec lt{i} nft add rule inet lt in {rule}")  # fmt: skip
+        nft = f"ip netns exec {TAG}{i} nft add"
+        sh(f"{nft} table inet hosts",
+           f"{nft} chain inet hosts arriving {{ type filter hook input priority 0; }}",
+           f"{nft} rule inet hosts arriving {rule}")  # fmt: skip
 
     def unblock(self, i: int) -> None:
-        sh(f"ip netns exec lt{i} nft delete table inet lt")
+        sh(f"ip netns exec {TAG}{i} nft delete table inet hosts")
 
     def kill(self, i: int) -> None:
         """All processes of host i at once; with the link cut before, nobody is told."""
@@ -136,9 +147,9 @@ class Hosts:
         for i in list(self._processes):
             self.kill(i)
         for i in range(1, 9):
-            subprocess.run(["ip", "netns", "del", f"lt{i}"], capture_output=True)
-            subprocess.run(["ip", "link", "del", f"ltv{i}"], capture_output=True)
-        subprocess.run(["ip", "link", "del", "ltbr"], capture_output=True)
+            subprocess.run(["ip", "netns", "del", f"{TAG}{i}"], capture_output=True)
+            subprocess.run(["ip", "link", "del", f"{TAG}v{i}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{TAG}br"], capture_output=True)
 
 
 def sh(*commands: str) -> None:

@@ -224,7 +224,7 @@ def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tm
         assert not any("s3cret" in line for line in seen["command_lines"])
         assert seen["modes"] == ["0o40700", "0o100600"]
         assert seen["host"] == f"node-{rank + 1}"
-        assert there["MASTER_ADDR"] == "10.78.0.1", "not docker0's, the first one there"
+        assert there["MASTER_ADDR"] == f"{namespaces.PREFIX}.1", "not docker0's, the first"
         assert there["GLOO_SOCKET_IFNAME"] == "eth0"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_WORLD_SIZE")
         assert [there[n] for n in names] == [str(rank), "0", "2", "1", "2"]

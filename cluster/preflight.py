@@ -1,0 +1,763 @@
+"""Preflight, stage one: is every host fit for the job? Over ssh, without a process group.
+
+Each host tells facts about itself (cluster/probe.py) and tries out the network; here they are held
+against each other and against what the job needs. Where hosts differ, the one that is unlike the
+most is named; on a tie, the one that is unlike the first.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from cluster.hostfile import world_size
+from cluster.hosts import (
+    INTERFACE_VARIABLES,
+    TRY_SECONDS,
+    HostError,
+    RemoteHost,
+    ask_all,
+    candidate_addresses,
+    interfaces_of,
+    try_addresses,
+)
+
+if TYPE_CHECKING:
+    from cluster.launch import Job
+    from finetune.config import Config
+
+CHECKS = {  # column -> what is checked
+    "ssh": "reachable with BatchMode, code and Python at the same paths",
+    "hostfile": "says the same where it exists on the host",
+    "versions": "Python, torch, CUDA, NCCL, driver, deepspeed, transformers are equal",
+    "code": "same commit, same files, no local difference",
+    "slots": "no more ranks than GPUs, or than cores without GPUs",
+    "gpu": "free and healthy: processes, ECC, repairs, throttling",
+    "iface": "the interface of NCCL/GLOO_SOCKET_IFNAME exists and carries the traffic",
+    "master": "rank 0's address and port are free and reachable from the host",
+    "mesh": "every other host can connect to it",
+    "clock": "within a second of the others",
+    "config": "the run config is valid there and the same",
+    "model": "model and tokenizer are there and the same",
+    "data": "data files are there and the same",
+    "output": "output_dir is writable, shared, and has room for one more checkpoint",
+    "memory": "model states fit into the memory that cgroup and machine leave",
+    "limits": "/dev/shm, memlock, open files",
+}
+SKEW_SECONDS = 1.0  # beyond this, logs of two hosts can no longer be put into one order
+CLOCK_TRIES = 5
+SURVEY_SECONDS = 600  # a cold network disk, and gigabytes of model and data to read
+SMALL_SHM_BYTES = 1 << 30  # docker's default is 64 MiB, at which NCCL and data workers fail
+BUSY_GPU_BYTES = 2 << 30  # in use without a visible process: another container's
+OPEN_FILES = 256  # a process's own; to these come sockets to every other rank
+SAME_VERSIONS = ("python", "torch", "CUDA", "NCCL", "deepspeed", "transformers", "driver")
+GIB = 1 << 30
+
+Level = Literal["ok", "warn", "fail", "none"]
+Facts = Mapping[str, dict[str, Any]]
+"""Host -> what probe.survey told there."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was seen on one host."""
+
+    host: str
+    check: str
+    level: Level
+    """none: could not be checked, or there is nothing to check."""
+    text: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.check}: {self.text}" + (f"; {self.cure}" if self.cure else "")
+
+
+async def stage_one(
+    job: "Job",
+    config: "Config | None",
+    hosts: Sequence[RemoteHost],
+    errors: Sequence[HostError],
+) -> list[Finding]:
+    """Check the hosts that are connected; the others are findings too.
+
+    Args:
+        config: None where the job's script is not train.py; then nothing of it is checked.
+        hosts: connected ones, in the order of the hostfile.
+        errors: of the others.
+
+    Returns:
+        At least one finding for each host of the job and each check.
+    """
+    findings = reached(hosts, errors)
+    if hosts:
+        # one after the other: the survey takes all cores, and would spoil clocks and time-outs
+        findings += await check_clocks(hosts)
+        findings += await check_network(job, hosts)
+        facts, failed = await take_survey(job, config, hosts)
+        findings += failed
+        findings += compare(job, config, facts)
+        there = [host for host in hosts if host.name in facts]
+        if config is not None:
+            findings += await check_shared(config.output_dir, facts, there)
+    return complete([host.name for host in job.hosts], findings)
+
+
+def reached(hosts: Sequence[RemoteHost], errors: Sequence[HostError]) -> list[Finding]:
+    """What `connect_all` has found."""
+    findings = [Finding(e.host, "ssh", "fail", e.problem) for e in errors]
+    return findings + [Finding(h.name, "ssh", "ok", f"{h.facts['reached_at']}") for h in hosts]
+
+
+def complete(
+    hosts: Sequence[str], findings: Sequence[Finding], checks: Sequence[str] = tuple(CHECKS)
+) -> list[Finding]:
+    """The findings, with one of level none where there is no other for a host and a check."""
+    seen = {(f.host, f.check) for f in findings}
+    blanks = [
+        Finding(host, check, "none", "not checked")
+        for host in hosts
+        for check in checks
+        if (host, check) not in seen
+    ]
+    return [*findings, *blanks]
+
+
+# --------------------------------------------------------------------------------------------------
+# Clocks and network
+
+
+async def check_clocks(hosts: Sequence[RemoteHost]) -> list[Finding]:
+    """Each host's clock against the median of all and the launcher's."""
+    offsets = dict(
+        zip([h.name for h in hosts], await asyncio.gather(*map(clock_offset, hosts)), strict=True)
+    )
+    return judge_clocks(offsets)
+
+
+async def clock_offset(host: RemoteHost) -> float | None:
+    """Seconds that the host's clock is ahead of this machine's; None without an answer. The answer
+    with the shortest way is the best one: its error is at most half of that way.
+    """
+    best = (float("inf"), 0.0)
+    try:
+        for _ in range(CLOCK_TRIES):
+            sent = time.time()
+            there = await host.ask("clock", seconds=10)
+            received = time.time()
+            best = min(best, (received - sent, there - (sent + received) / 2))
+    except HostError:
+        return None
+    return best[1]
+
+
+def judge_clocks(offsets: Mapping[str, float | None]) -> list[Finding]:
+    """Offsets from the launcher's clock, in seconds, -> findings."""
+    known = sorted([0.0, *(o for o in offsets.values() if o is not None)])
+    # of two in the middle the one nearer to the launcher: with two hosts it has the casting vote
+    median = min(statistics.median_low(known), statistics.median_high(known), key=abs)
+    findings = []
+    for host, offset in offsets.items():
+        if offset is None:
+            findings.append(Finding(host, "clock", "fail", "does not tell its time"))
+            continue
+        skew_seconds = offset - median
+        if abs(skew_seconds) > SKEW_SECONDS:
+            way = "ahead of" if skew_seconds > 0 else "behind"
+            text = f"clock is {abs(skew_seconds):.1f} s {way} the others"
+            cure = "start chrony or ntpd there (`chronyc makestep`)"
+            findings.append(Finding(host, "clock", "fail", text, cure))
+        else:
+            findings.append(Finding(host, "clock", "ok", f"{skew_seconds * 1000:+.0f} ms"))
+    return findings
+
+
+async def check_network(job: "Job", hosts: Sequence[RemoteHost]) -> list[Finding]:
+    """Interfaces, rank 0's address and port, and connections between all hosts."""
+    findings = check_interfaces(job.environment, hosts)
+    if any(f.level == "fail" for f in findings):
+        return findings
+    address = None
+    if hosts[0].name == job.hosts[0].name:  # else rank 0's host is not there to listen
+        address, of_master = await check_master(job, hosts)
+        findings += of_master
+    own = await addresses_between(hosts, address)
+    if address is not None:
+        findings = check_ways(job.environment, hosts, own, address, findings)
+    return findings + await check_mesh(hosts, own)
+
+
+def check_interfaces(environment: Mapping[str, str], hosts: Sequence[RemoteHost]) -> list[Finding]:
+    """That every host has the interfaces which the environment names."""
+    findings = []
+    for host in hosts:
+        named = []
+        for variable in INTERFACE_VARIABLES:
+            if value := environment.get(variable):
+                try:
+                    interfaces_of(variable, value, host)
+                    named.append(f"{variable}={value}")
+                except HostError as error:
+                    cure = f"name the interface that connects the hosts in {variable}"
+                    findings.append(Finding(host.name, "iface", "fail", error.problem, cure))
+        if len(named) == sum(bool(environment.get(v)) for v in INTERFACE_VARIABLES):
+            text = ", ".join(named) or "none named: taken from the address"
+            findings.append(Finding(host.name, "iface", "ok", text))
+    return findings
+
+
+async def check_master(job: "Job", hosts: Sequence[RemoteHost]) -> tuple[str | None, list[Finding]]:
+    """Rank 0's address, None where none works for all; and what each host sees of it."""
+    first = hosts[0].name
+    try:
+        candidates = await candidate_addresses(hosts, job.environment, job.master_addr)
+        address, port, errors = await try_addresses(hosts, candidates, job.master_port)
+    except HostError as error:
+        return None, [Finding(error.host, "master", "fail", error.problem)]
+    if address is not None:
+        return address, [Finding(h.name, "master", "ok", f"{address} port {port}") for h in hosts]
+    if len(errors) > 1 and len(errors) == len(hosts) - 1:  # the fault is where all of them meet
+        text = f"no other host can connect to it; {errors[0].host} {errors[0].problem}"
+        return None, [Finding(first, "master", "fail", text)]
+    failed = {error.host for error in errors}
+    findings = [Finding(error.host, "master", "fail", error.problem) for error in errors]
+    findings += [Finding(h.name, "master", "ok", "") for h in hosts if h.name not in failed]
+    return None, findings
+
+
+async def addresses_between(hosts: Sequence[RemoteHost], address: str | None) -> dict[str, str]:
+    """Host -> the address at which the others should find it: the one that it uses when it speaks
+    to rank 0's, else the one that ssh took.
+    """
+    if address is None:
+        return {h.name: h.facts["reached_at"] for h in hosts if h.facts["reached_at"]}
+    answers = await ask_all(hosts[1:], "source_address", target=address)
+    own = {hosts[0].name: address}
+    for host, answer in zip(hosts[1:], answers, strict=True):
+        if isinstance(answer, str):
+            own[host.name] = answer
+    return own
+
+
+def check_ways(
+    environment: Mapping[str, str],
+    hosts: Sequence[RemoteHost],
+    own: Mapping[str, str],
+    address: str,
+    findings: Sequence[Finding],
+) -> list[Finding]:
+    """The findings, a host failed whose way to rank 0 does not go over the interface it should."""
+    wrong = {}
+    for host in hosts:
+        interface = {a: n for n, a in host.facts["addresses"]}.get(own.get(host.name, ""))
+        for variable in INTERFACE_VARIABLES:
+            value = environment.get(variable)
+            if value and interface and interface not in interfaces_of(variable, value, host):
+                text = f"speaks to {address} from {interface}, but {variable}={value}"
+                cure = "name one network on all hosts, or mend the routes"
+                wrong[host.name] = Finding(host.name, "iface", "fail", text, cure)
+    kept = [f for f in findings if not (f.check == "iface" and f.host in wrong)]
+    return [*kept, *wrong.values()]
+
+
+async def check_mesh(hosts: Sequence[RemoteHost], own: Mapping[str, str]) -> list[Finding]:
+    """Every host listens on a free port and every other one connects: ranks will do so on ports
+    that nobody chooses, and a firewall may be one-sided.
+    """
+    hosts = [host for host in hosts if host.name in own]
+    ports = await ask_all(hosts, "listen", port=0)
+    listening = [h for h, port in zip(hosts, ports, strict=True) if isinstance(port, int)]
+    targets = {
+        h.name: (own[h.name], p) for h, p in zip(hosts, ports, strict=True) if h in listening
+    }
+    try:
+        answers = await asyncio.gather(
+            *(
+                host.ask(
+                    "connect",
+                    targets=[target for name, target in targets.items() if name != host.name],
+                    timeout_seconds=TRY_SECONDS,
+                )
+                for host in listening
+            ),
+            return_exceptions=True,
+        )
+    finally:
+        await ask_all(listening, "unlisten")
+    problems: dict[str, dict[str, str | None]] = {}
+    for host, answer in zip(listening, answers, strict=True):
+        if isinstance(answer, list):
+            others = [name for name in targets if name != host.name]
+            problems[host.name] = dict(zip(others, answer, strict=True))
+    return judge_mesh(problems, targets)
+
+
+def judge_mesh(
+    problems: Mapping[str, Mapping[str, str | None]], targets: Mapping[str, tuple[str, int]]
+) -> list[Finding]:
+    """Who could not connect to whom -> findings.
+
+    Args:
+        problems: from -> to -> None, or why not.
+        targets: host -> its address and port.
+    """
+    cure = "open the hosts to each other on all ports"
+    findings, mute = [], set()
+    for host, answers in problems.items():
+        if len(answers) > 1 and None not in answers.values():
+            why = next(iter(answers.values()))
+            text = f"cannot connect to any other host ({why})"
+            findings.append(Finding(host, "mesh", "fail", text, f"a firewall there? {cure}"))
+            mute.add(host)
+    for host, (address, port) in targets.items():
+        if host in mute:
+            continue
+        whys = {
+            other: why
+            for other, answers in problems.items()
+            if other not in mute and (why := answers.get(host)) is not None
+        }
+        if whys:
+            who = "no other host" if len(whys) == len(targets) - 1 > 1 else None
+            who = f"{who} can" if who else f"{some(whys)} cannot"
+            text = f"{who} connect to it at {address} port {port} ({next(iter(whys.values()))})"
+            findings.append(Finding(host, "mesh", "fail", text, f"a firewall there? {cure}"))
+        else:
+            findings.append(Finding(host, "mesh", "ok", address))
+    return findings
+
+
+def gib(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.0f} MiB"
+
+
+def some(names: Sequence[str] | Mapping[str, Any], most: int = 3) -> str:
+    """The names with commas, or the first few and how many more."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# --------------------------------------------------------------------------------------------------
+# What the hosts tell
+
+
+async def take_survey(
+    job: "Job", config: "Config | None", hosts: Sequence[RemoteHost]
+) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
+    """The facts of each host that could tell them, and findings for the others."""
+    answers = await asyncio.gather(
+        *(
+            host.ask(
+                "call",
+                seconds=SURVEY_SECONDS + 10,
+                timeout_seconds=SURVEY_SECONDS,
+                name="survey",
+                arguments={
+                    "argv": None if config is None else job.command[1:],
+                    "slots": len(host.slots),
+                    "world_size": world_size(job.hosts),
+                    "hostfile": job.hostfile,
+                    "holds_first_rank": host.name == job.hosts[0].name,
+                },
+                environment=job.environment,
+            )
+            for host in hosts
+        ),
+        return_exceptions=True,
+    )
+    facts, failed = {}, []
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, HostError):
+            text = f"could not be looked at ({answer.problem})"
+            cure = "does this checkout run there? `python -c 'import cluster.probe'`"
+            failed.append(Finding(host.name, "versions", "fail", text, cure))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            facts[host.name] = answer
+    return facts, failed
+
+
+def compare(job: "Job", config: "Config | None", facts: Facts) -> list[Finding]:
+    """Findings from facts alone."""
+    if not facts:
+        return []
+    slots = {host.name: host.slots for host in job.hosts}
+    on_gpu = job.environment.get("DS_ACCELERATOR") != "cpu"
+    findings = check_hostfile(job, facts)
+    findings += check_versions(facts)
+    findings += check_code(facts)
+    findings += check_gpus(facts, slots, on_gpu)
+    findings += check_limits(facts, world_size(job.hosts), on_gpu)
+    if config is not None:
+        findings += check_config(facts)
+        findings += check_paths(facts)
+        findings += check_output(facts)
+        findings += check_memory(facts)
+    return findings
+
+
+def unlike_most(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The value that most hosts have, on a tie of those the first host's; and the hosts that have
+    another one.
+    """
+    written = {host: json.dumps(value, sort_keys=True) for host, value in values.items()}
+    counts = Counter(written.values())  # in the order of the hosts
+    common = max(counts, key=lambda value: counts[value])
+    return json.loads(common), [host for host, value in written.items() if value != common]
+
+
+def each(
+    facts: Facts, part: str, check: str, judge: Callable[[str, dict[str, Any]], list[Finding]]
+) -> list[Finding]:
+    """`judge(host, its facts of that part)` for every host; a finding of its own where the host
+    could not tell.
+    """
+    findings = []
+    for host, of_host in facts.items():
+        if "error" in of_host[part]:
+            findings.append(Finding(host, check, "fail", f"cannot tell: {of_host[part]['error']}"))
+        else:
+            findings += judge(host, of_host[part])
+    return findings
+
+
+def check_hostfile(job: "Job", facts: Facts) -> list[Finding]:
+    """A copy of the hostfile on another host that says something else: edited on one side."""
+    common: dict[str, int] = {}
+    if job.hostfile is not None:
+        from cluster.hostfile import read_hostfile
+
+        common = {host.name: len(host.slots) for host in read_hostfile(job.hostfile)}
+
+    def judge(host: str, told: dict[str, Any]) -> list[Finding]:
+        there = {name: slots for name, slots in told["hosts"]}
+        if not told["there"]:
+            return [Finding(host, "hostfile", "ok", "not there, and not needed")]
+        if list(there.items()) == list(common.items()):
+            return [Finding(host, "hostfile", "ok", "the same")]
+        named = [n for n in [*common, *there] if common.get(n) != there.get(n)]
+        if named:
+            name = named[0]
+            here, its = (f"slots={h[name]}" if name in h else "nothing" for h in (common, there))
+            what = f"says {its} for {name}, the launcher's says {here}"
+        else:
+            what = "has the hosts in another order"
+        text = f"{job.hostfile} there {what}"
+        return [Finding(host, "hostfile", "fail", text, "copy one file to all hosts")]
+
+    return each(facts, "hostfile", "hostfile", judge)
+
+
+def check_versions(facts: Facts) -> list[Finding]:
+    """Equal versions everywhere, and packages that can be imported at all."""
+    told = {h: f["versions"] for h, f in facts.items() if "error" not in f["versions"]}
+    numbers = {
+        h: {**t["versions"], "driver": facts[h]["gpus"].get("driver")} for h, t in told.items()
+    }
+    findings: dict[str, list[str]] = {host: [] for host in told}
+    for name in SAME_VERSIONS:
+        values = {host: number.get(name) for host, number in numbers.items()}
+        if not values:
+            continue
+        common, odd = unlike_most(values)
+        for host in odd:
+            where = told[host]["where"].get(name)
+            at = f" from {where}" if where else ""
+            findings[host].append(f"{name} is {values[host]}{at}, elsewhere {common}")
+        for host, value in values.items():
+            if host not in odd and value is not None and "cannot be imported" in value:
+                findings[host].append(f"{name} {value}")
+
+    def judge(host: str, _: dict[str, Any]) -> list[Finding]:
+        if findings[host]:
+            cure = "install requirements.txt there; does PYTHONPATH hide it?"
+            return [Finding(host, "versions", "fail", ", ".join(findings[host]), cure)]
+        text = ", ".join(f"{n} {v}" for n, v in numbers[host].items() if v is not None)
+        return [Finding(host, "versions", "ok", text)]
+
+    return each(facts, "versions", "versions", judge)
+
+
+def check_code(facts: Facts) -> list[Finding]:
+    """One commit and the same files; a change that is not committed only warns where all have
+    it.
+    """
+    told = {h: f["code"] for h, f in facts.items() if "error" not in f["code"]}
+    if not told:
+        return each(facts, "code", "code", lambda host, code: [])
+    commit, other_commit = unlike_most({h: t["commit"] for h, t in told.items()})
+    files, other_files = unlike_most({h: t["files"] for h, t in told.items()})
+
+    def judge(host: str, code: dict[str, Any]) -> list[Finding]:
+        wrong = []
+        if host in other_commit:
+            wrong.append(f"commit is {short(code['commit'])}, elsewhere {short(commit)}")
+        if host in other_files:
+            names = [n for n in {**files, **code["files"]} if files.get(n) != code["files"].get(n)]
+            wrong.append(f"{some(names)} differ{'s' if len(names) == 1 else ''} from the others'")
+        if wrong:
+            cure = "check out one commit everywhere, or share the disk"
+            return [Finding(host, "code", "fail", ", ".join(wrong), cure)]
+        if code["changed"]:
+            text = f"not committed, the same on all hosts: {some(code['changed'])}"
+            return [Finding(host, "code", "warn", text, "commit, so that the run can be repeated")]
+        return [Finding(host, "code", "ok", short(code["commit"]))]
+
+    return each(facts, "code", "code", judge)
+
+
+def short(commit: str | None) -> str:
+    return commit[:10] if commit else "none (no git repository)"
+
+
+def check_gpus(
+    facts: Facts, slots: Mapping[str, Sequence[int]], on_gpu: bool = True
+) -> list[Finding]:
+    """Slots against GPUs, or cores without them; and the health of the GPUs that are used."""
+
+    def judge(host: str, told: dict[str, Any]) -> list[Finding]:
+        devices, wanted = told["gpus"] if on_gpu else [], slots[host]
+        if not devices:
+            cores = facts[host]["limits"].get("cores", len(wanted))
+            findings = [Finding(host, "gpu", "none", "no GPU")]
+            if len(wanted) > cores:
+                text = f"slots={len(wanted)}, but it has {cores} cores and no GPU"
+                cure = f"at most slots={cores} in the hostfile"
+                return [*findings, Finding(host, "slots", "fail", text, cure)]
+            return [*findings, Finding(host, "slots", "ok", f"{len(wanted)} of {cores} cores")]
+        findings = []
+        if max(wanted) >= len(devices):
+            text = f"slot {max(wanted)} is asked for, but it has {len(devices)} GPUs"
+            cure = f"at most slots={len(devices)} in the hostfile, or is a GPU down (`nvidia-smi`)?"
+            findings.append(Finding(host, "slots", "fail", text, cure))
+        else:
+            text = f"{len(wanted)} of {len(devices)} GPUs"
+            findings.append(Finding(host, "slots", "ok", text))
+        return findings + [
+            finding
+            for i in wanted
+            if i < len(devices)
+            for finding in judge_gpu(host, i, devices[i])
+        ]
+
+    findings = each(facts, "gpus", "gpu", judge)
+    models = {
+        host: sorted({gpu["name"] for gpu in told["gpus"].get("gpus", [])})
+        for host, told in facts.items()
+    }
+    common, odd = unlike_most(models)
+    for host in odd if on_gpu else []:
+        text = f"has {some(models[host]) or 'no GPU'}, elsewhere {some(common) or 'no GPU'}"
+        level: Level = "warn" if models[host] and common else "fail"
+        findings.append(Finding(host, "gpu", level, text, "leave it out, or mend its driver"))
+    return findings
+
+
+def judge_gpu(host: str, number: int, gpu: Mapping[str, Any]) -> list[Finding]:
+    """One GPU that the job will use."""
+
+    def finding(level: Level, text: str, cure: str) -> Finding:
+        return Finding(host, "gpu", level, f"GPU {number}: {text}", cure)
+
+    findings = []
+    used = f"{gib(gpu['used_bytes'])} in use"
+    if gpu["processes"]:
+        pids = some([str(pid) for pid in gpu["processes"]])
+        findings.append(finding("fail", f"{used} by process {pids}", "end it, or --exclude"))
+    elif gpu["used_bytes"] > BUSY_GPU_BYTES:
+        cure = "another container's? or --exclude"
+        findings.append(finding("fail", f"{used} by nobody to be seen", cure))
+    if gpu["ecc_errors"]:
+        text = f"{gpu['ecc_errors']} uncorrected memory errors"
+        findings.append(finding("fail", text, "reset or replace it (`nvidia-smi -q -d ECC`)"))
+    if gpu["repair"]:
+        text = f"row remapping {' and '.join(gpu['repair'])}"
+        findings.append(finding("fail", text, "reset the GPU; if that fails, replace it"))
+    if gpu["slowed"]:
+        text = f"its clock is held down ({', '.join(gpu['slowed'])})"
+        findings.append(finding("fail", text, "cooling and power (`nvidia-smi -q -d PERFORMANCE`)"))
+    return findings or [Finding(host, "gpu", "ok", f"GPU {number}: {gpu['name']}")]
+
+
+def check_config(facts: Facts) -> list[Finding]:
+    """What train.py would complain about on that host. What is wrong with a path is said by
+    check_paths, under the path's own check.
+    """
+
+    def judge(host: str, told: dict[str, Any]) -> list[Finding]:
+        missing = [r for r in facts[host]["paths"].get("paths", []) if "error" in r]
+        if told["mistake"] and not missing:
+            return [Finding(host, "config", "fail", told["mistake"])]
+        return [Finding(host, "config", "ok", "valid")]
+
+    return each(facts, "config", "config", judge)
+
+
+def check_paths(facts: Facts) -> list[Finding]:
+    """Every path and hub id of the run: there, and the same on all hosts."""
+    told = {h: f["paths"]["paths"] for h, f in facts.items() if "error" not in f["paths"]}
+    records = {host: {(r["key"], r["name"]): r for r in records} for host, records in told.items()}
+    every = list(dict.fromkeys(name for of_host in records.values() for name in of_host))
+    findings = []
+    for key, name in every:
+        check = key.split(".")[0] if key.startswith(("model", "data")) else "config"
+        here = {h: r[key, name] for h, r in records.items() if (key, name) in r}
+        fine = {
+            h: r.get("fingerprint", r.get("commit")) for h, r in here.items() if "error" not in r
+        }
+        common, odd = unlike_most(fine) if fine else (None, [])
+        example = next((here[h] for h in fine if h not in odd), {})
+        for host in records:
+            record = here.get(host)
+            where = f"{key}: {name}"
+            if record is None:
+                text = f"{where} is not in its config"
+                findings.append(Finding(host, check, "fail", text, "copy one config to all hosts"))
+            elif "error" in record:
+                text = f"{key}: {record['error']}"
+                cure = "copy it there, or put it on a disk that all hosts share"
+                findings.append(Finding(host, check, "fail", text, cure))
+            elif host in odd and "commit" in record:
+                there, common_one = short_hub(record["commit"]), short_hub(common)
+                text = f"{where} is cached at {there}, elsewhere {common_one}"
+                cure = "state a revision, or share HF_HOME"
+                findings.append(Finding(host, check, "fail", text, cure))
+            elif host in odd:
+                text = f"{where} {difference(record, example)}"
+                cure = "copy one version to all hosts"
+                findings.append(Finding(host, check, "fail", text, cure))
+            elif "commit" in record and not (record["commit"] and record.get("weights", True)):
+                what = "its weights are not" if record["commit"] else "is not"
+                text = f"{where}: {what} cached: will be downloaded"
+                cure = "download it once, to an HF_HOME that all hosts share"
+                findings.append(Finding(host, check, "warn", text, cure))
+            else:
+                findings.append(Finding(host, check, "ok", where))
+    return [*each(facts, "paths", "data", lambda host, paths: []), *findings]
+
+
+def short_hub(commit: str | None) -> str:
+    return commit[:10] if commit else "nothing"
+
+
+def difference(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """How a fingerprint differs from another host's, in words."""
+    if record["files"] != other["files"]:
+        return f"has {record['files']} files, elsewhere {other['files']}"
+    names = [n for n, checksum in record["each"].items() if other["each"].get(n) != checksum]
+    which = f" ({some(names)})" if len(record["each"]) > 1 and names else ""
+    if record["bytes"] != other["bytes"]:
+        return f"has {record['bytes']:,} bytes, elsewhere {other['bytes']:,}{which}"
+    return f"has other contents than elsewhere{which}"
+
+
+def check_output(facts: Facts) -> list[Finding]:
+    """Writable, with room for one checkpoint more than are kept: the oldest goes only after the
+    newest is complete.
+    """
+
+    def judge(host: str, told: dict[str, Any]) -> list[Finding]:
+        folder, free = told["folder"], told["free_bytes"]
+        if told["problem"]:
+            text = f"output_dir {folder} cannot be written to ({told['problem']})"
+            cure = f"mend owner or mount of {told['nearest']}, or take another folder"
+            return [Finding(host, "output", "fail", text, cure)]
+        need = facts[host]["needs"]
+        if not need.get("checkpoint_bytes"):
+            return [Finding(host, "output", "ok", f"{gib(free)} free")]
+        count = max(1, need["keep"] + 1 - told["checkpoints"])
+        wanted = count * need["checkpoint_bytes"]
+        text = (
+            f"{gib(free)} free for {count} more checkpoints of about "
+            f"{gib(need['checkpoint_bytes'])}"
+        )
+        if free < wanted:
+            cure = "make room, or lower checkpoint.keep_last"
+            return [Finding(host, "output", "fail", f"output_dir {folder} has {text}", cure)]
+        return [Finding(host, "output", "ok", text)]
+
+    return each(facts, "output", "output", judge)
+
+
+async def check_shared(output_dir: str, facts: Facts, hosts: Sequence[RemoteHost]) -> list[Finding]:
+    """A file written by the first host that can, looked for by the others."""
+    writers = [h for h in hosts if not facts[h.name]["output"].get("problem", "no answer")]
+    if len(hosts) < 2 or not writers:
+        return []
+    writer, call = writers[0], {"environment": {}, "timeout_seconds": 30}
+    others = [host for host in hosts if host is not writer]
+    try:
+        token = await writer.ask(
+            "call", name="make_token", arguments={"folder": output_dir}, **call
+        )
+    except HostError as error:
+        return [Finding(writer.name, "output", "fail", error.problem)]
+    try:
+        seen = await ask_all(others, "call", name="sees_token", arguments={"token": token}, **call)
+    finally:
+        await ask_all([writer], "call", name="remove_token", arguments={"token": token}, **call)
+    where = "none" if not any(s is True for s in seen) else "not all"
+    return [
+        Finding(
+            host.name,
+            "output",
+            "fail",
+            f"output_dir {output_dir} is node-local: {where} of the other hosts see what "
+            f"{writer.name} writes there",
+            "choose an output_dir on a disk that all hosts share",
+        )
+        for host, answer in zip(others, seen, strict=True)
+        if answer is not True
+    ]
+
+
+def check_memory(facts: Facts) -> list[Finding]:
+    """Model states that live in the host's memory, against what cgroup and machine leave."""
+
+    def judge(host: str, told: dict[str, Any]) -> list[Finding]:
+        need = facts[host]["needs"].get("memory_bytes")
+        available = told["available_bytes"]
+        if need is None:
+            text = f"{gib(available)} ({told['limited_by']}); need not known"
+            return [Finding(host, "memory", "none", text)]
+        text = f"{gib(available)} left ({told['limited_by']}) for model states of about {gib(need)}"
+        cure = "a higher ZeRO stage or fewer ranks there, less offload, or a larger limit"
+        if need > available:
+            return [Finding(host, "memory", "fail", text, cure)]
+        level: Level = "warn" if need > 0.8 * available else "ok"
+        return [Finding(host, "memory", level, text, cure if level == "warn" else "")]
+
+    return each(facts, "memory", "memory", judge)
+
+
+def check_limits(facts: Facts, ranks: int, on_gpu: bool = True) -> list[Finding]:
+    """/dev/shm, locked memory for RDMA, open files."""
+
+    def judge(host: str, told: dict[str, Any]) -> list[Finding]:
+        findings = []
+        uses_gpu = on_gpu and bool(facts[host]["gpus"].get("gpus"))
+        if told["shm_bytes"] < SMALL_SHM_BYTES:
+            text = f"/dev/shm has {told['shm_bytes'] / (1 << 20):.0f} MiB"
+            cure = "docker run --shm-size=8g (or --ipc=host); kubernetes: an emptyDir of Memory"
+            level: Level = "fail" if uses_gpu else "warn"
+            findings.append(Finding(host, "limits", level, text, cure))
+        locked = told["memlock_bytes"]
+        if told["infiniband"] and 0 <= locked < GIB:
+            text = f"memlock is {locked / (1 << 20):.0f} MiB, and RDMA pins its buffers"
+            cure = "`* - memlock unlimited` in limits.conf, or docker's --ulimit memlock=-1"
+            findings.append(Finding(host, "limits", "fail", text, cure))
+        wanted = OPEN_FILES + 4 * ranks
+        if 0 <= told["open_files"] < wanted:
+            text = f"{told['open_files']} open files are allowed, a rank may need {wanted}"
+            findings.append(Finding(host, "limits", "fail", text, "raise nofile in limits.conf"))
+        text = f"/dev/shm {gib(told['shm_bytes'])}, {told['open_files']} open files"
+        return findings or [Finding(host, "limits", "ok", text)]
+
+    return each(facts, "limits", "limits", judge)

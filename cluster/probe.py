@@ -1,0 +1,505 @@
+"""Facts about the host it runs on, as plain JSON, for preflight to compare. The agent calls these
+functions in a process of their own; they judge nothing and change nothing but a token file.
+
+    survey(...)  everything that preflight's table is made of
+"""
+
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.config import Config
+
+PACKAGES = ("torch", "transformers", "deepspeed")
+CODE = ("train.py", "cluster", "data", "finetune", "scripts")
+BLOCK_BYTES = 1 << 20
+BLOCKS_PER_FILE = 64
+BLOCKS_PER_PATH = 2048
+"""Of many files fewer blocks each are read: 2 GiB at most for one path of the config."""
+NAMED_FILES = 200
+"""So many files of a path are told apart by name; beyond that only the whole is compared."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json",
+           "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
+
+
+def survey(
+    argv: list[str] | None,
+    slots: int,
+    world_size: int,
+    hostfile: str | None,
+    holds_first_rank: bool,
+) -> dict[str, Any]:
+    """All facts about this host; an entry is {"error": text} where it could not be found out.
+
+    Args:
+        argv: of train.py; None for another script, which has no run config.
+        slots: ranks of this host.
+        world_size: ranks of all hosts.
+        hostfile: path of the launcher's hostfile, which may be here too.
+        holds_first_rank: rank 0 is here, which loads a model whole under ZeRO-3.
+    """
+    facts = {
+        "hostfile": _told(hostfile_lines, hostfile),
+        "gpus": _told(gpus),
+        "versions": _told(versions),
+        "code": _told(code),
+        "limits": _told(limits),
+        "memory": _told(memory),
+    }
+    if argv is not None:
+        # as in the job: the config is held against the number of ranks
+        os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+        on_gpu = bool(facts["gpus"].get("gpus")) and os.environ.get("DS_ACCELERATOR") != "cpu"
+        facts["config"] = _told(config_mistake, argv)
+        facts["paths"] = _told(paths, argv)
+        facts["needs"] = _told(needs, argv, slots, world_size, on_gpu, holds_first_rank)
+        facts["output"] = _told(output, argv)
+    return facts
+
+
+def _told(fact: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    try:
+        return fact(*arguments)
+    except Exception as error:  # whatever a host is like, the other facts are told
+        return {"error": _first_line(error)}
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def hostfile_lines(path: str | None) -> dict[str, Any]:
+    """{"there": whether the file is on this host, "hosts": [[name, slots], ...]}."""
+    from cluster.hostfile import read_hostfile
+
+    if path is None or not Path(path).is_file():
+        return {"there": False, "hosts": []}
+    return {"there": True, "hosts": [[h.name, len(h.slots)] for h in read_hostfile(path)]}
+
+
+# --------------------------------------------------------------------------------------------------
+# Software
+
+
+def versions() -> dict[str, Any]:
+    """name -> version of Python, the packages, and what torch was built with; "where": name ->
+    folder.
+
+    The packages are imported as a rank would, so that one which hides another shows.
+    """
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    where: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            module = import_module(name)
+        except Exception as error:
+            found[name] = f"cannot be imported ({type(error).__name__}: {_first_line(error)})"
+            continue
+        found[name] = str(getattr(module, "__version__", "unknown"))
+        where[name] = str(Path(module.__file__ or "").parent)
+    try:
+        import torch
+
+        found["CUDA"] = torch.version.cuda
+        # a build without CUDA has no NCCL to ask
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if found["CUDA"] else None
+    except Exception:  # said above
+        pass
+    return {"versions": found, "where": where, "interpreter": sys.executable}
+
+
+def code() -> dict[str, Any]:
+    """{"commit": of git or None, "changed": Python files that differ from it, "files": path ->
+    checksum of every Python file that a run may import}; in the current folder.
+    """
+    files = {}
+    for name in CODE:
+        path = Path(name)
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            files[str(file)] = xxhash.xxh3_64_hexdigest(file.read_bytes())
+    commit = _git("rev-parse", "HEAD")
+    # without locks: another process may be at work in this repository
+    status = _git("--no-optional-locks", "status", "--porcelain", "--", *CODE) or ""
+    changed = [line[3:] for line in status.splitlines() if line.endswith(".py")]
+    return {"commit": commit and commit.strip(), "changed": changed, "files": files}
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says; None without git or without a repository of this folder's own."""
+    if not Path(".git").exists():
+        return None
+    # safe.directory: on a shared disk the repository may be another user's
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Config, model, data
+
+
+def _config(argv: list[str]) -> "Config":
+    from finetune.config import parse_command_line
+
+    return parse_command_line(argv, validate=False).config
+
+
+def config_mistake(argv: list[str]) -> dict[str, Any]:
+    """{"mistake": what train.py would say of this command line on this host, or None}."""
+    from finetune.config import parse_command_line
+
+    try:
+        parse_command_line(argv)
+    except UserError as mistake:
+        return {"mistake": str(mistake)}
+    return {"mistake": None}
+
+
+def paths(argv: list[str]) -> dict[str, Any]:
+    """{"paths": a record for each path and hub id of the run}; a record has
+
+    key: of the config; name; and either error, or files, bytes, fingerprint and, for a few files,
+    each (name -> fingerprint); or, for a hub id, commit (of the cache, or None) and weights.
+    """
+    from data.sources import local_files, name_of
+
+    config = _config(argv)
+    named: list[tuple[str, str, Callable[[], Iterable[str]]]] = []
+
+    def files_of(name: str) -> Callable[[], Iterable[str]]:
+        return lambda: [name]
+
+    for name in _config_files(argv):
+        named.append(("--config", name, files_of(name)))
+    named.append(("ds_config", config.ds_config, files_of(config.ds_config)))
+    if config.model.chat_template:
+        template = config.model.chat_template
+        named.append(("model.chat_template", template, files_of(template)))
+    if config.checkpoint.resume not in ("auto", "none"):
+        resume = config.checkpoint.resume
+        named.append(("checkpoint.resume", resume, files_of(f"{resume}/manifest.json")))
+    records = []
+    for key, name in dict.fromkeys(
+        [
+            ("model.name_or_path", config.model.name_or_path),
+            ("model.tokenizer", config.tokenizer_name),
+        ]
+    ):
+        if key == "model.tokenizer" and name == config.model.name_or_path:
+            continue
+        if Path(name).exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+            named.append((key, name, files_of(name)))
+        else:
+            wants_weights = key == "model.name_or_path" and not config.model.from_config
+            records.append(_hub_model(key, name, config.model.revision, wants_weights))
+    for sources in ("train_sources", "eval_sources"):
+        key = f"data.{sources}"
+        for source in config.data.sources(sources):
+            if source.path is not None:
+                path = source.path
+                named.append((key, path, lambda path=path: local_files(path)))
+            elif source.hub is not None:
+                commit = _cached(source.hub, "README.md", source.revision, "dataset")
+                records.append({"key": key, "name": name_of(source), "commit": commit})
+    for key, name, files in named:
+        try:
+            records.append({"key": key, "name": name, **fingerprint(files())})
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", None)
+            text = f"{reason}: {error.filename}" if reason else str(error)
+            records.append({"key": key, "name": name, "error": text})
+    return {"paths": records}
+
+
+def _config_files(argv: list[str]) -> list[str]:
+    from finetune.config import _config_files
+
+    return [name for name in _config_files(argv).split(", ") if name != "command line"]
+
+
+def _hub_model(key: str, name: str, revision: str | None, wants_weights: bool) -> dict[str, Any]:
+    """Which commit of a model is in the hub's cache, and whether its weights are."""
+    file = "config.json" if key == "model.name_or_path" else "tokenizer_config.json"
+    commit = _cached(name, file, revision, "model")
+    weights = not wants_weights or any(_cached(name, f, revision, "model") for f in WEIGHTS)
+    return {"key": key, "name": name, "commit": commit, "weights": weights}
+
+
+def _cached(repository: str, file: str, revision: str | None, kind: str) -> str | None:
+    """The commit of a hub repository whose `file` is in the cache; nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(repository, file, revision=revision, repo_type=kind)
+    if not isinstance(path, str):
+        return None
+    parts = Path(path).parts
+    return parts[parts.index("snapshots") + 1]
+
+
+def fingerprint(names: Iterable[str]) -> dict[str, Any]:
+    """Names, sizes and contents of files and folders, in one checksum.
+
+    Files of up to 64 MiB are read whole. Of a larger one 64 blocks of 1 MiB, evenly spread from its
+    first byte to its last, stand for it; where there are more than 32 files, fewer blocks each, so
+    that no more than 2 GiB are read. Equal fingerprints of sampled files are strong evidence, not
+    proof.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    files: list[Path] = []
+    for name in names:
+        path = Path(name)
+        inside = path.is_dir() and sorted(f for f in path.rglob("*") if f.is_file())
+        files += inside if inside is not False else [path]
+    blocks = max(1, min(BLOCKS_PER_FILE, BLOCKS_PER_PATH // max(1, len(files))))
+    whole, each, size = xxhash.xxh3_64(), {}, 0
+    for file in files:
+        bytes_of_file = file.stat().st_size
+        checksum = xxhash.xxh3_64(b"%d" % bytes_of_file)
+        with file.open("rb") as stream:
+            if bytes_of_file <= blocks * BLOCK_BYTES:
+                while block := stream.read(BLOCK_BYTES):
+                    checksum.update(block)
+            else:
+                for i in range(blocks):
+                    stream.seek((bytes_of_file - BLOCK_BYTES) * i // max(1, blocks - 1))
+                    checksum.update(stream.read(BLOCK_BYTES))
+        each[str(file)] = checksum.hexdigest()
+        whole.update(f"{file}\0{checksum.hexdigest()}\n".encode())
+        size += bytes_of_file
+    return {
+        "files": len(files),
+        "bytes": size,
+        "fingerprint": whole.hexdigest(),
+        "each": each if len(each) <= NAMED_FILES else {},
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Output folder
+
+
+def output(argv: list[str]) -> dict[str, Any]:
+    """Whether a file can be written where output_dir is or will be, what is free on that disk, and
+    the complete checkpoints that are there.
+    """
+    folder = Path(_config(argv).output_dir)
+    there = nearest(folder)
+    usage = shutil.disk_usage(there)
+    facts: dict[str, Any] = {
+        "folder": str(folder),
+        "nearest": str(there),
+        "free_bytes": usage.free,
+        "checkpoints": len(list(folder.glob("checkpoints/step_????????/COMPLETE"))),
+        "problem": None,
+    }
+    token = there / f".preflight-{uuid.uuid4().hex}"
+    try:
+        token.write_bytes(b"x")
+        token.unlink()
+    except OSError as error:
+        facts["problem"] = error.strerror
+    return facts
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or the first of its parents that exists."""
+    folder = folder.absolute()
+    return next(p for p in (folder, *folder.parents) if p.is_dir())
+
+
+def make_token(folder: str) -> str:
+    """Write a file into the folder, or its nearest existing parent; its path."""
+    token = nearest(Path(folder)) / f".preflight-{uuid.uuid4().hex}"
+    token.write_text("written by preflight, to see which hosts share this disk\n")
+    return str(token)
+
+
+def sees_token(token: str) -> bool:
+    """Whether that file is here, within a second: a network disk may be late."""
+    for _ in range(5):
+        if Path(token).exists():
+            return True
+        time.sleep(0.25)
+    return False
+
+
+def remove_token(token: str) -> None:
+    Path(token).unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Machine
+
+
+def gpus() -> dict[str, Any]:
+    """{"driver": version or None, "gpus": a record for each GPU}; no GPUs where there is no driver.
+
+    A record has name, used_bytes, total_bytes, processes (ids of compute processes),
+    ecc_errors (uncorrected since the driver was loaded; None without ECC), repair (what the memory
+    waits for), slowed (why the clock is held down).
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return {"driver": None, "gpus": []}
+    found = []
+    for i in range(pynvml.nvmlDeviceGetCount()):
+        device = pynvml.nvmlDeviceGetHandleByIndex(i)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        processes = _nvml(pynvml.nvmlDeviceGetComputeRunningProcesses, device) or []
+        remapped = _nvml(pynvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
+        reasons = _nvml(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, device) or 0
+        slowed = {
+            "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+            "heat": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+            | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+            "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+        }
+        errors = _nvml(
+            pynvml.nvmlDeviceGetTotalEccErrors,
+            device,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        )
+        found.append(
+            {
+                "name": _text(pynvml.nvmlDeviceGetName(device)),
+                "used_bytes": memory.used,
+                "total_bytes": memory.total,
+                "processes": [process.pid for process in processes],
+                "ecc_errors": errors,
+                "repair": [
+                    n for n, on in zip(("pending", "failed"), remapped[2:], strict=True) if on
+                ],
+                "slowed": [name for name, mask in slowed.items() if reasons & mask],
+            }
+        )
+    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    pynvml.nvmlShutdown()
+    return {"driver": driver, "gpus": found}
+
+
+def _nvml(question: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer, None from a GPU that does not know."""
+    import pynvml
+
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def limits() -> dict[str, Any]:
+    """Cores this user may use, bytes of /dev/shm, limits of the login; -1 means unlimited."""
+    infiniband = Path("/sys/class/infiniband")
+    shm = os.statvfs("/dev/shm")
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "shm_bytes": shm.f_frsize * shm.f_blocks,
+        "shm_free_bytes": shm.f_frsize * shm.f_bavail,
+        "memlock_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "infiniband": sorted(d.name for d in infiniband.iterdir()) if infiniband.is_dir() else [],
+    }
+
+
+def memory(root: Path = Path("/")) -> dict[str, Any]:
+    """{"available_bytes": that may still be had, "limited_by": "MemAvailable" or the cgroup's
+    file}.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    meminfo = (root / "proc/meminfo").read_text()
+    kib = int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)[1])
+    best = (kib * 1024, "MemAvailable")
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        top = root / base
+        folder = top / path.lstrip("/")
+        # a limit of any group above holds as well; in a container only the top may be there
+        for group in [folder, *folder.parents]:
+            file = group / names[0]
+            if file.is_file() and (text := file.read_text().strip()) != "max":
+                used = int((group / names[1]).read_text())
+                # the cache of files goes when memory is wanted
+                cached = re.search(
+                    rf"^{names[2]} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
+                )
+                left = int(text) - used + (int(cached[1]) if cached else 0)
+                best = min(best, (left, f"{file.name} of {group.relative_to(root)}"))
+            if group == top:
+                break
+    return {"available_bytes": best[0], "limited_by": best[1]}
+
+
+def needs(
+    argv: list[str], slots: int, world_size: int, on_gpu: bool, holds_first_rank: bool
+) -> dict[str, Any]:
+    """{"memory_bytes": of this host for model states, "checkpoint_bytes", "parameters", "keep":
+    checkpoints}; an estimate, without activations and libraries. Numbers are None for a model that
+    is not here yet.
+    """
+    from finetune.batch_math import model_state_parts
+    from finetune.ds_config import merge_ds_config, resolve_precision, zero_stage
+    from finetune.model import count_parameters, load_model_config
+
+    config = _config(argv)
+    facts: dict[str, Any] = {"memory_bytes": None, "checkpoint_bytes": None, "parameters": None,
+                             "keep": config.checkpoint.keep_last}  # fmt: skip
+    name = config.model.name_or_path
+    if not Path(name).is_dir() and not _cached(name, "config.json", config.model.revision, "model"):
+        return facts
+    ds_config = merge_ds_config(config)
+    stage = zero_stage(ds_config)
+    precision = resolve_precision(config, "bf16" if on_gpu else "fp32")
+    parameters = count_parameters(load_model_config(config), config.model.trust_remote_code)
+    parts = model_state_parts(parameters, world_size, stage, precision)
+    weight_bytes = parameters * (4 if precision == "fp32" else 2)
+    if on_gpu:
+        zero = ds_config.get("zero_optimization", {})
+        offloaded = [(zero.get(f"offload_{n}") or {}).get("device") == "cpu"
+                     for n in ("param", "optimizer", "optimizer")]  # fmt: skip
+        states = sum(part for part, is_here in zip(parts, offloaded, strict=True) if is_here)
+        # ranks load the weights into the host's memory; under ZeRO-3 rank 0 alone has them whole
+        loading = weight_bytes * (slots if stage < 3 else int(holds_first_rank))
+        memory_bytes = slots * states + loading
+    else:
+        memory_bytes = slots * sum(parts)
+    # weights and AdamW's state; the optimizer keeps an fp32 copy of the weights, also of fp32 ones
+    checkpoint_bytes = weight_bytes + 12 * parameters
+    return {**facts, "memory_bytes": memory_bytes, "checkpoint_bytes": checkpoint_bytes,
+            "parameters": parameters}  # fmt: skip
