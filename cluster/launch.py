@@ -40,8 +40,9 @@ from cluster.hosts import (
     connect,
     connect_all,
 )
+from cluster.preflight import stage_one
 from cluster.rank import LAUNCHER_DIED, MARK
-from finetune.config import LaunchConfig, parse_command_line
+from finetune.config import Config, LaunchConfig, parse_command_line
 from finetune.errors import (
     EXIT_FAILURE,
     EXIT_PREEMPTED,
@@ -72,6 +73,8 @@ class Job:
     """Script and arguments, as after `python`."""
     environment: dict[str, str]
     launcher: str = "pdsh"
+    config: Config | None = None
+    """The run config, where the script is train.py."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     master_addr: str | None = None
     master_port: int | None = None
@@ -456,9 +459,10 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
         UserError: in the hostfile, the options, the environment or the run config.
     """
     hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
-    launch = LaunchConfig()
+    config, launch = None, LaunchConfig()
     if Path(command[0]).name == "train.py":
-        launch = parse_command_line(command[1:], validate=False).config.launch
+        config = parse_command_line(command[1:], validate=False).config
+        launch = config.launch
     if getattr(arguments, "heartbeat_seconds", None) is not None:
         launch = replace(launch, heartbeat_seconds=arguments.heartbeat_seconds)
     if launch.world_size not in (None, world_size(hosts)):
@@ -471,6 +475,7 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
         command=command,
         environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
         launcher=getattr(arguments, "launcher", "pdsh"),
+        config=config,
         launch=launch,
         master_addr=arguments.master_addr,
         master_port=arguments.master_port,
@@ -514,7 +519,7 @@ async def launch(job: Job, max_restarts: int) -> int:
 
 
 async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[RemoteHost]:
-    """All hosts of the job, once they are well again.
+    """All hosts of the job, once they pass preflight's first stage.
 
     Raises:
         UserError: they are not within launch.restart_wait_seconds, or a signal came.
@@ -523,10 +528,12 @@ async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[Remote
     said = ""
     while True:
         hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
-        if not errors:
+        findings = await stage_one(job, job.config, hosts, errors)
+        bad = [f"{f.host}: {f.check}: {f.text}" for f in findings if f.level == "fail"]
+        if not bad:
             return hosts
         await close_all(hosts)
-        problem = "; ".join(map(str, errors))
+        problem = "; ".join(bad)
         if not signals.empty() or time.monotonic() > deadline:
             raise UserError(f"no restart: {problem}")
         if problem != said:

@@ -337,7 +337,9 @@ def test_a_lost_host_stops_the_job_and_a_restart_finishes_it(
         while hosts.processes(1, str(config)):
             time.sleep(0.2)
         assert time.monotonic() - lost_at < 10 + 3, "launch.heartbeat_seconds, and some to look"
-        wait_until(lambda: "launch: waiting: node-2: cannot be reached" in log.read_text(), process)
+        wait_until(
+            lambda: "launch: waiting: node-2: ssh: cannot be reached" in log.read_text(), process
+        )
     finally:
         hosts.mend(2)
         hosts.boot(2)
