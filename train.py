@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,27 +33,26 @@ from typing import Any
 import deepspeed
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
+    Saver,
     TrainerState,
     check_resumable,
     find_checkpoint,
     load_checkpoint,
     read_state,
-    save_checkpoint,
 )
 from finetune.config import Config
 from finetune.distributed import (
     Ranks,
     apply_timeout,
     check_world_size,
+    count_ranks,
     on_first_rank,
     process_group,
     require_same,
-    stop_was_asked,
     sum_over_ranks,
     together,
 )
@@ -78,6 +78,7 @@ from finetune.optimizer import (
     optimization_of,
     parameter_groups,
 )
+from finetune.run_lock import run_lock
 from finetune.seeding import seed_everything
 from finetune.startup import startup_table, write_resolved_configs
 
@@ -88,18 +89,18 @@ class Run:
 
     config: Config
     ranks: Ranks
-    tokenizer: PreTrainedTokenizerBase
     train_plan: DataPlan
     eval_plan: DataPlan | None
     total_steps: int
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
     metrics: Metrics
+    saver: Saver
 
 
 def main(config: Config, dry_run: bool) -> None:
     check_world_size(config.launch)
-    with process_group(config.distributed) as ranks:
+    with ExitStack() as held, process_group(config.distributed) as ranks:
         quieten_libraries(ranks.is_first)
 
         # 1. The tokenizer, the architecture and, with them, every "auto" of the DeepSpeed config.
@@ -142,6 +143,8 @@ def main(config: Config, dry_run: bool) -> None:
             return
 
         # 3. Where to go on from: rank 0 decides for all, before anything is loaded or written.
+        output_dir = Path(config.output_dir)
+        on_first_rank(ranks, lambda: held.enter_context(run_lock(output_dir)))
         checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
         if checkpoint is not None:
             state = read_state(checkpoint)
@@ -166,7 +169,9 @@ def main(config: Config, dry_run: bool) -> None:
         metrics = Metrics([])
         if ranks.is_first:
             metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
-        run = Run(config, ranks, tokenizer, train_plan, eval_plan, steps, engine, loss, metrics)
+        folder = output_dir / "checkpoints"
+        saver = Saver(engine, tokenizer, ranks, folder, config.checkpoint, checkpoint)
+        run = Run(config, ranks, train_plan, eval_plan, steps, engine, loss, metrics, saver)
         exit_code = 1
         try:
             with ranks.stop.deferred():
@@ -208,6 +213,7 @@ def train(run: Run, state: TrainerState) -> TrainerState:
             global_step=batch.global_step + 1,
             examples=state.examples + dealt.examples,
             tokens=state.tokens + dealt.tokens,
+            eval_loss=None,
         )
         run.metrics.log(
             "train",
@@ -229,15 +235,23 @@ def train(run: Run, state: TrainerState) -> TrainerState:
             },
         )
 
-        is_last = state.global_step == run.total_steps
-        leaving = not is_last and stop_was_asked(ranks)
-        if is_last or (is_due(state.global_step, config.train.eval_every_steps) and not leaving):
-            run_evaluation(run, state)
-        if is_last or leaving or is_due(state.global_step, config.checkpoint.every_steps):
-            run_save(run, state)
+        step = state.global_step
+        is_last = step == run.total_steps
+        stop, save = asked_by_hand(config, ranks)
+        told, save_now, written = count_ranks(
+            ranks, stop or ranks.stop.signal is not None, save, run.saver.is_written
+        )
+        leaving = told > 0 and not is_last
+        if is_last or (is_due(step, config.train.eval_every_steps) and not leaving):
+            state = run_evaluation(run, state)
+        if written == ranks.world_size:  # an asynchronous save becomes complete
+            run.saver.finish()
+        if is_last or leaving or save_now or is_due(step, config.checkpoint.every_steps):
+            run.saver.save(state)
         if leaving:
             break
         began = time.perf_counter()
+    run.saver.finish()
     return state
 
 
@@ -294,7 +308,7 @@ def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
         UserError: none can be used although there are some, or it is of another run.
     """
     folder = Path(config.output_dir) / "checkpoints"
-    checkpoint, passed_over = find_checkpoint(config.checkpoint.resume, folder)
+    checkpoint, passed_over = find_checkpoint(config.checkpoint, folder)
     for line in passed_over:
         print(line, flush=True)
     if checkpoint is not None:
@@ -319,10 +333,10 @@ def build_engine(
     return engine
 
 
-def run_evaluation(run: Run, state: TrainerState) -> None:
-    """Evaluate, where there are held-out rows, and report it."""
+def run_evaluation(run: Run, state: TrainerState) -> TrainerState:
+    """Evaluate, where there are held-out rows, and report it; the state with the loss."""
     if run.eval_plan is None:
-        return
+        return state
     began = time.perf_counter()
     eval_loss = evaluate(run.engine, run.loss, run.eval_plan, run.ranks)
     values = {
@@ -331,14 +345,20 @@ def run_evaluation(run: Run, state: TrainerState) -> None:
         "eval_seconds": time.perf_counter() - began,
     }
     run.metrics.log("eval", values)
+    return replace(state, eval_loss=eval_loss)
 
 
-def run_save(run: Run, state: TrainerState) -> None:
-    """Save a checkpoint on all ranks together."""
-    folder = Path(run.config.output_dir) / "checkpoints"
-    save_checkpoint(
-        run.engine, state, run.ranks, folder, run.tokenizer, run.config.checkpoint.keep_last
-    )
+def asked_by_hand(config: Config, ranks: Ranks) -> tuple[bool, bool]:
+    """Whether someone has touched output_dir/stop, to save and leave, and output_dir/save_now;
+    rank 0 looks, and removes them.
+    """
+    if not ranks.is_first:
+        return False, False
+    files = [Path(config.output_dir) / name for name in ("stop", "save_now")]
+    asked = [file.exists() for file in files]
+    for file in files:
+        file.unlink(missing_ok=True)
+    return asked[0], asked[1]
 
 
 def is_due(step: int, every: int) -> bool:

@@ -4,17 +4,21 @@
         deepspeed/            DeepSpeed's shards: weights, optimizer, schedule
         rng/rank_00000.pt     one per rank
         model/                config.json, tokenizer: what export needs besides the weights
-        trainer_state.json    position, plan hash, layout, versions
-        manifest.json         size and checksum of every file above
+        trainer_state.json    position, plan hash, layout
+        manifest.json         size and checksum of every file above; what made them
         COMPLETE              written last
 
-It is written as step_00001000.tmp and renamed when whole.
+It is written as step_00001000.tmp and renamed when whole. Every rank hands over its part of the
+state, then writes and measures its own files: at once, or (checkpoint.async_save) from a copy while
+the loop goes on.
 """
 
 import io
 import json
 import os
 import shutil
+import threading
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -24,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import xxhash
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from finetune.config import CheckpointConfig
 from finetune.distributed import Ranks
 from finetune.errors import UserError
 from finetune.seeding import rng_state, set_rng_state
@@ -51,87 +57,320 @@ class TrainerState:
     global_step: int = 0
     examples: int = 0
     tokens: int = 0
+    eval_loss: float | None = None
+    """Of the evaluation after this very step, if there was one."""
     wandb_id: str | None = None
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written. Nothing of it is left, the older ones are as they were."""
 
 
 # --------------------------------------------------------------------------------------------------
 # Save
 
 
-def save_checkpoint(
-    engine: "DeepSpeedEngine",
-    state: TrainerState,
-    ranks: Ranks,
-    folder: Path,
-    tokenizer: "PreTrainedTokenizerBase",
-    keep_last: int,
-) -> Path:
-    """Write `folder`/step_XXXXXXXX on all ranks together, then remove all but the newest
-    `keep_last` complete ones.
+class Saver:
+    """Writes checkpoints of one run into `folder`, which all ranks share, and keeps the right ones.
 
-    The folder is shared by all ranks.
-
-    Raises:
-        OSError: e.g. the disk is full; what was written stays under a name that is no checkpoint's.
+    Every method is called by all ranks together.
     """
-    target = folder / f"step_{state.global_step:08d}"
-    draft = target.with_suffix(".tmp")
-    if ranks.is_first:
-        shutil.rmtree(draft, ignore_errors=True)
-        (draft / "rng").mkdir(parents=True)
-        (draft / "trainer_state.json").write_text(
-            json.dumps(
-                {**asdict(state), "versions": {name: version(name) for name in PACKAGES}}, indent=2
-            )
-        )
-        engine.module.config.save_pretrained(draft / "model")
-        if engine.module.can_generate():
-            engine.module.generation_config.save_pretrained(draft / "model")
-        tokenizer.save_pretrained(draft / "model")
-    dist.barrier(group=ranks.control)
-    engine.save_checkpoint(str(draft), tag=SHARDS, save_latest=False)
-    torch.save(rng_state(), draft / "rng" / f"rank_{ranks.rank:05d}.pt")
-    dist.barrier(group=ranks.control)
 
-    files = sorted(path for path in draft.rglob("*") if path.is_file())
-    mine = {
-        str(path.relative_to(draft)): _measure(path)
-        for path in files[ranks.rank :: ranks.world_size]
-    }
-    parts: list[dict[str, Any]] = [{}] * ranks.world_size
-    dist.all_gather_object(parts, mine, group=ranks.control)
-    if ranks.is_first:
-        manifest = {name: entry for part in parts for name, entry in part.items()}
-        _write_durably(
-            draft / "manifest.json", json.dumps(dict(sorted(manifest.items())), indent=1)
-        )
-        _write_durably(draft / "COMPLETE", f"{state.global_step}\n")
+    def __init__(
+        self,
+        engine: "DeepSpeedEngine",
+        tokenizer: "PreTrainedTokenizerBase",
+        ranks: Ranks,
+        folder: Path,
+        config: CheckpointConfig,
+        resumed_from: Path | None,
+    ) -> None:
+        self.engine, self.tokenizer, self.ranks = engine, tokenizer, ranks
+        self.folder, self.config, self.resumed_from = folder, config, resumed_from
+        self._copies = TensorCopies()
+        self._pending: TrainerState | None = None
+        self._writer: threading.Thread | None = None
+        self._written: dict[str, Any] = {}
+        self._error: str | None = None
+
+    def save(self, state: TrainerState) -> None:
+        """Write `folder`/step_XXXXXXXX, or with async_save start to; an earlier one is finished
+        first.
+
+        Raises:
+            SaveError: it cannot be written and checkpoint.on_failed_save is stop.
+        """
+        self.finish()
+        files = self._collect()
+        needed_bytes = sum(self._gather(sum(map(tensor_bytes, files.values()))))
+        draft = self._draft(state)
+        self._error = self._on_first(lambda: self._prepare(draft, state, needed_bytes))
+        self._pending = state
+        if self._error is None:
+            if self.config.async_save:
+                files = {name: self._copies.copy(content) for name, content in files.items()}
+                self._copies.rewind()
+            self._writer = threading.Thread(
+                target=self._write, args=(draft, files), name="checkpoint-writer"
+            )
+            self._writer.start()
+        if self._error is not None or not self.config.async_save:
+            self.finish()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part of a pending save is on disk, so that finish() would not wait
+        for it.
+        """
+        return self._pending is not None and not (self._writer and self._writer.is_alive())
+
+    def finish(self) -> None:
+        """Wait for the pending save, if any, and make it complete.
+
+        Raises:
+            SaveError: as save().
+        """
+        if self._pending is None:
+            return
+        state, self._pending = self._pending, None
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        parts = self._gather((self._written, self._error))
+        error = next((error for _, error in parts if error is not None), None)
+        if error is None:
+            files = {name: entry for part, _ in parts for name, entry in part.items()}
+            error = self._on_first(lambda: self._complete(state, files))
+        self._written, self._error = {}, None
+        if error is not None:
+            self._give_up(state, error)
+
+    # What the steps above do
+
+    def _collect(self) -> dict[str, Any]:
+        """What this rank has to write, by the file's name; tensors are the live ones."""
+        collector = StateCollector()
+        usual, self.engine.checkpoint_engine = self.engine.checkpoint_engine, collector
+        # rank 0 would write a script beside the shards, outside of our care; export.py replaces it
+        self.engine._copy_recovery_script = lambda folder: None
+        try:
+            self.engine.save_checkpoint("/", tag=SHARDS, save_latest=False)
+        finally:
+            self.engine.checkpoint_engine = usual
+        files = {f"{SHARDS}/{path.name}": state for path, state in collector.files.items()}
+        files[f"rng/rank_{self.ranks.rank:05d}.pt"] = rng_state()
+        return files
+
+    def _prepare(self, draft: Path, state: TrainerState, needed_bytes: int) -> None:
+        """An empty draft with rank 0's small files, on a disk that has room for the rest."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(left_over)
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes < needed_bytes:
+            raise OSError(f"it needs {needed_bytes:,} bytes, the disk has {free_bytes:,} free")
+        for part in (SHARDS, "rng"):
+            (draft / part).mkdir(parents=True)
+        model = self.engine.module
+        model.config.save_pretrained(draft / "model")
+        if model.can_generate():
+            model.generation_config.save_pretrained(draft / "model")
+        self.tokenizer.save_pretrained(draft / "model")
+        (draft / "trainer_state.json").write_text(json.dumps(asdict(state), indent=2))
+
+    def _write(self, draft: Path, files: dict[str, Any]) -> None:
+        """This rank's files; runs in a thread, and leaves what came of it in the attributes."""
+        try:
+            self._written = {
+                name: write_measured(draft / name, lambda file, c=content: torch.save(c, file))
+                for name, content in files.items()
+            }
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            self._error = f"{describe(error)} (rank {self.ranks.rank})"
+
+    def _complete(self, state: TrainerState, files: dict[str, Any]) -> None:
+        """Manifest, COMPLETE, the rename that makes it a checkpoint; then the older ones."""
+        draft, target = self._draft(state), self.folder / f"step_{state.global_step:08d}"
+        for path in sorted(draft.rglob("*")):
+            name = str(path.relative_to(draft))
+            if path.is_file() and name not in files:  # rank 0's small ones
+                content = path.read_bytes()
+                files[name] = write_measured(path, lambda file, c=content: file.write(c))
+        optimizer = self.engine.basic_optimizer
+        made_by = {
+            "world_size": state.world_size,
+            "zero_stage": state.zero_stage,
+            "optimizer": type(optimizer).__name__,
+            "plan_hash": state.plan_hash,
+            "versions": {name: version(name) for name in PACKAGES},
+        }
+        manifest = {"made_by": made_by, "files": dict(sorted(files.items()))}
+        text = json.dumps(manifest, indent=1)
+        write_measured(draft / "manifest.json", lambda file: file.write(text.encode()))
+        write_measured(draft / "COMPLETE", lambda file: file.write(b"complete\n"))
         if target.exists():  # a run resumed from before this step has come here again
             shutil.rmtree(target)
         os.replace(draft, target)
-        _sync_folder(folder)
-        usable = [path for path in list_complete(folder) if fault(path) is None]
-        for old in usable[:-keep_last]:
+        _sync_folder(self.folder)
+        for old in self._superfluous(target):
             shutil.rmtree(old)
-    dist.barrier(group=ranks.control)
-    return target
+
+    def _superfluous(self, newest: Path) -> list[Path]:
+        """The checkpoints that checkpoint.keep_last, keep_every_steps and keep_best do not name."""
+        config = self.config
+        usable = [path for path in list_complete(self.folder) if fault(path) is None]
+        states = {path: read_state(path) for path in usable}
+        scored = [path for path in usable if states[path].eval_loss is not None]
+        best = sorted(scored, key=lambda path: states[path].eval_loss)[: config.keep_best]
+        kept = {newest, self.resumed_from, *usable[-config.keep_last :], *best}
+        if config.keep_every_steps:
+            kept |= {p for p in usable if states[p].global_step % config.keep_every_steps == 0}
+        return [path for path in usable if path not in kept]
+
+    def _give_up(self, state: TrainerState, error: str) -> None:
+        line = f"checkpoint of step {state.global_step:,} in {self.folder} failed: {error}"
+        if self.ranks.is_first:
+            shutil.rmtree(self._draft(state), ignore_errors=True)
+        dist.barrier(group=self.ranks.control)
+        if self.config.on_failed_save == "stop":
+            raise SaveError(
+                f"{line}; older checkpoints are whole; make room, or say checkpoint.on_failed_save "
+                "continue, and start again"
+            )
+        if self.ranks.is_first:
+            print(f"WARNING: {line}; going on without it", flush=True)
+
+    def _draft(self, state: TrainerState) -> Path:
+        return self.folder / f"step_{state.global_step:08d}.tmp"
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(values, value, group=self.ranks.control)
+        return values
+
+    def _on_first(self, work: Callable[[], None]) -> str | None:
+        """Do it on rank 0; on all ranks, what went wrong."""
+        box: list[str | None] = [None]
+        if self.ranks.is_first:
+            try:
+                work()
+            except Exception as error:
+                box[0] = describe(error)
+        dist.broadcast_object_list(box, src=0, group=self.ranks.control)
+        return box[0]
 
 
-def _measure(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file that is on disk when this returns."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "xxh3_64": digest.hexdigest()}
+class StateCollector(CheckpointEngine):
+    """In the place of DeepSpeed's writer: keeps what would be written, by path. A rank whose disk
+    is full then fails in our hands, and not between two barriers of DeepSpeed's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[Path, Any] = {}
+
+    def create(self, info: Any) -> None:
+        pass
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[Path(path)] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> bool:
+        return True
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+class TensorCopies:
+    """Copies of a state in CPU memory, pinned where there is a GPU; the memory is used again."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._used = 0
+        self._seen: dict[tuple, torch.Tensor] = {}
+
+    def copy(self, value: Any) -> Any:
+        """`value` with every tensor in it replaced by a copy; those that are one stay one."""
+        if isinstance(value, torch.Tensor):
+            key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            if key not in self._seen:
+                self._seen[key] = self._buffer_for(value).copy_(value.detach())
+            return self._seen[key]
+        if isinstance(value, dict):
+            copied = {name: self.copy(item) for name, item in value.items()}
+            return copied if type(value) is dict else type(value)(copied)
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self.copy(item) for item in value)
+        return value
+
+    def rewind(self) -> None:
+        """The next copy is of the same state, later on."""
+        self._used, self._seen = 0, {}
+
+    def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        fits = self._used < len(self._buffers) and (
+            self._buffers[self._used].shape == tensor.shape
+            and self._buffers[self._used].dtype == tensor.dtype
+        )
+        if not fits:
+            del self._buffers[self._used :]
+            pinned = torch.cuda.is_available()
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers.append(empty)
+        self._used += 1
+        return self._buffers[self._used - 1]
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+class MeasuringFile:
+    """A file being written whose size and checksum are known at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.raw = path.open("wb")
+        self.digest, self.bytes = xxhash.xxh3_64(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.bytes += memoryview(data).nbytes
+        return self.raw.write(data)
+
+    def flush(self) -> None:
+        self.raw.flush()
+
+
+def write_measured(path: Path, write: Callable[[Any], Any]) -> dict[str, Any]:
+    """Write a file; size and checksum once it is on the disk for good.
+
+    Raises:
+        OSError: it is not.
+    """
+    file = MeasuringFile(path)
+    try:
+        write(file)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.raw.fileno())
+    finally:
+        file.raw.close()
+    return {"bytes": file.bytes, "xxh3_64": file.digest.hexdigest()}
+
+
+def describe(error: Exception) -> str:
+    """One line on what went wrong, with the free space where that is why."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _sync_folder(folder: Path) -> None:
@@ -149,31 +388,45 @@ def list_complete(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_????????") if (path / "COMPLETE").is_file())
 
 
-def fault(checkpoint: Path) -> str | None:
-    """Why `checkpoint` cannot be used; None if every file of its manifest is there, in its size."""
+def fault(checkpoint: Path, checksums: bool = False) -> str | None:
+    """Why `checkpoint` cannot be used; None if every file of its manifest is there, in its size,
+    and if asked for with its checksum.
+    """
     if not (checkpoint / "COMPLETE").is_file():
         return "it has no COMPLETE: the save was cut short"
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        json.loads((checkpoint / "trainer_state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        return f"its manifest or trainer state cannot be read ({error})"
-    for name, entry in manifest.items():
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        read_state(checkpoint)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest or trainer state cannot be read ({describe(error)})"
+    for name, entry in files.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+        if checksums and checksum(path) != entry["xxh3_64"]:
+            return f"{name} is damaged: its checksum is not the one that was written"
     return None
 
 
-def find_checkpoint(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
+def checksum(path: Path) -> str:
+    """xxh3 of a file, 64 bits in hexadecimal."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def find_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that `checkpoint.resume` means, and a line for each one passed over.
 
     Raises:
         UserError: a given path is no usable checkpoint; all that are there are broken; or resume
             is none and the folder has checkpoints, which a second run would mix with its own.
     """
+    resume, checksums = config.resume, config.verify == "checksums"
     present = sorted(folder.glob("step_????????"), reverse=True)
     if resume == "none":
         if present:
@@ -183,12 +436,12 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
             )
         return None, []
     if resume != "auto":
-        if problem := fault(Path(resume)):
+        if problem := fault(Path(resume), checksums):
             raise UserError(f"checkpoint.resume: {resume} is no usable checkpoint: {problem}")
         return Path(resume), []
     passed_over = []
     for checkpoint in present:
-        problem = fault(checkpoint)
+        problem = fault(checkpoint, checksums)
         if problem is None:
             return checkpoint, passed_over
         passed_over.append(f"passing over {checkpoint}: {problem}")
@@ -197,7 +450,8 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
             f"no usable checkpoint in {folder}: {'; '.join(passed_over)}; "
             "remove them to start at step 0"
         )
-    return None, []
+    drafts = [f"{path} is of a save that was cut short" for path in folder.glob("step_*.tmp")]
+    return None, drafts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,8 +460,7 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
 
 def read_state(checkpoint: Path) -> TrainerState:
     """The trainer state of a checkpoint that `fault` found nothing wrong with."""
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    return TrainerState(**{name: saved[name] for name in TrainerState.__dataclass_fields__})
+    return TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text()))
 
 
 def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, folder: Path) -> None:

@@ -223,6 +223,16 @@ class CheckpointConfig:
     """Save every so many steps; 0: only at the end."""
     keep_last: int = 2
     """Complete checkpoints to keep; older ones go after a newer one is complete."""
+    keep_every_steps: int = 0
+    """Keep for good those whose step is a multiple of this; 0: none."""
+    keep_best: int = 0
+    """Keep so many with the lowest loss in an evaluation at their step."""
+    async_save: bool = False
+    """Write from a copy in CPU memory while training goes on; needs memory for that copy."""
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """When a save fails, e.g. on a full disk: end the run, or warn and go on without it."""
+    verify: Literal["sizes", "checksums"] = "sizes"
+    """What is checked of a checkpoint before it is resumed from; checksums read all of it."""
     resume: str = "auto"
     """auto: newest complete one in output_dir, if any; none: start at step 0; or a checkpoint
     folder.
@@ -312,6 +322,8 @@ LEAST_VALUES = [
     ("data", "max_row_characters", 1),
     ("checkpoint", "every_steps", 0),
     ("checkpoint", "keep_last", 1),
+    ("checkpoint", "keep_every_steps", 0),
+    ("checkpoint", "keep_best", 0),
     ("distributed", "timeout_seconds", 1),
     ("distributed", "data_timeout_seconds", 1),
     ("launch", "heartbeat_seconds", 5),

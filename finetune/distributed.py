@@ -292,11 +292,11 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     return box[0]
 
 
-def stop_was_asked(ranks: Ranks) -> bool:
-    """Whether any rank was told to leave: the same answer on all of them."""
-    asked = torch.tensor(float(ranks.stop.signal is not None), device=ranks.device)
-    dist.all_reduce(asked)
-    return bool(asked)
+def count_ranks(ranks: Ranks, *flags: bool) -> list[int]:
+    """For each flag, on how many ranks it is set: the same answer on all of them."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=ranks.device)
+    dist.all_reduce(counts)
+    return [int(count) for count in counts.tolist()]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,14 @@ def main() -> None:
         raise UserError(f"no such folder: {args.checkpoint}")
 
     from finetune.checkpoint import export_checkpoint, find_checkpoint  # after the arguments: slow
+    from finetune.config import CheckpointConfig
     from finetune.metrics import quieten_libraries
 
     quieten_libraries(is_first=True)
 
     checkpoint = args.checkpoint
     if (checkpoint / "checkpoints").is_dir():
-        newest, passed_over = find_checkpoint("auto", checkpoint / "checkpoints")
+        newest, passed_over = find_checkpoint(CheckpointConfig(), checkpoint / "checkpoints")
         print("".join(f"{line}\n" for line in passed_over), end="")
         if newest is None:
             raise UserError(f"{checkpoint} has no checkpoints yet")
