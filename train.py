@@ -35,8 +35,10 @@ import torch
 from torch import nn
 
 from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
+from finetune import universal
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
+    SHARDS,
     Saver,
     TrainerState,
     check_resumable,
@@ -146,8 +148,13 @@ def main(config: Config, dry_run: bool) -> None:
         output_dir = Path(config.output_dir)
         on_first_rank(ranks, lambda: held.enter_context(run_lock(output_dir)))
         checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
+        converted = None
         if checkpoint is not None:
-            state = read_state(checkpoint)
+            saved, now = read_state(checkpoint), state
+            if universal.is_needed(saved.world_size, now.world_size, now.zero_stage):
+                converted = on_first_rank(ranks, lambda: convert(checkpoint, now))
+                ds_config = {**ds_config, "checkpoint": {"load_universal": True}}
+            state = replace(saved, world_size=now.world_size)
         on_first_rank(
             ranks, lambda: write_resolved_configs(config, ds_config, (train_plan, eval_plan))
         )
@@ -161,7 +168,7 @@ def main(config: Config, dry_run: bool) -> None:
         apply_timeout(config.distributed, ranks)
         seed_everything(config.train.seed + ranks.rank)
         if checkpoint is not None:
-            load_checkpoint(engine, checkpoint, ranks)
+            load_checkpoint(engine, checkpoint, converted, ranks, config.train.seed)
         if config.data.batching == "packed":
             check_packing(engine, len(tokenizer), ranks.device)
 
@@ -313,9 +320,15 @@ def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
         print(line, flush=True)
     if checkpoint is not None:
         saved = read_state(checkpoint)
-        check_resumable(checkpoint, saved, state, folder)
+        checksums = config.checkpoint.verify == "checksums"
+        check_resumable(checkpoint, saved, state, folder, checksums)
         print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
     return checkpoint
+
+
+def convert(checkpoint: Path, now: TrainerState) -> Path:
+    """The checkpoint's form for this run's number of ranks."""
+    return universal.convert(checkpoint, now.zero_stage, checkpoint / SHARDS, now.world_size)
 
 
 def build_engine(

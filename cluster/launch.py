@@ -59,7 +59,12 @@ SILENT_PART, GRACE_PART = 0.4, 0.25
 RETRY_SECONDS = 5.0
 SETTLE_SECONDS = 3.0  # after the first bad news: the cause may be heard later than its consequences
 LEAVE_SECONDS = 30.0  # for ranks that were told to save and leave, or have said that they are done
-RANK_PREFIX = {"openmpi": r"^\[\d+,(\d+)\]<std(?:out|err)>:", "slurm": r"^ *(\d+): "}  # of a line
+# What the launcher puts before a rank's output. mpirun does so with every piece that is written,
+# also in the middle of a line.
+RANK_PREFIX = {
+    "openmpi": re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>:"),
+    "slurm": re.compile(r"^ *(\d+): "),
+}
 QUIET_STATES = ("started", "at work")  # they add nothing to "rank 3 ended with code 1"
 RANK_SCRIPT = "cluster/rank.py"
 
@@ -188,11 +193,10 @@ async def print_by_host(job: Job, launcher: asyncio.subprocess.Process) -> None:
     names = [host.name for host in job.hosts for _ in host.slots]
     while launcher.stdout is not None and (line := await launcher.stdout.readline()):
         text = line.decode(errors="replace")
-        print(
-            re.sub(RANK_PREFIX[job.launcher], lambda m: f"{names[int(m[1])]}: ", text),
-            end="",
-            flush=True,
-        )
+        prefix = RANK_PREFIX[job.launcher]
+        if rank := prefix.match(text):
+            text = f"{names[int(rank[1])]}: {prefix.sub('', text)}"
+        print(text, end="", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,10 +31,12 @@ import xxhash
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from finetune import universal
 from finetune.config import CheckpointConfig
 from finetune.distributed import Ranks
 from finetune.errors import UserError
-from finetune.seeding import rng_state, set_rng_state
+from finetune.seeding import rng_state, seed_everything, set_rng_state
+from finetune.universal import remove_converted
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -164,7 +166,7 @@ class Saver:
     def _prepare(self, draft: Path, state: TrainerState, needed_bytes: int) -> None:
         """An empty draft with rank 0's small files, on a disk that has room for the rest."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob("step_*.tmp"):
+        for left_over in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):
             shutil.rmtree(left_over)
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < needed_bytes:
@@ -209,11 +211,12 @@ class Saver:
         write_measured(draft / "manifest.json", lambda file: file.write(text.encode()))
         write_measured(draft / "COMPLETE", lambda file: file.write(b"complete\n"))
         if target.exists():  # a run resumed from before this step has come here again
-            shutil.rmtree(target)
+            remove_checkpoint(target)
         os.replace(draft, target)
         _sync_folder(self.folder)
         for old in self._superfluous(target):
-            shutil.rmtree(old)
+            remove_checkpoint(old)
+        remove_converted(self.folder)
 
     def _superfluous(self, newest: Path) -> list[Path]:
         """The checkpoints that checkpoint.keep_last, keep_every_steps and keep_best do not name."""
@@ -366,6 +369,13 @@ def write_measured(path: Path, write: Callable[[Any], Any]) -> dict[str, Any]:
     return {"bytes": file.bytes, "xxh3_64": file.digest.hexdigest()}
 
 
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; cut short, it leaves nothing that has COMPLETE and lacks files."""
+    doomed = path.with_suffix(".old")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
 def describe(error: Exception) -> str:
     """One line on what went wrong, with the free space where that is why."""
     if isinstance(error, OSError) and error.strerror:
@@ -463,14 +473,20 @@ def read_state(checkpoint: Path) -> TrainerState:
     return TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text()))
 
 
-def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, folder: Path) -> None:
+def check_resumable(
+    checkpoint: Path, saved: TrainerState, now: TrainerState, folder: Path, checksums: bool
+) -> None:
     """Refuse what would not continue the same run, or would mix two runs in `folder`.
+
+    Args:
+        checksums: as for `fault`; what was passed over as damaged is no later part of the run.
 
     Raises:
         UserError: names what differs, or the checkpoint of `folder` that is further on.
     """
-    later = [path for path in list_complete(folder) if fault(path) is None]
-    if later and read_state(later[-1]).global_step > saved.global_step:
+    later = [path for path in list_complete(folder) if path.name > f"step_{saved.global_step:08d}"]
+    later = [path for path in later if fault(path, checksums) is None]
+    if later:
         raise UserError(
             f"{checkpoint} is at step {saved.global_step}, but {folder} goes on to "
             f"{later[-1].name}; remove the later ones, or choose another output_dir"
@@ -482,7 +498,6 @@ def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, fo
                 "optimizer keeps the old one, so go on with it, or use another output_dir"
             )
     for name, meaning in {
-        "world_size": "ranks",
         "zero_stage": "ZeRO stage",
         "precision": "precision",
         "plan_hash": "plan (rows, their tokens, train.seed, global batch, data.window, weights, or "
@@ -496,16 +511,30 @@ def check_resumable(checkpoint: Path, saved: TrainerState, now: TrainerState, fo
             )
 
 
-def load_checkpoint(engine: "DeepSpeedEngine", checkpoint: Path, ranks: Ranks) -> None:
+def load_checkpoint(
+    engine: "DeepSpeedEngine", checkpoint: Path, converted: Path | None, ranks: Ranks, seed: int
+) -> None:
     """Weights, optimizer, schedule and this rank's RNG from `checkpoint`.
+
+    Args:
+        converted: its universal form, where it is of another number of ranks. Then there are no RNG
+            states for these ranks, and they are seeded anew.
+        seed: for that; train.seed.
 
     Raises:
         RuntimeError: DeepSpeed loaded nothing.
     """
-    loaded, _ = engine.load_checkpoint(str(checkpoint), tag=SHARDS)
+    folder, tag = (checkpoint, SHARDS) if converted is None else (converted, universal.TAG)
+    with universal.groups_kept(engine.basic_optimizer) if converted else nullcontext():
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
     if loaded is None:
-        raise RuntimeError(f"DeepSpeed loaded nothing from {checkpoint}")
-    set_rng_state(torch.load(checkpoint / "rng" / f"rank_{ranks.rank:05d}.pt", weights_only=True))
+        raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
+    state = read_state(checkpoint)
+    if state.world_size == ranks.world_size:
+        rng = checkpoint / "rng" / f"rank_{ranks.rank:05d}.pt"
+        set_rng_state(torch.load(rng, weights_only=True))
+    else:  # not the stream of step 0 once more
+        seed_everything(seed + ranks.rank + 1_000_003 * state.global_step)
 
 
 # --------------------------------------------------------------------------------------------------

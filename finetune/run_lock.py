@@ -27,13 +27,16 @@ def run_lock(folder: Path) -> Iterator[None]:
     over. No clocks are compared, and no file locks are asked for, which shared disks often lack.
 
     Raises:
-        UserError: another run is at work in the folder.
+        UserError: another run is at work in the folder, or it cannot be written to.
     """
     path = folder / "run.lock"
-    folder.mkdir(parents=True, exist_ok=True)
-    _wait_until_free(path)
     mine = {"host": _here(), "pid": os.getpid(), "id": uuid.uuid4().hex}
-    _write(path, mine, beat=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _wait_until_free(path)
+        _write(path, mine, beat=0)
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write {folder}: {error.strerror}") from error
     time.sleep(0.2)  # of two that found it free at the same moment, the one that wrote last has it
     if _read(path).get("id") != mine["id"]:
         raise UserError(_taken(path, _read(path)))

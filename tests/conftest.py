@@ -94,6 +94,60 @@ def start(
     )  # fmt: skip
 
 
+class Forked:
+    """Ranks of one run, started by the fork server."""
+
+    def __init__(self, server, log: Path, pids: list[int]) -> None:
+        self.server, self.log, self.pids = server, log, pids
+
+    def wait(self) -> Finished:
+        """The first code that is not 0, by rank, and what all ranks have printed."""
+        codes = self.server.ask({"wait": self.pids})["codes"]
+        code = next((code for code in codes if code), 0)
+        return Finished(code, self.log.read_text())
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank], number)
+
+
+class ForkServer:
+    """train.py on forked ranks, see fork_server.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(REPO / "tests" / "fork_server.py")], cwd=REPO, env=environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ask(self, request: dict) -> dict:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, config, *flags, ranks=1, **variables) -> Forked:
+        self.runs += 1
+        log = self.folder / f"log_{self.runs}"
+        request = {
+            "argv": ["--config", str(config), *map(str, flags)], "ranks": ranks,
+            "log": str(log), "port": free_port(), "environment": variables,
+        }  # fmt: skip
+        log.touch()
+        return Forked(self, log, self.ask(request)["pids"])
+
+    def train(self, config, *flags, ranks=1, **variables) -> Finished:
+        return self.start(config, *flags, ranks=ranks, **variables).wait()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    server = ForkServer(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.process.stdin.close()
+    server.process.wait(30)
+
+
 def ranks_of(launcher) -> list[psutil.Process]:
     """The processes of the ranks under a launcher of this machine, in the order of RANK."""
     found = {}

@@ -68,7 +68,7 @@ ON_TWO_RANKS = ("unknown key", "malformed line", "schedule without its argument"
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_exits_2_with_one_line(tiny_config, tmp_path, case):
+def test_a_mistake_exits_2_with_one_line(forks, tiny_config, tmp_path, case):
     files, flags, message = MISTAKES[case]
     changes = {}
     if "rows" in files:
@@ -77,8 +77,10 @@ def test_a_mistake_exits_2_with_one_line(tiny_config, tmp_path, case):
     if "ds" in files:
         (tmp_path / "ds.json").write_text(json.dumps(files["ds"]))
         changes["ds_config"] = str(tmp_path / "ds.json")
-    ranks, launcher = (2, "deepspeed") if case in ON_TWO_RANKS else (1, "python")
-    finished = train(tiny_config(**changes), *flags, ranks=ranks, launcher=launcher)
+    if case in ON_TWO_RANKS:
+        finished = train(tiny_config(**changes), *flags, ranks=2)
+    else:
+        finished = forks.train(tiny_config(**changes), *flags)
     assert finished.code == 2, finished.output
     assert len(finished.errors) == 1 and message in finished.errors[0], finished.output
     assert "Traceback" not in finished.output
@@ -159,7 +161,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(tiny_config, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_metrics_wandb_and_resolved_configs(tiny_config, tmp_path):
+def test_metrics_wandb_and_resolved_configs(forks, tiny_config, tmp_path):
     """One run with W&B offline; then both resolved files alone start it again, under torchrun."""
     config = tiny_config(tracking__wandb="offline", train__eval_every_steps=5)
     first = train(config, ranks=2)
@@ -187,16 +189,12 @@ def test_metrics_wandb_and_resolved_configs(tiny_config, tmp_path):
     assert second.code == 0, second.output
     assert [s["loss"] for s in read_metrics(again)] == [s["loss"] for s in steps]
 
-    mixed = train(config, "--checkpoint.resume", "none", launcher="python")
+    mixed = forks.train(config, "--checkpoint.resume", "none")
     assert mixed.code == 2 and "has checkpoints of an earlier run" in mixed.errors[0]
-    other = train(config, "--train.seed", "8", ranks=2)
-    assert other.code == 2 and "its plan (rows, their tokens, train.seed" in other.errors[0], (
-        other.output
-    )
-    faster = train(config, "--train.learning_rate", "1e-2", ranks=2)
+    other = forks.train(config, "--train.seed", "8", ranks=2)
+    assert other.code == 2 and "its plan (rows, their tokens, train.seed" in other.errors[0]
+    faster = forks.train(config, "--train.learning_rate", "1e-2", ranks=2)
     assert faster.code == 2 and "train.learning_rate (scaled) was 0.003" in faster.errors[0]
-    fewer = train(config, launcher="python")
-    assert fewer.code == 2 and "its ranks is 2, this run's 1" in fewer.errors[0], fewer.output
 
 
 def read_wandb(folder):
@@ -213,39 +211,12 @@ def read_wandb(folder):
     return history, first["config"]["update"]
 
 
-def test_broken_checkpoints_are_passed_over_or_refused(tiny_config, tmp_path):
-    config = tiny_config(checkpoint={"every_steps": 4})
-    assert train(config, launcher="python").code == 0
-    backwards = tmp_path / "run" / "checkpoints" / "step_00000008"
-    finished = train(config, "--checkpoint.resume", backwards, launcher="python")
-    assert finished.code == 2 and "goes on to step_00000012" in finished.errors[0], finished.output
-
-    newest, older = (tmp_path / "run" / "checkpoints" / f"step_{n:08d}" for n in (12, 8))
-    (newest / "COMPLETE").unlink()
-    finished = train(config, launcher="python")
-    assert finished.code == 0, finished.output
-    assert "passing over" in finished.output and "it has no COMPLETE" in finished.output
-    assert "step_00000008: step 8" in finished.output
-
-    for checkpoint in (newest, older):
-        shard = next((checkpoint / "deepspeed").glob("*optim_states.pt"))
-        shard.write_bytes(shard.read_bytes()[:-100])
-    finished = train(config, launcher="python")
-    assert finished.code == 2 and "no usable checkpoint" in finished.errors[0], finished.output
-    blocked = tmp_path / "a_file"
-    blocked.write_text("")
-    finished = train(config, "--output_dir", blocked, launcher="python")
-    assert finished.code == 2 and "output_dir: cannot write" in finished.errors[0], finished.output
-    explicit = train(config, "--checkpoint.resume", str(newest), launcher="python")
-    assert explicit.code == 2 and "bytes instead of" in explicit.errors[0], explicit.output
-
-
 # --------------------------------------------------------------------------------------------------
 # The exported model, the sample, the shipped configs
 
 
-def test_export_answers_and_complains(tiny_config, tmp_path):
-    assert train(tiny_config(), launcher="python").code == 0
+def test_export_answers_and_complains(forks, tiny_config, tmp_path):
+    assert forks.train(tiny_config()).code == 0
     out = tmp_path / "hf"
     export = [sys.executable, "scripts/export.py"]
     finished = run([*export, tmp_path / "run", out])

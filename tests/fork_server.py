@@ -1,0 +1,63 @@
+"""Starts train.py's ranks by forking a process that has imported everything: importing torch and
+DeepSpeed takes 4 s a rank, a fork none. The ranks are processes of their own, with the variables
+that a launcher would set.    python tests/fork_server.py
+
+Requests on standard input, answers on standard output, one JSON a line:
+    {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}} -> {"pids": [...]}
+    {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train
+from finetune.config import parse_command_line
+from finetune.errors import exit_on_error
+
+
+def rank(request: dict, number: int) -> None:
+    """The life of one rank."""
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.setsid()
+    ranks = str(request["ranks"])
+    os.environ.update(request["environment"])
+    os.environ.update(
+        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
+    )  # fmt: skip
+    exit_on_error(lambda: train.main(*parse_command_line(request["argv"])))
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            codes = [os.waitpid(pid, 0)[1] for pid in request["wait"]]
+            answer = {"codes": [os.waitstatus_to_exitcode(code) for code in codes]}
+        else:
+            pids = []
+            for number in range(request["ranks"]):
+                if (pid := os.fork()) == 0:
+                    code = 1
+                    try:
+                        rank(request, number)
+                        code = 0
+                    except SystemExit as end:
+                        code = end.code or 0
+                    finally:
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                        os._exit(code)
+                pids.append(pid)
+            answer = {"pids": pids}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Nothing lost: saves that are cut short, full disks, damaged files, other numbers of ranks.
+
+Ranks are forked (tests/fork_server.py).    pytest tests/test_checkpoints.py
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from conftest import REPO, read_metrics
+
+from finetune.checkpoint import fault, find_checkpoint, list_complete
+from finetune.config import CheckpointConfig
+
+pytestmark = pytest.mark.launch
+
+
+def curve(run_folder):
+    steps = read_metrics(run_folder)
+    return [s["step"] for s in steps], [[s["loss"], s["grad_norm"], s["lr"]] for s in steps]
+
+
+def names(run_folder):
+    return sorted(p.name for p in (run_folder / "checkpoints").iterdir())
+
+
+def until(happened, run, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, run.log.read_text()
+        time.sleep(0.002)
+
+
+# --------------------------------------------------------------------------------------------------
+# Another number of ranks
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return {}
+
+
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3"])
+def test_ranks_1_2_3_1_follow_the_uninterrupted_curve(
+    forks, tiny_config, tmp_path, uninterrupted, strategy
+):
+    """Two parameter groups, with and without weight decay; each leg but the last is one step."""
+    ds_config = json.loads((REPO / "ds_configs" / f"{strategy}.json").read_text())
+    if "offload" in strategy:
+        ds_config["optimizer"]["params"]["torch_adam"] = True  # no compiler needed
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    config = tiny_config(ds_config=str(tmp_path / "ds.json"))
+    if not uninterrupted:
+        finished = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+        assert finished.code == 0, finished.output
+        uninterrupted["curve"] = curve(tmp_path / "whole")
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    for ranks in (1, 2, 3):
+        (run_folder / "stop").touch()  # seen after the first step
+        finished = forks.train(config, ranks=ranks)
+        assert finished.code == 75, finished.output
+        assert f"told to leave, saved: step {ranks}" in finished.output
+        assert (f"for {ranks} ranks; needs" in finished.output) == (ranks > 1)
+        assert names(run_folder)[-1] == f"step_{ranks:08d}"
+    finished = forks.train(config, ranks=1)
+    assert finished.code == 0, finished.output
+    steps, values = curve(run_folder)
+    assert steps == uninterrupted["curve"][0] == list(range(1, 13))
+    np.testing.assert_allclose(values, uninterrupted["curve"][1], rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Saves that are cut short
+
+
+def is_saving(folder, since):
+    """Whether there is a draft that is younger than the run; the last one's may still be there."""
+    with suppress(FileNotFoundError):
+        return any(draft.stat().st_ctime > since for draft in folder.glob("step_*.tmp"))
+
+
+@pytest.mark.timeout(400)
+def test_killed_again_and_again_while_it_saves(
+    forks, tiny_config, tmp_path, tiny_model_with_dropout
+):
+    """It saves after every step; a rank is killed at a random moment around a save, with blocking
+    and asynchronous saves in turns.    KILLS=100 pytest tests/test_checkpoints.py -k again
+    """
+    config = tiny_config(
+        model=tiny_model_with_dropout, data__micro_batch_tokens=300,
+        train__epochs=None, train__steps=60, train__eval_every_steps=20,
+        checkpoint={"every_steps": 1},
+    )  # fmt: skip
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert whole.code == 0, whole.output
+    run_folder, chance, drafts = tmp_path / "run", random.Random(7), 0
+    kills = int(os.environ.get("KILLS", "6"))
+    for attempt in range(kills):
+        began = time.time()
+        is_async = str(attempt % 2 == 1).lower()
+        run = forks.start(config, "--checkpoint.async_save", is_async, ranks=2)
+        until(lambda since=began: is_saving(run_folder / "checkpoints", since), run)
+        time.sleep(chance.uniform(0, 4 / kills))
+        victim = chance.randrange(2)
+        run.kill(victim)
+        time.sleep(0.01)
+        drafts += any(n.endswith((".tmp", ".old")) for n in names(run_folder))
+        run.kill(1 - victim)
+        run.wait()
+        for complete in list_complete(run_folder / "checkpoints"):
+            assert fault(complete, checksums=True) is None
+    assert drafts >= kills / 5, "it should have been hit in the middle of saves"
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    assert curve(run_folder) == curve(tmp_path / "whole"), "each step once, bit for bit"
+    assert names(run_folder)[-2:] == ["step_00000059", "step_00000060"]
+
+
+# --------------------------------------------------------------------------------------------------
+# A disk that is full
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+@pytest.mark.parametrize("answer", ["stop", "continue"])
+def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path, answer):
+    disk = tmp_path / "run" / "checkpoints"
+    disk.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
+    try:
+        config = tiny_config(
+            checkpoint={"every_steps": 2, "keep_last": 3, "on_failed_save": answer}
+        )  # fmt: skip
+        finished = forks.train(config, ranks=2)
+        kept = list_complete(disk)
+        assert kept and all(fault(path, True) is None for path in kept)
+        assert sorted(disk.iterdir()) == kept, "no debris"
+        lines = finished.output.splitlines()
+        line = next(line for line in lines if "checkpoint of step" in line)
+        assert "it needs" in line and "bytes, the disk has" in line
+        if answer == "stop":
+            assert finished.code == 2 and line.startswith("error: "), finished.output
+            assert "older checkpoints are whole" in line
+        else:
+            assert finished.code == 0 and line.startswith("WARNING: "), finished.output
+            assert read_metrics(tmp_path / "run")[-1]["step"] == 12
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Damage
+
+
+def shorten(checkpoint):
+    shard = next((checkpoint / "deepspeed").glob("*optim_states.pt"))
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def flip(checkpoint):
+    shard = next((checkpoint / "deepspeed").glob("*optim_states.pt"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def foreign(checkpoint):
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    (checkpoint / "COMPLETE").write_text("")
+    (checkpoint / "mp_rank_00_model_states.pt").write_bytes(b"from elsewhere")
+
+
+DAMAGE = {
+    "truncated shard": (shorten, "optim_states.pt has "),
+    "flipped byte": (flip, "is damaged: its checksum is not the one that was written"),
+    "missing RNG file": (lambda c: (c / "rng/rank_00000.pt").unlink(),
+                         "rng/rank_00000.pt is missing"),
+    "no shard": (lambda c: shutil.rmtree(c / "deepspeed"), "states.pt is missing"),
+    "no COMPLETE": (lambda c: (c / "COMPLETE").unlink(),
+                    "it has no COMPLETE: the save was cut short"),
+    "foreign": (foreign, "its manifest or trainer state cannot be read (No such file"),
+}  # fmt: skip
+
+
+def test_damaged_checkpoints_are_passed_over_and_never_start_at_step_0(
+    forks, tiny_config, tmp_path
+):
+    """The newest is damaged in every way; a stale `latest` beside it means nothing to us."""
+    settings = {"every_steps": 2, "verify": "checksums"}
+    config = tiny_config(train__epochs=None, train__steps=4, checkpoint=settings)
+    assert (finished := forks.train(config)).code == 0, finished.output
+    sound, run_folder = tmp_path / "sound", tmp_path / "run"
+    run_folder.rename(sound)
+    folder = run_folder / "checkpoints"
+    older, newest = folder / "step_00000002", folder / "step_00000004"
+    for case, (damage, line) in DAMAGE.items():
+        shutil.rmtree(run_folder, ignore_errors=True)
+        shutil.copytree(sound, run_folder)
+        damage(newest)
+        (folder / "latest").write_text("")
+        found, passed_over = find_checkpoint(CheckpointConfig(**settings), folder)
+        assert found == older and len(passed_over) == 1, case
+        assert passed_over[0].startswith(f"passing over {newest}: ") and line in passed_over[0]
+        if case != "flipped byte":
+            continue
+        finished = forks.train(config)
+        assert finished.code == 0, finished.output
+        assert f"passing over {newest}: " in finished.output and line in finished.output
+        assert f"resuming from {older}: step 2\n" in finished.output
+        assert curve(run_folder) == curve(sound)
+
+    def refusal(*flags):
+        finished = forks.train(config, *flags)
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        return finished.errors[0]
+
+    shutil.rmtree(run_folder)
+    shutil.copytree(sound, run_folder)
+    assert "goes on to step_00000004" in refusal("--checkpoint.resume", older)
+    for checkpoint in (older, newest):
+        shorten(checkpoint)
+    assert "no usable checkpoint in" in refusal()
+    assert "bytes instead of" in refusal("--checkpoint.resume", newest)
+    (tmp_path / "a_file").write_text("")
+    assert "output_dir: cannot write" in refusal("--output_dir", tmp_path / "a_file")
+
+
+# --------------------------------------------------------------------------------------------------
+# One run at a time; what is kept; told by hand
+
+
+def test_two_runs_do_not_share_a_folder_and_a_dead_one_does_not_hold_it(
+    forks, tiny_config, tmp_path
+):
+    config = tiny_config(train__epochs=None, train__steps=5000)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    run = forks.start(config, ranks=2)
+    until(lambda: metrics.exists() and metrics.stat().st_size, run)
+    second = forks.train(config, ranks=2)
+    assert second.code == 2, second.output
+    assert f"output_dir {tmp_path}/run is in use by another run (process {run.pids[0]} on" in (
+        second.output
+    )
+    run.kill(0)
+    run.kill(1)
+    run.wait()
+    assert (tmp_path / "run" / "run.lock").exists()
+    again = forks.start(config, ranks=2)  # its process is gone from this host: at once
+    until(lambda: metrics.stat().st_size and "step " in again.log.read_text(), again, 20)
+    (tmp_path / "run" / "save_now").touch()
+    until(lambda: list_complete(tmp_path / "run" / "checkpoints"), again)
+    assert not (tmp_path / "run" / "save_now").exists()
+    again.kill(1, signal.SIGTERM)
+    assert again.wait().code == 75
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_what_is_kept(forks, tiny_config, tmp_path):
+    config = tiny_config(
+        train__epochs=None, train__steps=9, train__eval_every_steps=2, train__learning_rate=0.05,
+        checkpoint={"every_steps": 1, "keep_last": 2, "keep_every_steps": 5, "keep_best": 1},
+    )  # fmt: skip
+    assert (finished := forks.train(config)).code == 0, finished.output
+    evals = {e["step"]: e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")}
+    best = min((s for s in evals if s > 0), key=evals.get)
+    kept = {5, best, 8, 9}
+    assert names(tmp_path / "run") == [f"step_{step:08d}" for step in sorted(kept)]
