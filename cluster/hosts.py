@@ -111,8 +111,8 @@ def explain_exit(code: int, stderr: str) -> str:
     last = (stderr.strip().splitlines() or [f"exit code {code}"])[-1]
     if code == 255:
         return (
-            f"cannot be reached over ssh ({last}); is it up, is the name right, and does "
-            "`ssh -o BatchMode=yes HOST true` work without a password?"
+            f"cannot be reached over ssh ({last}); is it up, is the name right, does "
+            "`ssh -o BatchMode=yes` work without a password?"
         )
     if code in (1, 126, 127) and ("No such file" in last or "not found" in last):
         return f"{last}; code and Python have to be at the same paths on every host"

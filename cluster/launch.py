@@ -432,6 +432,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         help="default: launch.heartbeat_seconds of train.py's config",
     )
     arguments = parser.parse_args(options)
+    if arguments.max_restarts < 0:
+        parser.error(f"--max_restarts {arguments.max_restarts} is under 0")
+    if arguments.heartbeat_seconds is not None and arguments.heartbeat_seconds < 5:
+        parser.error(f"--heartbeat_seconds {arguments.heartbeat_seconds} is under 5")
     if not command:
         parser.error("after -- comes the script with its arguments: -- train.py --config FILE")
     return arguments, command
@@ -505,7 +509,8 @@ async def launch(job: Job, max_restarts: int) -> int:
     hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
     if errors:
         await close_all(hosts)
-        raise UserError("; ".join(map(str, errors)))
+        more = f" And {len(errors) - 3} other hosts: look at all with preflight.py."
+        raise UserError("; ".join(map(str, errors[:3])) + (more if len(errors) > 3 else ""))
     for restarts in range(max_restarts + 1):
         if restarts:
             print(f"launch: restart {restarts} of {max_restarts}", flush=True)
