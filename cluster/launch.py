@@ -360,6 +360,12 @@ async def interface_towards(host: RemoteHost, first: RemoteHost, address: str) -
     return own.get(used, "lo")
 
 
+def heard(job: Job, hosts: Sequence[RemoteHost]) -> list[RemoteHost]:
+    """The hosts that are not lost."""
+    silence_seconds = job.launch.heartbeat_seconds * SILENT_PART
+    return [h for h in hosts if h.lost is None and h.silent_seconds < silence_seconds]
+
+
 async def clean_up(
     job: Job,
     hosts: Sequence[RemoteHost],
@@ -369,9 +375,8 @@ async def clean_up(
     """End everything of the job on every host that can be reached; the others' agents do it
     themselves when they have heard nothing for as long.
     """
-    silence_seconds = job.launch.heartbeat_seconds * SILENT_PART
-    heard = [h for h in hosts if h.lost is None and h.silent_seconds < silence_seconds]
-    results = await ask_all(heard, "stop", seconds=grace_seconds + 15, grace_seconds=grace_seconds)
+    there = heard(job, hosts)
+    results = await ask_all(there, "stop", seconds=grace_seconds + 15, grace_seconds=grace_seconds)
     if launcher is not None and launcher.returncode is None:
         try:  # its children end with the ranks; SIGTERM would have it `pkill` by name everywhere
             await asyncio.wait_for(launcher.wait(), 3)
@@ -379,12 +384,12 @@ async def clean_up(
             with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
             await launcher.wait()
-    for host, result in zip(heard, results, strict=True):
+    for host, result in zip(there, results, strict=True):
         if isinstance(result, BaseException):
             print(f"launch: {host.name}: could not be cleaned up: {result}", flush=True)
         elif result["left"]:
             print(f"launch: {host.name}: {result['left']} processes cannot be killed", flush=True)
-    await ask_all(heard, "forget", seconds=5)
+    await ask_all(there, "forget", seconds=5)
     for host in hosts:
         if host.lost is not None:
             await clean_up_anew(job, host)
@@ -419,7 +424,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         type=int,
         default=0,
         metavar="N",
-        help="after a failure start again from the last complete checkpoint, at most N times",
+        help="after a failure start again from the last complete checkpoint, on the hosts that are "
+        "well; give up after N starts without a newer one",
     )
     options, command = list(argv), []
     if "--" in options:
@@ -504,51 +510,93 @@ def queue_of_signals() -> "asyncio.Queue[int]":
 
 
 async def launch(job: Job, max_restarts: int) -> int:
-    """Run the job, again after a failure as often as allowed; its exit code."""
+    """Run the job; after a failure again, until `max_restarts` starts in a row have brought no
+    newer checkpoint. A host that is ill is left out, and asked again at the next restart.
+
+    Returns:
+        The job's exit code.
+    """
     signals = queue_of_signals()
     hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
     if errors:
         await close_all(hosts)
         more = f" And {len(errors) - 3} other hosts: look at all with preflight.py."
         raise UserError("; ".join(map(str, errors[:3])) + (more if len(errors) > 3 else ""))
-    for restarts in range(max_restarts + 1):
-        if restarts:
-            print(f"launch: restart {restarts} of {max_restarts}", flush=True)
-            hosts = await wait_for_hosts(job, signals)
+    saved = await newest_checkpoint(job, hosts)
+    fruitless = 0  # starts since there was a newer checkpoint
+    while True:
+        part = replace(job, id=new_id(), hosts=[Host(h.name, h.slots) for h in hosts])
         try:
-            ending = await run_job(replace(job, id=new_id()), hosts, signals)
+            ending = await run_job(part, hosts, signals)
+            before, saved = saved, await newest_checkpoint(job, hosts)
         finally:
             await close_all(hosts)
         if ending.cause:  # once more, as the last line
             said = f"launch: {ending.cause} (exit code {ending.code})"
             print(said, file=sys.stderr, flush=True)
-        if ending.stopped_by_user or ending.code in (0, EXIT_USER_MISTAKE):
-            break
-    return ending.code
+        fruitless = 0 if saved != before else fruitless
+        over = ending.stopped_by_user or ending.code in (0, EXIT_USER_MISTAKE)
+        if over or fruitless >= max_restarts:
+            return ending.code
+        fruitless += 1
+        hosts = await wait_for_hosts(job, signals)
+        of = f"{fruitless} of {max_restarts} without progress" if fruitless > 1 else "from"
+        print(f"launch: restart {of} {saved or 'the beginning'}", flush=True)
+
+
+async def newest_checkpoint(job: Job, hosts: Sequence[RemoteHost]) -> str | None:
+    """Name of the newest complete checkpoint in output_dir, as the hosts see it."""
+    if job.config is None:
+        return None
+    folder = str(Path(job.config.output_dir) / "checkpoints")
+    names = await ask_all(heard(job, hosts), "newest_checkpoint", seconds=10, folder=folder)
+    return max((name for name in names if isinstance(name, str)), default=None)
 
 
 async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[RemoteHost]:
-    """All hosts of the job, once they pass preflight's first stage.
+    """The hosts of the job, once they pass preflight's first stage; after
+    launch.restart_wait_seconds those that do, unless launch.world_size asks for all.
 
     Raises:
-        UserError: they are not within launch.restart_wait_seconds, or a signal came.
+        UserError: none do, or a signal came.
     """
     deadline = time.monotonic() + job.launch.restart_wait_seconds
     said = ""
     while True:
-        hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
-        findings = await stage_one(job, job.config, hosts, errors)
-        bad = [f"{f.host}: {f.check}: {f.text}" for f in findings if f.level == "fail"]
-        if not bad:
+        hosts, problems = await well_hosts(job)
+        if hosts and not problems:
             return hosts
         await close_all(hosts)
-        problem = "; ".join(bad)
-        if not signals.empty() or time.monotonic() > deadline:
+        late = time.monotonic() > deadline
+        if late and hosts and job.launch.world_size is None:
+            names = {host.name for host in hosts}
+            rest = replace(job, hosts=[host for host in job.hosts if host.name in names])
+            hosts, of_rest = await well_hosts(rest)  # without the others: are they well together?
+            if hosts and not of_rest:
+                lost = ", ".join(host.name for host in job.hosts if host.name not in names)
+                print(f"launch: going on without {lost}: {'; '.join(problems)}", flush=True)
+                return hosts
+            await close_all(hosts)
+            problems += of_rest
+        problem = "; ".join(problems)
+        if late or not signals.empty():
             raise UserError(f"no restart: {problem}")
         if problem != said:
             print(f"launch: waiting: {problem}", flush=True)
             said = problem
         await asyncio.sleep(RETRY_SECONDS)
+
+
+async def well_hosts(job: Job) -> tuple[list[RemoteHost], list[str]]:
+    """The hosts, connected, that pass the first stage of preflight; and what is wrong with the
+    others.
+    """
+    hosts, errors = await connect_all(job.hosts, job.reach, Path.cwd())
+    findings = await stage_one(job, job.config, hosts, errors)
+    bad = [finding for finding in findings if finding.level == "fail"]
+    ill = {finding.host for finding in bad}
+    await close_all([host for host in hosts if host.name in ill])
+    return [h for h in hosts if h.name not in ill], [f"{f.host}: {f.check}: {f.text}" for f in bad]
 
 
 async def close_all(hosts: Sequence[RemoteHost]) -> None:

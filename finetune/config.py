@@ -273,8 +273,8 @@ class LaunchConfig:
     """Once a host has gone silent, the job is stopped on all hosts within so many seconds."""
     world_size: int | None = None
     """Refuse to run on another number of ranks. scripts/launch.sh sees to it by itself."""
-    restart_wait_seconds: int = 600
-    """With --max_restarts: how long to wait for the hosts to pass preflight again."""
+    restart_wait_seconds: int = 120
+    """With --max_restarts: wait so long for all hosts, then go on with those that are well."""
 
 
 @dataclass(frozen=True)

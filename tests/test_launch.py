@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import namespaces
+import numpy as np
 import pytest
 from conftest import REPO, environment, read_metrics, train, wait_until
 
@@ -252,30 +253,8 @@ def test_bare_deepspeed_on_a_hostfile(hosts, hostfile, tiny_config, tmp_path):
 # Training: stop, go on, lose a host, start again
 
 
-def long_run(tiny_config, tmp_path, model):
-    return tiny_config(
-        model=model, train__epochs=None, train__steps=40, train__eval_every_steps=7,
-        checkpoint={"every_steps": 5}, launch={"heartbeat_seconds": 10},
-        ds_config="ds_configs/zero1.json",
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Losses of the whole run on two ranks of this machine, computed once."""
-    return {}
-
-
 def losses_of(folder):
     return [(step["step"], step["loss"], step["grad_norm"]) for step in read_metrics(folder)]
-
-
-def reference(uninterrupted, config, folder):
-    if not uninterrupted:
-        finished = train(config, "--output_dir", folder, ranks=2, launcher="torchrun")
-        assert finished.code == 0, finished.output
-        uninterrupted["losses"] = losses_of(folder)
-    return uninterrupted["losses"]
 
 
 def at_step(folder, step):
@@ -284,10 +263,16 @@ def at_step(folder, step):
 
 @needs_hosts
 def test_told_to_stop_under_launch_and_finished_under_torchrun_by_hand(
-    hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout, uninterrupted
+    hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
 ):
-    config = long_run(tiny_config, tmp_path, tiny_model_with_dropout)
-    expected = reference(uninterrupted, config, tmp_path / "whole")
+    config = tiny_config(
+        model=tiny_model_with_dropout, train__epochs=None, train__steps=40,
+        train__eval_every_steps=7, checkpoint={"every_steps": 5},
+        ds_config="ds_configs/zero1.json",
+    )  # fmt: skip
+    whole = train(config, "--output_dir", tmp_path / "whole", ranks=2, launcher="torchrun")
+    assert whole.code == 0, whole.output
+    expected = losses_of(tmp_path / "whole")
     log = tmp_path / "log"
     process = start_launch(hosts, hostfile, log, "train.py", "--config", config)
     wait_until(at_step(tmp_path / "run", 10), process)
@@ -317,37 +302,49 @@ def test_told_to_stop_under_launch_and_finished_under_torchrun_by_hand(
 
 
 @needs_hosts
-def test_a_lost_host_stops_the_job_and_a_restart_finishes_it(
-    hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout, uninterrupted
-):
-    """Link cut, then every process there killed: nobody is told. It comes back a while later."""
-    config = long_run(tiny_config, tmp_path, tiny_model_with_dropout)
-    expected = reference(uninterrupted, config, tmp_path / "whole")
+def test_a_lost_host_is_done_without_and_taken_back(hosts, hostfile, tiny_config, tmp_path):
+    """Link cut, then every process there killed: nobody is told. The job stops on the other host
+    and goes on there alone; the lost one comes back, and the next restart has both again.
+    """
+    config = tiny_config(
+        train__epochs=None, train__steps=120, checkpoint={"every_steps": 5},
+        launch={"heartbeat_seconds": 10, "restart_wait_seconds": 0},
+    )  # fmt: skip
+    whole = train(config, "--output_dir", tmp_path / "whole", ranks=2, launcher="torchrun")
+    assert whole.code == 0, whole.output
     log = tmp_path / "log"
     process = start_launch(
         hosts, hostfile, log, "train.py", "--config", config, options=["--max_restarts", "1"]
     )
+
+    def says(text):
+        return lambda: text in log.read_text()
+
     wait_until(at_step(tmp_path / "run", 10), process)
     hosts.cut(2)
     hosts.kill(2)
     lost_at = time.monotonic()
     try:
-        wait_until(lambda: "launch: node-2 is lost: not a word from it for" in log.read_text(),
-                   process)  # fmt: skip
-        while hosts.processes(1, str(config)):
+        wait_until(says("launch: node-2 is lost: not a word from it for"), process)
+        while hosts.processes(1, "cluster/rank.py"):
             time.sleep(0.2)
         assert time.monotonic() - lost_at < 10 + 3, "launch.heartbeat_seconds, and some to look"
-        wait_until(
-            lambda: "launch: waiting: node-2: ssh: cannot be reached" in log.read_text(), process
-        )
+        wait_until(says("launch: going on without node-2: node-2: ssh: cannot be reached"), process)
     finally:
         hosts.mend(2)
         hosts.boot(2)
-    code = process.wait(120)
+    wait_until(lambda: re.search(r"converting .* for 1 ranks", log.read_text()), process)
+    alone = read_metrics(tmp_path / "run")[-1]["step"]
+    wait_until(at_step(tmp_path / "run", alone // 5 * 5 + 10), process)
+    hosts.run(1, kill("[t]rain.py --config"))
+    assert process.wait(120) == 0, log.read_text()
     output = log.read_text()
-    assert code == 0, output
-    assert "launch: restart 1 of 1" in output and "resuming from" in output
-    assert losses_of(tmp_path / "run") == expected, "each step once, bit for bit"
+    assert re.search(r"rank 0 on node-1 was killed by SIGKILL", output)
+    assert re.search(r"converting .* for 2 ranks", output), "with node-2 again"
+    assert output.count("launch: restart from step_") == 2, "one at a time, each after progress"
+    curves = [np.array(losses_of(tmp_path / name)) for name in ("run", "whole")]
+    assert curves[0].shape == curves[1].shape == (120, 3), "each step once"
+    np.testing.assert_allclose(curves[0][:40], curves[1][:40], rtol=1e-5)
     assert_nothing_left(hosts, str(config))
 
 
