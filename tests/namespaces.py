@@ -83,6 +83,7 @@ class Hosts:
         self.kill(i)
         mounts = {self.folder / "hosts": "/etc/hosts", **(binds or {})}
         script = [f"hostname node-{i}", "mount --make-rprivate /"]
+        script.append("mount -t tmpfs -o size=2g tmpfs /dev/shm")  # memory is each host's own
         script += [f"mount --bind {new} {old}" for new, old in mounts.items()]
         for path in read_only:
             script += [f"mount --bind {path} {path}", f"mount -o remount,ro,bind {path}"]

@@ -167,7 +167,7 @@ def assert_nothing_left(hosts, text, seconds=0):
     deadline = time.monotonic() + seconds
     while True:
         left = [line for i in (1, 2) for line in hosts.processes(i, text)]
-        left += [p for p in Path("/dev/shm").glob("launch-*-node-*")]
+        left += [line for i in (1, 2) for line in hosts.run(i, "ls -d /dev/shm/launch-*").split()]
         left += subprocess.run(["pgrep", "-af", text], capture_output=True, text=True).stdout.split(
             "\n"
         )[:-1]

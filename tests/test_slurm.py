@@ -124,7 +124,8 @@ def test_a_job_that_is_told_to_leave_requeues_itself(slurm, submit, tiny_config,
     command = ["srun", "-N2", "-n2", f"--chdir={REPO}", sys.executable, "train.py"]
     meet = {"MASTER_ADDR": "127.0.0.11", "MASTER_PORT": free_port()}
     with slurm.start(*command, "--config", config, "--output_dir", whole, **meet) as srun:
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
+        # Not in two minutes. In the second of its end SLURM refuses it: "credential revoked".
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         assert wait_for_end(slurm, job, log) == ("COMPLETED", "0:0")
     assert srun.returncode == 0
 
