@@ -1,4 +1,4 @@
-"""Save, verify, find, resume, rotate, export. A checkpoint is complete or it does not exist.
+"""Save, verify, find, resume, rotate. A checkpoint is complete or it does not exist.
 
     checkpoints/step_00001000/
         deepspeed/            DeepSpeed's shards: weights, optimizer, schedule
@@ -13,13 +13,12 @@ state, then writes and measures its own files: at once, or (checkpoint.async_sav
 the loop goes on.
 """
 
-import io
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +28,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import universal
 from finetune.config import CheckpointConfig
@@ -535,56 +533,3 @@ def load_checkpoint(
         set_rng_state(torch.load(rng, weights_only=True))
     else:  # not the stream of step 0 once more
         seed_everything(seed + ranks.rank + 1_000_003 * state.global_step)
-
-
-# --------------------------------------------------------------------------------------------------
-# Export
-
-
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
-    """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
-
-    The weights are the fp32 master weights (stage 0: the model's own), in `dtype` (float32,
-    bfloat16 ...), by default the precision of the run. Takes CPU memory for about two copies of
-    the model in fp32.
-
-    Raises:
-        UserError: the checkpoint is not usable, or `out` is not empty.
-    """
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    if problem := fault(checkpoint):
-        raise UserError(f"{checkpoint} is no usable checkpoint: {problem}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty, or no folder; give a new one")
-    state = read_state(checkpoint)
-    if state.zero_stage == 0:
-        saved = torch.load(
-            checkpoint / SHARDS / "mp_rank_00_model_states.pt",
-            map_location="cpu",
-            weights_only=False,
-        )
-        weights = saved["module"]
-    else:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it is chatty
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=SHARDS)
-    config = AutoConfig.from_pretrained(checkpoint / "model")
-    default = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[state.precision]
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or default))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = set(model.all_tied_weights_keys)
-    if unexpected or set(missing) - tied:
-        raise RuntimeError(
-            f"{checkpoint}: weights do not fit: missing {sorted(set(missing) - tied)}, "
-            f"left over {unexpected}"
-        )
-    model.tie_weights()
-    draft = out.with_name(out.name + ".tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft)
-    if (checkpoint / "model" / "generation_config.json").exists():
-        shutil.copy(checkpoint / "model" / "generation_config.json", draft)
-    AutoTokenizer.from_pretrained(checkpoint / "model").save_pretrained(draft)
-    if out.exists():
-        out.rmdir()
-    os.replace(draft, out)

@@ -26,8 +26,9 @@ def main() -> None:
     if not args.checkpoint.is_dir():
         raise UserError(f"no such folder: {args.checkpoint}")
 
-    from finetune.checkpoint import export_checkpoint, find_checkpoint  # after the arguments: slow
+    from finetune.checkpoint import find_checkpoint  # after the arguments: slow
     from finetune.config import CheckpointConfig
+    from finetune.export import export_checkpoint
     from finetune.metrics import quieten_libraries
 
     quieten_libraries(is_first=True)

@@ -14,7 +14,8 @@ from conftest import REPO, launch_command, ranks_of, read_metrics, run, start, w
 from plain_loop import train_plainly
 from safetensors.torch import load_file
 
-from finetune.checkpoint import export_checkpoint, list_complete
+from finetune.checkpoint import list_complete
+from finetune.export import export_checkpoint
 
 pytestmark = pytest.mark.launch
 
