@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ import torch
 from torch import nn
 
 from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
+from data.plan_change import PlanChange, PlanRecord, continue_plan, describe_change
 from finetune import universal
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
+    PROGRESS,
     SHARDS,
     Saver,
     TrainerState,
@@ -77,8 +79,10 @@ from finetune.optimizer import (
     check_schedule,
     forget_empty_update,
     make_schedule,
+    move_schedule,
     optimization_of,
     parameter_groups,
+    schedule_shift,
 )
 from finetune.run_lock import run_lock
 from finetune.seeding import seed_everything
@@ -124,13 +128,13 @@ def main(config: Config, dry_run: bool) -> None:
         )
         for plan in filter(None, (train_plan, eval_plan)):
             require_same(ranks, "the data plan", plan.content_hash())
-        steps = total_steps(config.train, train_plan.steps_per_epoch)
-        check_schedule(config.train, steps)
+        check_schedule(config.train, total_steps(config.train, train_plan))
         state = TrainerState(
             world_size=ranks.world_size,
             zero_stage=zero_stage(ds_config),
             precision=precision,
             plan_hash=train_plan.content_hash(),
+            plan=asdict(PlanRecord.of(train_plan, config.data.eval_fraction)),
             optimization=optimization_of(config.train),
         )
         table = on_first_rank(
@@ -154,7 +158,18 @@ def main(config: Config, dry_run: bool) -> None:
             if universal.is_needed(saved.world_size, now.world_size, now.zero_stage):
                 converted = on_first_rank(ranks, lambda: convert(checkpoint, now))
                 ds_config = {**ds_config, "checkpoint": {"load_universal": True}}
-            state = replace(saved, world_size=now.world_size)
+            train_plan, changes = together(
+                ranks, lambda: resume_plan(config, train_plan, saved, now), first_on_machine=True
+            )
+            if ranks.is_first and len(changes) > len(saved.plan_changes):
+                left = f"the rest of the epoch takes {changes[-1]['rest_steps']:,} steps"
+                print(f"{describe_change(saved.plan, now.plan)}: {left}", flush=True)
+            state = replace(
+                now,
+                plan_changes=changes,
+                **{name: getattr(saved, name) for name in PROGRESS},
+            )
+        steps = total_steps(config.train, train_plan)
         on_first_rank(
             ranks, lambda: write_resolved_configs(config, ds_config, (train_plan, eval_plan))
         )
@@ -164,11 +179,16 @@ def main(config: Config, dry_run: bool) -> None:
         seed_everything(config.train.seed)
         model = together(ranks, lambda: load_model(config, model_config, ds_config))
         loss = SupervisedLoss(model)
-        engine = build_engine(config, ds_config, model, steps)
+        shift = schedule_shift(config.train, train_plan)
+        engine = build_engine(config, ds_config, model, steps + shift)
         apply_timeout(config.distributed, ranks)
         seed_everything(config.train.seed + ranks.rank)
         if checkpoint is not None:
             load_checkpoint(engine, checkpoint, converted, ranks, config.train.seed)
+            if len(state.plan_changes) > len(saved.plan_changes) or (
+                state.optimization != saved.optimization
+            ):
+                move_schedule(engine.lr_scheduler, config.train, train_plan, state.global_step)
         if config.data.batching == "packed":
             check_packing(engine, len(tokenizer), ranks.device)
 
@@ -183,7 +203,7 @@ def main(config: Config, dry_run: bool) -> None:
         try:
             with ranks.stop.deferred():
                 state = train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
-            exit_code = 0 if state.global_step == steps else EXIT_PREEMPTED
+            exit_code = 0 if state.global_step >= steps else EXIT_PREEMPTED
         finally:
             metrics.close(exit_code)
         if ranks.is_first:
@@ -226,7 +246,7 @@ def train(run: Run, state: TrainerState) -> TrainerState:
             "train",
             {
                 "step": state.global_step,  # finished steps
-                "epoch": state.global_step / plan.steps_per_epoch,
+                "epoch": plan.epochs_at(state.global_step),
                 "loss": loss,  # nats per supervised token, over the whole global batch
                 "lr": lr,
                 "grad_norm": grad_norm,  # global L2 norm before clipping
@@ -321,7 +341,9 @@ def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
     if checkpoint is not None:
         saved = read_state(checkpoint)
         checksums = config.checkpoint.verify == "checksums"
-        check_resumable(checkpoint, saved, state, folder, checksums)
+        check_resumable(
+            checkpoint, saved, state, folder, checksums, config.checkpoint.allow_plan_change
+        )
         print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
     return checkpoint
 
@@ -329,6 +351,26 @@ def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
 def convert(checkpoint: Path, now: TrainerState) -> Path:
     """The checkpoint's form for this run's number of ranks."""
     return universal.convert(checkpoint, now.zero_stage, checkpoint / SHARDS, now.world_size)
+
+
+def resume_plan(
+    config: Config, plan: DataPlan, saved: TrainerState, now: TrainerState
+) -> tuple[DataPlan, list[dict[str, Any]]]:
+    """The plan from the checkpoint's step on, and the changes that led to it; see
+    data/plan_change.py.
+
+    Raises:
+        UserError: what is left of the epoch cannot be known.
+    """
+    plan, changes = continue_plan(
+        plan,
+        PlanRecord(**now.plan),
+        PlanRecord(**saved.plan),
+        [PlanChange.of(change) for change in saved.plan_changes],
+        saved.global_step,
+        Path(config.data.cache_dir),
+    )
+    return plan, [asdict(change) for change in changes]
 
 
 def build_engine(

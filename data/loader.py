@@ -83,20 +83,50 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """What an epoch had left when the plan changed; whole epochs of the new plan come after it."""
+
+    first_step: int  # global
+    steps: int
+    epoch: int
+    contents: Contents | None  # None once it is behind
+
+
+@dataclass(frozen=True)
 class DataPlan:
     """Every step of a run over one tokenised set. Step numbers run on over the epochs."""
 
     data: TokenizedRows
     contents: Contents
     budget: Budget
+    rest: Rest | None = None
+    """Of the last change of plan (data/plan_change.py); steps before it are another plan's."""
 
     @property
     def steps_per_epoch(self) -> int:
         return self.contents.steps_per_epoch
 
+    @property
+    def step_shift(self) -> int:
+        """What a global step lacks to the number it would have, had all epochs been this plan's."""
+        if self.rest is None:
+            return 0
+        return (self.rest.epoch + 1) * self.steps_per_epoch - self.rest.first_step - self.rest.steps
+
+    def locate(self, global_step: int) -> tuple[Contents, int, int]:
+        """Where a global step is: contents, epoch, and the step within that epoch."""
+        if self.rest is not None and global_step < self.rest.first_step + self.rest.steps:
+            return self.rest.contents, self.rest.epoch, global_step - self.rest.first_step
+        return self.contents, *divmod(global_step + self.step_shift, self.steps_per_epoch)
+
+    def epochs_at(self, global_step: int) -> float:
+        """How many passes over the data so many finished steps are."""
+        return (global_step + self.step_shift) / self.steps_per_epoch
+
     def step(self, global_step: int) -> StepPlan:
         """The step's rows dealt out over all ranks: any step, in any order, in milliseconds."""
-        rows = self.contents.rows(*divmod(global_step, self.steps_per_epoch))
+        contents, epoch, step = self.locate(global_step)
+        rows = contents.rows(epoch, step)
         return deal_step(rows, self.data.lengths, self.data.supervised, self.budget)
 
     def content_hash(self) -> str:
@@ -191,7 +221,7 @@ def load_steps(
         deal = plan.step(global_step)
         batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in deal.micro_batches]
         batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
-        return StepBatch(global_step, global_step // plan.steps_per_epoch, batches, deal)
+        return StepBatch(global_step, plan.locate(global_step)[1], batches, deal)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
         ahead = deque(pool.submit(make, k) for k in range(first, min(first + PREFETCH_STEPS, last)))

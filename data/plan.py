@@ -138,6 +138,8 @@ class Contents:
     """Empty: every row once an epoch."""
     shuffle: bool = True
     """False gives the rows in their own order, for evaluation."""
+    order: np.ndarray | None = None  # int64 [rows of the epoch], may be mapped
+    """These rows, in this order, are the only epoch: what a changed plan left of one."""
     _tables: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _windows: dict[tuple[int, int], list[np.ndarray]] = field(
         default_factory=dict, init=False, repr=False
@@ -145,11 +147,15 @@ class Contents:
 
     @cached_property
     def rows_per_epoch(self) -> int:
+        if self.order is not None:
+            return len(self.order)
         return sum(share.per_epoch for share in self.mix) or len(self.lengths)
 
     @cached_property
     def tokens_per_epoch(self) -> int:
         """With a mix, of the mean epoch."""
+        if self.order is not None:
+            return int(np.sum(self.lengths[self.order], dtype=np.int64))
         if not self.mix:
             return int(np.sum(self.lengths, dtype=np.int64))
         return sum(map(self.tokens_of, self.mix))
@@ -176,6 +182,16 @@ class Contents:
             self._windows[epoch, first] = self._window(epoch, first)
         return self._windows[epoch, first][step - first]
 
+    def rest(self, epoch: int, step: int) -> np.ndarray:
+        """Rows, int64, of step `step` and all that come after it in epoch `epoch`."""
+        within = []
+        if self.window > 1 and self.shuffle:  # a window that has begun gives the rows of its steps
+            after = min(step + -step % self.window, self.steps_per_epoch)
+            within = [self.rows(epoch, k) for k in range(step, after)]
+            step = after
+        start = self._bounds(epoch, step, step)[0]
+        return np.concatenate([*within, self._ordered(epoch, start, self.rows_per_epoch)])
+
     def _window(self, epoch: int, first: int) -> list[np.ndarray]:
         """Rows of each step of the window that begins with step `first`."""
         bounds = self._bounds(epoch, first, min(first + self.window, self.steps_per_epoch))
@@ -196,6 +212,8 @@ class Contents:
         ]
 
     def _ordered(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        if self.order is not None:
+            return np.array(self.order[start:stop], dtype=np.int64)
         index = np.arange(start, stop, dtype=np.int64)
         if not self.shuffle:
             return index

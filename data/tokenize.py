@@ -92,7 +92,12 @@ class TokenizedRows:
     lengths: np.ndarray  # int32 [rows], tokens
     supervised: np.ndarray  # int32 [rows], tokens that carry loss
     meta: dict[str, Any]
-    rejected_rows: Path  # JSON lines, see data.on_bad_row
+    folder: Path
+
+    @property
+    def rejected_rows(self) -> Path:
+        """JSON lines, see data.on_bad_row."""
+        return self.folder / "rejected_rows.jsonl"
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -435,7 +440,7 @@ def open_cache(path: Path) -> TokenizedRows:
         lengths=np.load(path / "lengths.npy", mmap_mode="r"),
         supervised=np.load(path / "supervised.npy", mmap_mode="r"),
         meta=json.loads((path / "meta.json").read_text()),
-        rejected_rows=path / "rejected_rows.jsonl",
+        folder=path,
     )
 
 
@@ -469,4 +474,4 @@ def _subset(data: TokenizedRows, index: np.ndarray) -> TokenizedRows:
         "supervised_tokens": int(supervised.sum(dtype=np.int64)),
         "content": content,
     }
-    return TokenizedRows(data.rows.select(index), lengths, supervised, meta, data.rejected_rows)
+    return TokenizedRows(data.rows.select(index), lengths, supervised, meta, data.folder)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from data.loader import DataPlan
     from finetune.config import TrainConfig
 
 LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -29,9 +30,11 @@ def warmup_steps(train: "TrainConfig") -> int:
     return math.ceil(train.warmup / train.global_batch)
 
 
-def total_steps(train: "TrainConfig", steps_per_epoch: int) -> int:
+def total_steps(train: "TrainConfig", plan: "DataPlan") -> int:
     """Optimizer steps of the whole run: train.steps, or train.epochs passes."""
-    return train.steps if train.steps is not None else train.epochs * steps_per_epoch
+    if train.steps is not None:
+        return train.steps
+    return train.epochs * plan.steps_per_epoch - plan.step_shift
 
 
 def model_state_bytes(parameters: int, world_size: int, stage: int, precision: str) -> int:

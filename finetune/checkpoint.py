@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ import torch.distributed as dist
 import xxhash
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from data.plan_change import describe_change
 from finetune import universal
 from finetune.config import CheckpointConfig
 from finetune.distributed import Ranks
@@ -49,6 +50,8 @@ class TrainerState:
     """Where a run is. `global_step` alone places it in the data: the plan knows the epoch."""
 
     plan_hash: str
+    plan: dict[str, Any]
+    """What the plan is made of, data.plan_change.PlanRecord."""
     world_size: int
     zero_stage: int
     precision: str
@@ -60,6 +63,12 @@ class TrainerState:
     eval_loss: float | None = None
     """Of the evaluation after this very step, if there was one."""
     wandb_id: str | None = None
+    plan_changes: list[dict[str, Any]] = field(default_factory=list)
+    """data.plan_change.PlanChange, oldest first."""
+
+
+PROGRESS = ("global_step", "examples", "tokens", "wandb_id")  # what a resumed run takes over
+FOLLOWS_PLAN = ("train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args")
 
 
 class SaveError(UserError):
@@ -472,12 +481,18 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_resumable(
-    checkpoint: Path, saved: TrainerState, now: TrainerState, folder: Path, checksums: bool
+    checkpoint: Path,
+    saved: TrainerState,
+    now: TrainerState,
+    folder: Path,
+    checksums: bool,
+    allow_plan_change: bool,
 ) -> None:
     """Refuse what would not continue the same run, or would mix two runs in `folder`.
 
     Args:
         checksums: as for `fault`; what was passed over as damaged is no later part of the run.
+        allow_plan_change: let the plan and the learning rate's schedule differ.
 
     Raises:
         UserError: names what differs, or the checkpoint of `folder` that is further on.
@@ -489,18 +504,19 @@ def check_resumable(
             f"{checkpoint} is at step {saved.global_step}, but {folder} goes on to "
             f"{later[-1].name}; remove the later ones, or choose another output_dir"
         )
+    if saved.plan_hash != now.plan_hash and not allow_plan_change:
+        raise UserError(
+            f"{checkpoint}: its plan is another one: {describe_change(saved.plan, now.plan)}; "
+            "go on with the old one, or say --checkpoint.allow_plan_change true: the rest of the "
+            "epoch then comes in steps of the new one"
+        )
     for key, was in saved.optimization.items():
-        if was != now.optimization[key]:
+        if was != now.optimization[key] and not (allow_plan_change and key in FOLLOWS_PLAN):
             raise UserError(
                 f"{checkpoint}: {key} was {was}, this run's is {now.optimization[key]}; the saved "
                 "optimizer keeps the old one, so go on with it, or use another output_dir"
             )
-    for name, meaning in {
-        "zero_stage": "ZeRO stage",
-        "precision": "precision",
-        "plan_hash": "plan (rows, their tokens, train.seed, global batch, data.window, weights, or "
-        "the version of data/plan.py)",
-    }.items():
+    for name, meaning in {"zero_stage": "ZeRO stage", "precision": "precision"}.items():
         was, is_now = getattr(saved, name), getattr(now, name)
         if was != is_now:
             raise UserError(

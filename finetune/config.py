@@ -233,6 +233,10 @@ class CheckpointConfig:
     """When a save fails, e.g. on a full disk: end the run, or warn and go on without it."""
     verify: Literal["sizes", "checksums"] = "sizes"
     """What is checked of a checkpoint before it is resumed from; checksums read all of it."""
+    allow_plan_change: bool = False
+    """Go on although the global batch, train.seed, data.window or the data differ: the rows that
+    the epoch has left come first, in steps of the new plan.
+    """
     resume: str = "auto"
     """auto: newest complete one in output_dir, if any; none: start at step 0; or a checkpoint
     folder.

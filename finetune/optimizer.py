@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from data.loader import DataPlan
 from finetune.batch_math import scaled_learning_rate, warmup_steps
 from finetune.config import TrainConfig
 from finetune.errors import UserError
@@ -71,6 +72,25 @@ def make_schedule(train: TrainConfig, steps: int, optimizer: torch.optim.Optimiz
         for _ in range(skip):
             scheduler.step()
     return scheduler
+
+
+def move_schedule(
+    scheduler: LRScheduler, train: TrainConfig, plan: DataPlan, finished_steps: int
+) -> None:
+    """Set a loaded schedule to where this run's would be after `finished_steps`: with
+    train.epochs where it would be after as many epochs, with train.steps after as many steps.
+    """
+    scheduler.base_lrs = [scaled_learning_rate(train)] * len(scheduler.base_lrs)
+    skip = 1 if warmup_steps(train) else 0
+    scheduler.last_epoch = finished_steps + schedule_shift(train, plan) + skip - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: stepped before the optimizer was
+        scheduler.step()
+
+
+def schedule_shift(train: TrainConfig, plan: DataPlan) -> int:
+    """What is added to a global step to have its place in the schedule."""
+    return plan.step_shift if train.steps is None else 0
 
 
 def check_schedule(train: TrainConfig, steps: int) -> None:

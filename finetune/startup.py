@@ -74,7 +74,7 @@ def startup_table(
     )
     of_epoch, supervised = _tokens_of_epoch(train_plan)
     masks = f"; {meta['masks']}" if meta["masks"] else ""
-    steps, per_epoch = total_steps(train, train_plan.steps_per_epoch), train_plan.steps_per_epoch
+    steps, per_epoch = total_steps(train, train_plan), train_plan.steps_per_epoch
     scaling = {
         "none": "as given",
         "sqrt": f"{train.learning_rate:g} x sqrt({train.global_batch} / "

@@ -1,0 +1,240 @@
+"""A run that goes on with another plan: another global batch, window, seed or other data.
+
+What is left of the epoch comes first, in steps of the new plan, then whole epochs of it: every row
+is trained on once an epoch all the same. The rows that are left are those of the old plan's steps
+to come, in its order. In other data they are found by their tokens, for which the old tokenised
+rows must still be in data.cache_dir.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data.loader import DataPlan, Rest
+from data.plan import PLAN_VERSION, Contents, Share
+from data.tokenize import TokenizedRows, hold_out, open_cache
+from finetune.errors import UserError
+
+HASHED_ROWS = 10_000  # at a time
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What a plan is made of: enough to make it again from its tokenised rows."""
+
+    version: int
+    cache: str
+    """Folder of the tokenised rows in data.cache_dir."""
+    content: str
+    eval_fraction: float
+    seed: int
+    global_batch_size: int | None
+    global_batch_tokens: int | None
+    window: int
+    mix: list[list[int]]
+
+    @classmethod
+    def of(cls, plan: DataPlan, eval_fraction: float) -> "PlanRecord":
+        c = plan.contents
+        return cls(
+            PLAN_VERSION,
+            plan.data.folder.name,
+            plan.data.meta["content"],
+            eval_fraction,
+            c.seed,
+            c.global_batch_size,
+            c.global_batch_tokens,
+            c.window,
+            [list(asdict(share).values()) for share in c.mix],
+        )
+
+    def open(self, cache_dir: Path, like: DataPlan) -> DataPlan:
+        """Its plan, without what changes before it left of an epoch; `like` has the same rows or
+        other ones.
+
+        Raises:
+            UserError: its tokenised rows are not there any more.
+        """
+        folder, data = cache_dir / self.cache, like.data
+        if self.content != data.meta["content"]:
+            if not folder.exists():
+                raise UserError(
+                    f"checkpoint.allow_plan_change: no {folder}: without the tokenised rows of "
+                    "before nobody knows what is left of the epoch; a --dry_run with the data as "
+                    "it was makes them again"
+                )
+            data = open_cache(folder)
+            if self.eval_fraction:
+                data, _ = hold_out(data, self.eval_fraction, self.seed)
+        mix = tuple(Share(*share) for share in self.mix)
+        batch = self.global_batch_size, self.global_batch_tokens
+        contents = Contents(data.lengths, self.seed, *batch, self.window, mix)
+        return DataPlan(data, contents, like.budget)
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """One change of a run's plan, as a checkpoint keeps it."""
+
+    before: PlanRecord
+    at_step: int
+    """The global step from which on the next plan holds."""
+    epoch: int
+    """The epoch in which it was; the rest of it comes first."""
+    rest_steps: int
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "PlanChange":
+        return cls(**{**saved, "before": PlanRecord(**saved["before"])})
+
+
+NAMES = {
+    "version": "version of data/plan.py",
+    "content": "rows or their tokens",
+    "seed": "train.seed",
+    "global_batch_size": "train.global_batch_size",
+    "global_batch_tokens": "train.global_batch_tokens",
+    "window": "data.window",
+    "mix": "weights of the sources",
+}
+
+
+def describe_change(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs between two records, by its key in the run config."""
+    return ", ".join(
+        f"{text} was {before[name]}, is {now[name]}"
+        for name, text in NAMES.items()
+        if before[name] != now[name]
+    )
+
+
+def continue_plan(
+    plan: DataPlan,
+    now: PlanRecord,
+    before: PlanRecord,
+    changes: Sequence[PlanChange],
+    global_step: int,
+    cache_dir: Path,
+) -> tuple[DataPlan, list[PlanChange]]:
+    """`plan`, described by `now`, for a run that is at `global_step` of the plan `before`, which
+    came about by `changes`; and the changes with this one, if it is one.
+
+    Called by one process of a machine before its others: what takes long is kept in `cache_dir`.
+
+    Raises:
+        UserError: the rows that are left cannot be known.
+    """
+    changes = list(changes)
+    if now != replace(before, cache=now.cache):
+        _check_change(now, before)
+        old = before.open(cache_dir, plan)
+        old = _with_rest(old, before, changes, global_step, cache_dir)
+        _, epoch, step = old.locate(global_step)
+        if step == 0 and (old.rest is None or epoch > old.rest.epoch):  # between two epochs
+            changes.append(PlanChange(before, global_step, epoch - 1, 0))
+        else:
+            draft = PlanChange(before, global_step, epoch, 0)
+            rows = _rows_left(plan, now, [*changes, draft], cache_dir)
+            steps = replace(plan.contents, mix=(), order=rows).steps_per_epoch if len(rows) else 0
+            changes.append(replace(draft, rest_steps=steps))
+    return _with_rest(plan, now, changes, global_step, cache_dir), changes
+
+
+def _check_change(now: PlanRecord, before: PlanRecord) -> None:
+    """Raise UserError where an epoch that began with `before` cannot end with `now`."""
+    other_rows = now.content != before.content
+    if now.version != before.version:
+        problem = "it was made by another version of data/plan.py"
+    elif now.eval_fraction != before.eval_fraction or (
+        now.eval_fraction and (other_rows or now.seed != before.seed)
+    ):
+        problem = (
+            "with data.eval_fraction, other data or another seed holds out other rows, some of "
+            "them trained on; give data.eval_sources"
+        )
+    elif (now.mix or before.mix) and (
+        now.mix != before.mix or other_rows or now.seed != before.seed
+    ):
+        problem = (
+            "sources mixed by weight run on over the epochs: of such a plan only the global batch "
+            "and data.window may change"
+        )
+    else:
+        return
+    raise UserError(f"checkpoint.allow_plan_change: cannot go on in mid-run: {problem}")
+
+
+def _with_rest(
+    plan: DataPlan,
+    record: PlanRecord,
+    changes: Sequence[PlanChange],
+    global_step: int,
+    cache_dir: Path,
+) -> DataPlan:
+    """`plan` with what its last change left of an epoch."""
+    if not changes:
+        return plan
+    last, contents = changes[-1], None
+    if global_step < last.at_step + last.rest_steps:
+        rows = _rows_left(plan, record, changes, cache_dir)
+        contents = replace(plan.contents, mix=(), order=rows)
+    return replace(plan, rest=Rest(last.at_step, last.rest_steps, last.epoch, contents))
+
+
+def _rows_left(
+    plan: DataPlan, record: PlanRecord, changes: Sequence[PlanChange], cache_dir: Path
+) -> np.ndarray:
+    """Rows of `plan`, int64, that the last change left of its epoch; mapped, kept in a file."""
+    *earlier, last = changes
+    steps = [(asdict(c.before), c.at_step) for c in changes]
+    key = hashlib.sha256(json.dumps([steps, asdict(record)]).encode()).hexdigest()[:16]
+    path = cache_dir / f"rest_{key}.npy"
+    if not path.exists():
+        old = last.before.open(cache_dir, plan)
+        old = _with_rest(old, last.before, earlier, last.at_step, cache_dir)
+        contents, epoch, step = old.locate(last.at_step)
+        rows = contents.rest(epoch, step)
+        if record.content != last.before.content:
+            rows = _found_again(old.data, rows, plan.data, plan.contents.rest(epoch, 0))
+        draft = path.with_suffix(f".{os.getpid()}")
+        with draft.open("wb") as file:
+            np.save(file, rows)
+        os.replace(draft, path)
+    return np.load(path, mmap_mode="r")
+
+
+def _found_again(
+    old: TokenizedRows, left: np.ndarray, new: TokenizedRows, order: np.ndarray
+) -> np.ndarray:
+    """Of the new rows in `order`, int64, those that were not trained on: all but as many of each
+    kind as the old rows that are not in `left`, int64, have.
+    """
+    trained = np.setdiff1d(np.arange(len(old)), left)
+    kinds, counts = np.unique(row_hashes(old)[trained], return_counts=True)
+    hashes = row_hashes(new)[order]
+    by_kind = np.argsort(hashes, kind="stable")
+    ranked = hashes[by_kind]
+    first = np.flatnonzero(np.diff(ranked, prepend=ranked[:1] + np.uint64(1)))
+    nth = np.arange(len(ranked)) - np.repeat(first, np.diff(first, append=len(ranked)))
+    if not len(kinds):
+        return order
+    at = np.minimum(np.searchsorted(kinds, ranked), len(kinds) - 1)
+    was_trained = nth < np.where(kinds[at] == ranked, counts[at], 0)
+    return order[np.sort(by_kind[~was_trained])]
+
+
+def row_hashes(data: TokenizedRows) -> np.ndarray:
+    """xxh3, uint64 [rows], of each row's tokens and loss mask."""
+    hashes = np.empty(len(data), np.uint64)
+    for start in range(0, len(data), HASHED_ROWS):
+        rows = np.arange(start, min(start + HASHED_ROWS, len(data)))
+        for row, ids, mask in zip(rows, *data.fetch(rows), strict=True):
+            hashes[row] = xxhash.xxh3_64_intdigest(ids.tobytes() + mask.tobytes())
+    return hashes
