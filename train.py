@@ -59,6 +59,7 @@ from finetune.distributed import (
     require_same,
     sum_over_ranks,
     together,
+    told_to_leave,
 )
 from finetune.ds_config import check_with_deepspeed, merge_ds_config, resolve_precision, zero_stage
 from finetune.evaluate import evaluate
@@ -85,6 +86,7 @@ from finetune.optimizer import (
     schedule_shift,
 )
 from finetune.run_lock import run_lock
+from finetune.save_interval import SaveInterval, count_hosts
 from finetune.seeding import seed_everything
 from finetune.startup import startup_table, write_resolved_configs
 
@@ -102,11 +104,15 @@ class Run:
     loss: SupervisedLoss
     metrics: Metrics
     saver: Saver
+    interval: SaveInterval
 
 
 def main(config: Config, dry_run: bool) -> None:
     check_world_size(config.launch)
-    with ExitStack() as held, process_group(config.distributed) as ranks:
+    with (
+        ExitStack() as held,
+        process_group(config.distributed, config.launch.preempt_grace_seconds) as ranks,
+    ):
         quieten_libraries(ranks.is_first)
 
         # 1. The tokenizer, the architecture and, with them, every "auto" of the DeepSpeed config.
@@ -139,9 +145,7 @@ def main(config: Config, dry_run: bool) -> None:
         )
         table = on_first_rank(
             ranks,
-            lambda: startup_table(
-                config, model_config, train_plan, eval_plan, state, ranks.device, why
-            ),
+            lambda: startup_table(config, model_config, train_plan, eval_plan, state, ranks, why),
         )
         if ranks.is_first:
             print(table, flush=True)
@@ -198,32 +202,42 @@ def main(config: Config, dry_run: bool) -> None:
             metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
         folder = output_dir / "checkpoints"
         saver = Saver(engine, tokenizer, ranks, folder, config.checkpoint, checkpoint)
-        run = Run(config, ranks, train_plan, eval_plan, steps, engine, loss, metrics, saver)
+        interval = SaveInterval(config.checkpoint, count_hosts(ranks), state.save_seconds)
+        if ranks.is_first and checkpoint is not None and config.checkpoint.every:
+            print(f"saving {interval.text()}", flush=True)
+        run = Run(
+            config, ranks, train_plan, eval_plan, steps, engine, loss, metrics, saver, interval
+        )
         exit_code = 1
         try:
             with ranks.stop.deferred():
-                state = train(run, replace(state, wandb_id=metrics.wandb_id or state.wandb_id))
-            exit_code = 0 if state.global_step >= steps else EXIT_PREEMPTED
+                state = replace(state, wandb_id=metrics.wandb_id or state.wandb_id)
+                state, is_finished = train(run, state)
+            exit_code = 0 if is_finished else EXIT_PREEMPTED
         finally:
             metrics.close(exit_code)
         if ranks.is_first:
             how = "finished" if exit_code == 0 else "told to leave, saved"
+            if exit_code and not state.global_step:
+                how = "told to leave, nothing to save yet"
             done = f"{state.examples:,} examples, {state.tokens:,} tokens"
             print(f"{how}: step {state.global_step:,}, {done}", flush=True)
     if exit_code:
         sys.exit(exit_code)
 
 
-def train(run: Run, state: TrainerState) -> TrainerState:
+def train(run: Run, state: TrainerState) -> tuple[TrainerState, bool]:
     """Optimizer steps from `state` to the last one, with evaluations and checkpoints in between.
 
     Returns:
-        The state after the last step, which is saved: that of the run, or the one in which a rank
-        was told to leave.
+        The state after the last step, which is saved, and whether it is the end of the run; if not,
+        a rank was told to leave.
     """
-    config, ranks, plan = run.config, run.ranks, run.train_plan
-    if state.global_step == 0 and config.train.eval_at_start:
-        run_evaluation(run, state)
+    config, ranks, plan, interval = run.config, run.ranks, run.train_plan, run.interval
+    if is_evaluation_owed(run, state):  # at the start, or by the run that goes on here
+        state, leaving = run_evaluation(run, state)
+        if leaving:
+            return state, False
     on_gpu = ranks.device.type == "cuda"
     began = time.perf_counter()
     for batch in load_steps(
@@ -265,21 +279,25 @@ def train(run: Run, state: TrainerState) -> TrainerState:
         step = state.global_step
         is_last = step == run.total_steps
         stop, save = asked_by_hand(config, ranks)
-        told, save_now, written = count_ranks(
-            ranks, stop or ranks.stop.signal is not None, save, run.saver.is_written
+        told, save, written = count_ranks(
+            ranks,
+            stop or ranks.stop.signal is not None,
+            save or (ranks.is_first and interval.is_due(step)),
+            run.saver.is_written,
         )
-        leaving = told > 0 and not is_last
-        if is_last or (is_due(step, config.train.eval_every_steps) and not leaving):
-            state = run_evaluation(run, state)
+        leaving = told > 0
+        if is_evaluation_owed(run, state) and not leaving:
+            state, leaving = run_evaluation(run, state)
         if written == ranks.world_size:  # an asynchronous save becomes complete
             run.saver.finish()
-        if is_last or leaving or save_now or is_due(step, config.checkpoint.every_steps):
-            run.saver.save(state)
+        if is_last or leaving or save:
+            save_checkpoint(run, state, step_seconds)
+            leaving = leaving or told_to_leave(ranks)  # in the meantime: not a step more
         if leaving:
             break
         began = time.perf_counter()
     run.saver.finish()
-    return state
+    return state, state.global_step >= run.total_steps and not is_evaluation_owed(run, state)
 
 
 def train_step(
@@ -388,19 +406,42 @@ def build_engine(
     return engine
 
 
-def run_evaluation(run: Run, state: TrainerState) -> TrainerState:
-    """Evaluate, where there are held-out rows, and report it; the state with the loss."""
-    if run.eval_plan is None:
-        return state
+def is_evaluation_owed(run: Run, state: TrainerState) -> bool:
+    """Whether there is an evaluation after the finished steps, and it has not been done."""
+    train, step = run.config.train, state.global_step
+    if run.eval_plan is None or state.eval_loss is not None:
+        return False
+    if step in (0, run.total_steps):
+        return step > 0 or train.eval_at_start
+    return train.eval_every_steps > 0 and step % train.eval_every_steps == 0
+
+
+def run_evaluation(run: Run, state: TrainerState) -> tuple[TrainerState, bool]:
+    """Evaluate and report it; the state with the loss, and whether a rank was told to leave in the
+    middle: then there is no loss, and the run that goes on from here begins with the evaluation.
+    """
     began = time.perf_counter()
     eval_loss = evaluate(run.engine, run.loss, run.eval_plan, run.ranks)
+    if eval_loss is None:
+        return state, True
     values = {
         "step": state.global_step,
         "eval_loss": eval_loss,
         "eval_seconds": time.perf_counter() - began,
     }
     run.metrics.log("eval", values)
-    return replace(state, eval_loss=eval_loss)
+    return replace(state, eval_loss=eval_loss), False
+
+
+def save_checkpoint(run: Run, state: TrainerState, step_seconds: float) -> None:
+    """Save, and report for how long the loop was held up."""
+    began = time.perf_counter()
+    run.saver.save(replace(state, save_seconds=run.interval.save_seconds))
+    save_seconds = time.perf_counter() - began
+    run.metrics.log("save", {"step": state.global_step, "save_seconds": save_seconds})
+    if run.ranks.is_first:
+        for line in run.interval.saved(save_seconds, step_seconds, run.ranks.stop.grace_seconds):
+            print(line, flush=True)
 
 
 def asked_by_hand(config: Config, ranks: Ranks) -> tuple[bool, bool]:
@@ -414,10 +455,6 @@ def asked_by_hand(config: Config, ranks: Ranks) -> tuple[bool, bool]:
     for file in files:
         file.unlink(missing_ok=True)
     return asked[0], asked[1]
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 if __name__ == "__main__":

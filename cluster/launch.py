@@ -58,7 +58,7 @@ POLL_SECONDS = 0.2
 SILENT_PART, GRACE_PART = 0.4, 0.25
 RETRY_SECONDS = 5.0
 SETTLE_SECONDS = 3.0  # after the first bad news: the cause may be heard later than its consequences
-LEAVE_SECONDS = 30.0  # for ranks that were told to save and leave, or have said that they are done
+LEAVE_SECONDS = 30.0  # for ranks that have said that they are done
 # What the launcher puts before a rank's output. mpirun does so with every piece that is written,
 # also in the middle of a line.
 RANK_PREFIX = {
@@ -276,7 +276,8 @@ async def watch(
             if done and all(r["exit"] == EXIT_PREEMPTED for r in records):
                 said = "told to stop; saved, the same command goes on"
                 return Ending(EXIT_PREEMPTED, said, stopped_by_user=True)
-            if done or ended_at or now - told_at > LEAVE_SECONDS:
+            # the ranks end themselves when their time is up; 10 s for the word of it to get here
+            if done or ended_at or now - told_at > job.launch.preempt_grace_seconds + 10:
                 said = f"stopped by {signal.Signals(told).name}"
                 return Ending(exit_code_of_signal(told), said, stopped_by_user=True)
             continue

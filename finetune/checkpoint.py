@@ -63,11 +63,14 @@ class TrainerState:
     eval_loss: float | None = None
     """Of the evaluation after this very step, if there was one."""
     wandb_id: str | None = None
+    save_seconds: float | None = None
+    """For which the save before this one held the loop up."""
     plan_changes: list[dict[str, Any]] = field(default_factory=list)
     """data.plan_change.PlanChange, oldest first."""
 
 
-PROGRESS = ("global_step", "examples", "tokens", "wandb_id")  # what a resumed run takes over
+# What a run that goes on takes over
+PROGRESS = ("global_step", "examples", "tokens", "eval_loss", "wandb_id", "save_seconds")
 FOLLOWS_PLAN = ("train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args")
 
 

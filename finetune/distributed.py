@@ -1,6 +1,7 @@
 """Process group, device, who goes first, agreement on errors, exact sums."""
 
 import argparse
+import math
 import os
 import pickle
 import signal
@@ -31,6 +32,9 @@ T = TypeVar("T")
 
 RUNNER_POLL_SECONDS = 1.0
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+DEEPSPEED_KILL_SECONDS = 30.0  # deepspeed/launcher/launch.py, terminate_process_tree
+TIDY_SECONDS = 5.0  # for the `finally`s of a process that leaves without saving
 ONE_SIGNAL_SECONDS = 1.0  # a launcher and the one above it both pass on the same signal
 
 
@@ -39,14 +43,26 @@ class StopRequest:
 
     While `deferred`, the first one is remembered for the loop, which saves and leaves; a second one
     ends the process at once. At other times there is nothing to save and the first one ends it.
+
+    The main thread hears of a signal when it is back in Python. One that waits in a collective for
+    a rank that is gone never is, so a thread watches too, and ends the process when its time is up.
+
+    Args:
+        grace_seconds: how long the loop may take to save and leave.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float) -> None:
         self.signal: int | None = None
+        self.grace_seconds = grace_seconds
         self._deferred = False
         self._first_at = 0.0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        self._noticed, notice = socket.socketpair()
+        notice.setblocking(False)
+        self._notice = notice  # the kernel's side writes the signal's number here at once
+        signal.set_wakeup_fd(notice.fileno(), warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
             signal.signal(number, self._receive)
+        threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()
@@ -54,6 +70,28 @@ class StopRequest:
             sys.exit(exit_code_of_signal(number))  # through every finally
         if self.signal is None:
             self.signal, self._first_at = number, now
+
+    def _watch(self) -> None:
+        told, told_at, leave_by = 0, 0.0, math.inf
+        while (now := time.monotonic()) < leave_by:
+            self._noticed.settimeout(None if leave_by == math.inf else leave_by - now)
+            with suppress(TimeoutError):
+                number = self._noticed.recv(1)[0]
+                if number not in STOP_SIGNALS:
+                    continue
+                now = time.monotonic()
+                if not told:
+                    told, told_at = number, now
+                    leave_by = now + (self.grace_seconds if self._deferred else TIDY_SECONDS)
+                elif now - told_at > ONE_SIGNAL_SECONDS:
+                    leave_by = min(leave_by, now + TIDY_SECONDS)
+        print(
+            f"{signal.Signals(told).name} {time.monotonic() - told_at:.0f} s ago, and this rank is "
+            "still at it: leaving without another save",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(exit_code_of_signal(told))
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -85,18 +123,22 @@ class Ranks:
 
 
 @contextmanager
-def process_group(config: DistributedConfig) -> Iterator[Ranks]:
+def process_group(config: DistributedConfig, grace_seconds: float = math.inf) -> Iterator[Ranks]:
     """Join the job's process group, as `deepspeed`, `torchrun`, `mpirun`, `srun` or a plain
     `python train.py` started it; leave it at the end.
 
     Leaving is not optional: a gloo process that exits without it aborts at random.
+
+    Args:
+        grace_seconds: for a rank that is told to stop, see StopRequest.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
-    stop = StopRequest()
-    _follow_launcher()
+    if _follow_launcher():
+        grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
+    stop = StopRequest(grace_seconds)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -177,15 +219,18 @@ def _hostfile_of(words: list[str]) -> tuple[str | None, bool]:
     return options.hostfile, options.filter is not None
 
 
-def _follow_launcher() -> None:
+def _follow_launcher() -> bool:
     """End with the launcher's parent: the runner that a person or a scheduler stops.
 
     DeepSpeed's runner dies of SIGTERM without a word to the launcher that it started, which would
     train on with its ranks, nobody watching. The launcher itself ends its ranks on SIGTERM.
+
+    Returns:
+        Whether this process is a child of DeepSpeed's launcher.
     """
     launcher = psutil.Process().parent()
     if launcher is None or "deepspeed.launcher.launch" not in launcher.cmdline():
-        return
+        return False
     runner = launcher.ppid()
 
     def watch() -> None:
@@ -196,6 +241,7 @@ def _follow_launcher() -> None:
             time.sleep(RUNNER_POLL_SECONDS)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+    return True
 
 
 def write_flight_record() -> None:
@@ -297,6 +343,11 @@ def count_ranks(ranks: Ranks, *flags: bool) -> list[int]:
     counts = torch.tensor(flags, dtype=torch.float32, device=ranks.device)
     dist.all_reduce(counts)
     return [int(count) for count in counts.tolist()]
+
+
+def told_to_leave(ranks: Ranks) -> bool:
+    """Whether any rank was asked to stop: the same answer on all of them."""
+    return count_ranks(ranks, ranks.stop.signal is not None)[0] > 0
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -4,23 +4,26 @@ import torch
 from torch import nn
 
 from data.loader import DataPlan, load_steps
-from finetune.distributed import Ranks, sum_over_ranks
+from finetune.distributed import Ranks, sum_over_ranks, told_to_leave
 from finetune.loss import SupervisedLoss
 
 
 @torch.no_grad()
-def evaluate(engine: nn.Module, loss: SupervisedLoss, plan: DataPlan, ranks: Ranks) -> float:
-    """Mean cross entropy, nats per supervised token, over every row of `plan` exactly once.
+def evaluate(engine: nn.Module, loss: SupervisedLoss, plan: DataPlan, ranks: Ranks) -> float | None:
+    """Mean cross entropy, nats per supervised token, over every row of `plan` exactly once;
+    None if a rank was told to leave in the middle.
 
     All ranks take part in every micro-step, some with filler, because ZeRO-3 gathers weights in the
     forward pass.
     """
-    was_training = engine.training
+    was_training, cut_short = engine.training, False
     engine.eval()
     total, tokens = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
     for step in load_steps(plan, ranks.rank, 0, plan.steps_per_epoch):
         for batch in step.micro_batches:
             total += loss(engine, batch.to(ranks.device))
         tokens += step.plan.supervised_tokens
+        if cut_short := told_to_leave(ranks):
+            break
     engine.train(was_training)
-    return float(sum_over_ranks(total) / tokens)
+    return None if cut_short else float(sum_over_ranks(total) / tokens)

@@ -25,7 +25,7 @@ WANDB_FINISH_SECONDS = 30  # the default waits for ever
 
 
 class Sink(Protocol):
-    """Where measurements go. `kind` is train or eval; `values` always has `step`."""
+    """Where measurements go. `kind` is train, eval or save; `values` always has `step`."""
 
     def log(self, kind: str, values: dict[str, Any]) -> None: ...
 
@@ -40,7 +40,7 @@ class Metrics:
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Args:
-        kind: train or eval.
+        kind: train, eval or save.
         values: plain numbers by name, units in the names; `step` counts finished optimizer steps.
         """
         for sink in self.sinks:
@@ -88,6 +88,7 @@ class ConsoleSink:
         step = values["step"]
         if kind == "eval":
             self._line(f"step {step:>6}/{self.total_steps}  eval_loss {values['eval_loss']:.4f}")
+        if kind != "train":
             return
         text = (
             f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  "

@@ -17,6 +17,7 @@ from data.render import OUTCOMES
 from finetune.batch_math import model_state_bytes, scaled_learning_rate, total_steps, warmup_steps
 from finetune.checkpoint import TrainerState
 from finetune.config import Config, dump_config
+from finetune.distributed import Ranks
 from finetune.errors import UserError
 from finetune.model import (
     check_model_fits,
@@ -26,6 +27,7 @@ from finetune.model import (
     load_tokenizer,
     resolve_batching,
 )
+from finetune.save_interval import SaveInterval, count_hosts
 
 SAMPLED_STEPS = 100  # of the first epoch, for the table's counts of micro-steps and padding
 
@@ -53,7 +55,7 @@ def startup_table(
     train_plan: DataPlan,
     eval_plan: DataPlan | None,
     state: TrainerState,
-    device: torch.device,
+    ranks: Ranks,
     why_batching: str,
 ) -> str:
     """What the run is about to do, in one table of name and text, with units."""
@@ -86,7 +88,7 @@ def startup_table(
     weights = "random weights" if config.model.from_config else "pretrained"
     rows = {
         "model": f"{config.model.name_or_path}, {parameters / 1e6:,.1f} M parameters, {weights}",
-        "ranks": f"{state.world_size} on {device.type}, {state.precision}, "
+        "ranks": f"{state.world_size} on {ranks.device.type}, {state.precision}, "
         f"ZeRO stage {state.zero_stage} ({config.ds_config})",
         "memory": f"{memory / 2**20:,.0f} MiB a rank for weights, gradients and optimizer "
         "(estimate, without activations)",
@@ -112,6 +114,7 @@ def startup_table(
         else "off",
         "steps": f"{steps:,} = {steps / per_epoch:.3g} epochs of {per_epoch:,}",
         "seed": f"{train.seed} for weights and plan, {train.seed} + rank for dropout",
+        "checkpoints": SaveInterval(config.checkpoint, count_hosts(ranks), None).text(),
         "output": config.output_dir,
     }
     width = max(map(len, rows))

@@ -1,0 +1,101 @@
+"""When the next checkpoint is due."""
+
+import math
+import os
+import time
+from dataclasses import dataclass, field
+
+from finetune.config import CheckpointConfig
+from finetune.distributed import Ranks
+
+
+def best_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of training between saves for the least time lost to saves and to work done again.
+
+    Saving every T s loses C/T of the time to saves of C s each and about T/2 to every failure, one
+    in M s; both together are least near sqrt(2 C M) (Young 1974, "A First Order Approximation to
+    the Optimum Checkpoint Interval"). Daly (2006, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", equation 37) refines it for saves that are not short
+    beside M:
+
+        T = sqrt(2 C M) * (1 + sqrt(C / (2 M)) / 3 + C / (18 M)) - C    where C < 2 M, else M
+    """
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = save_seconds / (2 * mtbf_seconds)
+    young = math.sqrt(2 * save_seconds * mtbf_seconds)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+@dataclass
+class SaveInterval:
+    """checkpoint.every_steps, or checkpoint.every: auto as measured on the way."""
+
+    config: CheckpointConfig
+    hosts: int
+    save_seconds: float | None
+    """For which the last save held the loop up; None before the first."""
+    _saved_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def mtbf_seconds(self) -> float:
+        """Of the whole job: any host ends it."""
+        return self.config.host_mtbf_hours * 3600 / self.hosts
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after `step` finished steps. With auto it is each rank's own clock that
+        says so; rank 0's counts.
+        """
+        if self.config.every is None:
+            return self.config.every_steps > 0 and step % self.config.every_steps == 0
+        if self.save_seconds is None:  # the first one is for measuring, and finds a full disk early
+            return True
+        elapsed = time.monotonic() - self._saved_at
+        return elapsed >= best_interval_seconds(self.save_seconds, self.mtbf_seconds)
+
+    def saved(self, save_seconds: float, step_seconds: float, grace_seconds: float) -> list[str]:
+        """A save has ended, for which the loop waited so long; lines for a person: the interval
+        where it has changed much, and at the first save whether a run that is told to leave has
+        the time to finish a step and save.
+        """
+        before, self.save_seconds, self._saved_at = (
+            self.save_seconds,
+            save_seconds,
+            time.monotonic(),
+        )
+        lines = []
+        # the interval goes with the root: by a quarter
+        if self.config.every and (before is None or not 0.64 < save_seconds / before < 1.5625):
+            lines.append(f"saving {self.text()}")
+        if before is None and step_seconds + save_seconds > grace_seconds:
+            lines.append(
+                f"WARNING: a step and a save took {duration(step_seconds + save_seconds)}; a run "
+                f"that is told to leave has {duration(grace_seconds)} "
+                "(launch.preempt_grace_seconds; under DeepSpeed's own launcher never over 30 s: "
+                "start it with scripts/launch.sh)"
+            )
+        return lines
+
+    def text(self) -> str:
+        """For a person."""
+        config = self.config
+        if config.every is None:
+            return f"every {config.every_steps:,} steps" if config.every_steps else "at the end"
+        mtbf = f"a failure in {duration(self.mtbf_seconds)} ({self.hosts} hosts)"
+        if self.save_seconds is None:
+            return f"auto: after the first step, then by its time and {mtbf}"
+        interval = duration(best_interval_seconds(self.save_seconds, self.mtbf_seconds))
+        return f"every {interval}: a save of {duration(self.save_seconds)}, {mtbf}"
+
+
+def count_hosts(ranks: Ranks) -> int:
+    """Hosts of the job, by how many ranks each has."""
+    return math.ceil(ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def duration(seconds: float) -> str:
+    """4.2 s, 75 min, 13 h: with the unit in which it has two or three digits."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s"

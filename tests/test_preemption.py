@@ -1,0 +1,179 @@
+"""Told to leave at any moment, by a signal to one rank.    pytest tests/test_preemption.py"""
+
+import json
+import signal
+import time
+
+import pytest
+from conftest import REPO, read_metrics, write_rows
+from test_checkpoints import is_saving, until
+
+from finetune.checkpoint import fault, list_complete
+from finetune.config import CheckpointConfig
+from finetune.save_interval import SaveInterval, best_interval_seconds
+
+pytestmark = pytest.mark.launch
+DETERMINED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens")
+
+
+@pytest.fixture
+def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
+    """Evaluations take a second, so that they can be met in the middle."""
+    many = write_rows(tmp_path / "many.jsonl", chat_rows * 30)
+    return tiny_config(
+        model=tiny_model_with_dropout, data__eval_sources=[str(many)],
+        train__epochs=None, train__steps=12, train__eval_every_steps=6,
+        checkpoint={"every_steps": 1},
+    )  # fmt: skip
+
+
+def curves(folder):
+    steps = [{name: step[name] for name in DETERMINED} for step in read_metrics(folder)]
+    evals = [(e["step"], e["eval_loss"]) for e in read_metrics(folder, "eval")]
+    return steps, evals
+
+
+def logged(folder, kind):
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n") and f'"{kind}"' in line]
+
+
+# When to send the signal, and which part of a run that makes the last one.
+MOMENTS = {
+    "at the start": lambda folder, began: (folder / "metrics.jsonl").exists(),
+    "in the first step": lambda folder, began: logged(folder, "eval"),
+    "in a save": lambda folder, began: is_saving(folder / "checkpoints", began),
+    "in an evaluation": lambda folder, began: (
+        len(logged(folder, "train")) == 6 and len(logged(folder, "eval")) == 1
+    ),
+}
+
+
+def test_told_to_leave_at_any_moment(forks, config, tmp_path):
+    """All ranks save the same step and leave with 75; the run that goes on does what was owed."""
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert whole.code == 0, whole.output
+    for number, (moment, has_come) in enumerate(MOMENTS.items()):
+        folder, began = tmp_path / moment, time.time()
+        run = forks.start(config, "--output_dir", folder, ranks=2)
+        until(lambda f=folder, b=began, h=has_come: h(f, b), run)
+        run.kill(number % 2, (signal.SIGTERM, signal.SIGUSR1)[number // 2])
+        finished = run.wait()
+        steps, evals = len(logged(folder, "train")), len(logged(folder, "eval"))
+        if moment == "at the start":  # 143: a moment before the loop began
+            assert finished.code in (75, 143), finished.output
+            assert finished.code == 143 or "told to leave, nothing to save" in finished.output
+            assert steps == 0 and not list_complete(folder / "checkpoints")
+        else:
+            assert finished.code == 75, f"{moment}\n{finished.output}"
+            saved = list_complete(folder / "checkpoints")
+            assert saved[-1].name == f"step_{steps:08d}" and fault(saved[-1], True) is None
+            assert f"told to leave, saved: step {steps}, " in finished.output
+        if moment == "in an evaluation":
+            assert (steps, evals) == (6, 1), "it is cut short, and no step comes after it"
+        else:
+            assert steps < 6, moment
+        finished = forks.train(config, "--output_dir", folder, ranks=2)
+        assert finished.code == 0, finished.output
+        assert curves(folder) == curves(tmp_path / "whole"), moment
+
+
+def test_a_second_signal_and_the_end_of_the_grace_leave_at_once(forks, tiny_config, tmp_path):
+    """One rank is stopped, so the other waits for it in a collective, deaf to the first signal."""
+    config = tiny_config(
+        train__epochs=None, train__steps=5000, launch={"preempt_grace_seconds": 4}
+    )  # fmt: skip
+    for signals in (1, 2):
+        folder = tmp_path / str(signals)
+        run = forks.start(config, "--output_dir", folder, ranks=2)
+        until(lambda f=folder: logged(f, "train"), run)
+        run.kill(1, signal.SIGSTOP)
+        time.sleep(0.5)
+        began = time.monotonic()
+        for _ in range(signals):
+            run.kill(0, signal.SIGTERM)
+            time.sleep(1.2)
+        until(lambda r=run: "leaving without another save" in r.log.read_text(), run, 15)
+        assert time.monotonic() - began < 8
+        run.kill(1)
+        assert run.wait().code == 143
+
+
+# --------------------------------------------------------------------------------------------------
+# The same layout, bit for bit
+
+LAYOUTS = {
+    "zero0 bf16": ("zero0", "bf16", "false"),
+    "zero1 bf16 async": ("zero1", "bf16", "true"),
+    "zero2_offload bf16": ("zero2_offload", "bf16", "false"),
+    "zero3 bf16 async": ("zero3", "bf16", "true"),
+    "zero3_offload fp32": ("zero3_offload", "fp32", "false"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropout, layout):
+    """In mid-epoch and mid-schedule, dropout on. tests/test_training.py has fp32 at ZeRO 0 and 3,
+    tests/test_checkpoints.py at 2.
+    """
+    strategy, precision, is_async = LAYOUTS[layout]
+    ds_config = json.loads((REPO / "ds_configs" / f"{strategy}.json").read_text())
+    if "offload" in strategy:
+        ds_config["optimizer"]["params"]["torch_adam"] = True  # no compiler needed
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    config = tiny_config(
+        model=tiny_model_with_dropout, ds_config=str(tmp_path / "ds.json"),
+        train__precision=precision, train__eval_every_steps=2,
+    )  # fmt: skip
+    flags = ["--checkpoint.async_save", is_async]
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", *flags, ranks=2)
+    assert whole.code == 0, whole.output
+    run = forks.start(config, *flags, ranks=2)
+    until(lambda: len(logged(tmp_path / "run", "train")) >= 3, run)
+    run.kill(1, signal.SIGTERM)
+    assert (finished := run.wait()).code == 75, finished.output
+    finished = forks.train(config, *flags, ranks=2)
+    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+    assert curves(tmp_path / "run") == curves(tmp_path / "whole")
+
+
+# --------------------------------------------------------------------------------------------------
+# How often to save
+
+
+def test_the_best_interval():
+    """Against the least of Daly's expected run time (2006, equation 13), found by trying."""
+    import numpy as np
+
+    for save_seconds, mtbf_seconds in ((0.5, 3600), (60, 86400), (300, 7200), (1000, 5000)):
+        interval = np.geomspace(1, 4 * mtbf_seconds, 200_000)
+        cost = (np.exp((interval + save_seconds) / mtbf_seconds) - 1) / interval
+        found = best_interval_seconds(save_seconds, mtbf_seconds)
+        at_found = (np.exp((found + save_seconds) / mtbf_seconds) - 1) / found
+        assert at_found / cost.min() < 1.001
+    assert best_interval_seconds(50, 10) == 10
+
+
+def test_auto_saves_by_its_own_measure(forks, tiny_config, tmp_path):
+    """With a failure every second or so it saves all the time, and says what it does; a run that
+    goes on knows the time of a save.
+    """
+    interval = SaveInterval(CheckpointConfig(every="auto"), hosts=24, save_seconds=None)
+    assert interval.text() == "auto: after the first step, then by its time and a failure in " \
+        "8.68 d (24 hosts)"  # fmt: skip
+    assert interval.is_due(1)
+    lines = interval.saved(60, step_seconds=10, grace_seconds=30)
+    assert lines[0] == "saving every 2.62 h: a save of 60 s, a failure in 8.68 d (24 hosts)"
+    assert lines[1].startswith("WARNING: a step and a save took 70 s; a run that is told to leave")
+    assert not interval.is_due(2) and not interval.saved(65, 10, 30)
+
+    config = tiny_config(checkpoint={"every": "auto"}, train__eval_sources=None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    assert forks.train(config, ranks=2).code == 75
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    assert "  checkpoints    auto: after the first step" in finished.output
+    saves = read_metrics(tmp_path / "run", "save")
+    assert saves[0]["step"] == 1 and all(s["save_seconds"] > 0 for s in saves)
