@@ -16,7 +16,7 @@ by SIGTERM or SIGUSR1 and saved (the same command goes on), anything else a fail
 import sys
 
 from finetune.config import parse_command_line
-from finetune.errors import EXIT_PREEMPTED, exit_on_error
+from finetune.errors import EXIT_PREEMPTED, UserError, exit_on_error
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and mistakes are answered at once.
@@ -35,15 +35,15 @@ import torch
 from torch import nn
 
 from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
-from finetune import universal
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
-    SHARDS,
     Saver,
     TrainerState,
     check_resumable,
     find_checkpoint,
+    list_complete,
     load_checkpoint,
+    load_weights,
     read_state,
 )
 from finetune.config import Config
@@ -146,15 +146,12 @@ def main(config: Config, dry_run: bool) -> None:
 
         # 3. Where to go on from: rank 0 decides for all, before anything is loaded or written.
         output_dir = Path(config.output_dir)
+        folder = output_dir / "checkpoints"
         on_first_rank(ranks, lambda: held.enter_context(run_lock(output_dir)))
-        checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
-        converted = None
-        if checkpoint is not None:
-            saved, now = read_state(checkpoint), state
-            if universal.is_needed(saved.world_size, now.world_size, now.zero_stage):
-                converted = on_first_rank(ranks, lambda: convert(checkpoint, now))
-                ds_config = {**ds_config, "checkpoint": {"load_universal": True}}
-            state = replace(saved, world_size=now.world_size)
+        checkpoint, weights_only = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
+        if checkpoint is not None and not weights_only:
+            saved = read_state(checkpoint)
+            state = replace(saved, world_size=state.world_size, zero_stage=state.zero_stage)
         on_first_rank(
             ranks, lambda: write_resolved_configs(config, ds_config, (train_plan, eval_plan))
         )
@@ -167,8 +164,10 @@ def main(config: Config, dry_run: bool) -> None:
         engine = build_engine(config, ds_config, model, steps)
         apply_timeout(config.distributed, ranks)
         seed_everything(config.train.seed + ranks.rank)
-        if checkpoint is not None:
-            load_checkpoint(engine, checkpoint, converted, ranks, config.train.seed)
+        if weights_only:
+            load_weights(engine, checkpoint, ranks)
+        elif checkpoint is not None:
+            load_checkpoint(engine, checkpoint, folder, ranks, config.train.seed)
         if config.data.batching == "packed":
             check_packing(engine, len(tokenizer), ranks.device)
 
@@ -176,7 +175,6 @@ def main(config: Config, dry_run: bool) -> None:
         metrics = Metrics([])
         if ranks.is_first:
             metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
-        folder = output_dir / "checkpoints"
         saver = Saver(engine, tokenizer, ranks, folder, config.checkpoint, checkpoint)
         run = Run(config, ranks, train_plan, eval_plan, steps, engine, loss, metrics, saver)
         exit_code = 1
@@ -308,27 +306,34 @@ def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | Non
     )
 
 
-def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
-    """The checkpoint to resume from, or None to start at step 0.
+def choose_checkpoint(config: Config, state: TrainerState) -> tuple[Path | None, bool]:
+    """The checkpoint to resume from, or None to start at step 0, and whether the run only starts
+    with its weights.
 
     Raises:
         UserError: none can be used although there are some, or it is of another run.
     """
-    folder = Path(config.output_dir) / "checkpoints"
-    checkpoint, passed_over = find_checkpoint(config.checkpoint, folder)
+    folder, settings = Path(config.output_dir) / "checkpoints", config.checkpoint
+    weights_only = settings.weights_only
+    if weights_only:
+        if Path(settings.resume).resolve().parent == folder.resolve():
+            raise UserError(
+                f"checkpoint.weights_only: {settings.resume} is of this output_dir, which would "
+                "have two runs; choose another output_dir"
+            )
+        if list_complete(folder):  # the same command once more, to go on
+            settings, weights_only = replace(settings, resume="auto"), False
+    checkpoint, passed_over = find_checkpoint(settings, folder)
     for line in passed_over:
         print(line, flush=True)
     if checkpoint is not None:
         saved = read_state(checkpoint)
-        checksums = config.checkpoint.verify == "checksums"
-        check_resumable(checkpoint, saved, state, folder, checksums)
-        print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
-    return checkpoint
-
-
-def convert(checkpoint: Path, now: TrainerState) -> Path:
-    """The checkpoint's form for this run's number of ranks."""
-    return universal.convert(checkpoint, now.zero_stage, checkpoint / SHARDS, now.world_size)
+        if weights_only:
+            print(f"starting with the weights of {checkpoint}: step {saved.global_step:,}")
+        else:
+            check_resumable(checkpoint, saved, state, folder, settings.verify == "checksums")
+            print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
+    return checkpoint, weights_only
 
 
 def build_engine(

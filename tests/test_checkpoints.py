@@ -42,39 +42,66 @@ def until(happened, run, seconds=60):
 # Another number of ranks
 
 
+def strategy(tmp_path, name, **optimizer):
+    """A file of ds_configs/ with torch's AdamW, which needs no compiler, as the flags for it."""
+    ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
+    ds_config["optimizer"]["params"] |= {"torch_adam": True, **optimizer}
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(ds_config))
+    return "--ds_config", file
+
+
 @pytest.fixture(scope="module")
 def uninterrupted():
     return {}
 
 
-@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3"])
-def test_ranks_1_2_3_1_follow_the_uninterrupted_curve(
-    forks, tiny_config, tmp_path, uninterrupted, strategy
-):
-    """Two parameter groups, with and without weight decay; each leg but the last is one step."""
-    ds_config = json.loads((REPO / "ds_configs" / f"{strategy}.json").read_text())
-    if "offload" in strategy:
-        ds_config["optimizer"]["params"]["torch_adam"] = True  # no compiler needed
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
-    config = tiny_config(ds_config=str(tmp_path / "ds.json"))
-    if not uninterrupted:
-        finished = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-        assert finished.code == 0, finished.output
-        uninterrupted["curve"] = curve(tmp_path / "whole")
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    for ranks in (1, 2, 3):
-        (run_folder / "stop").touch()  # seen after the first step
-        finished = forks.train(config, ranks=ranks)
-        assert finished.code == 75, finished.output
-        assert f"told to leave, saved: step {ranks}" in finished.output
-        assert (f"for {ranks} ranks; needs" in finished.output) == (ranks > 1)
-        assert names(run_folder)[-1] == f"step_{ranks:08d}"
-    finished = forks.train(config, ranks=1)
-    assert finished.code == 0, finished.output
-    steps, values = curve(run_folder)
-    assert steps == uninterrupted["curve"][0] == list(range(1, 13))
-    np.testing.assert_allclose(values, uninterrupted["curve"][1], rtol=1e-5)
+@pytest.fixture
+def follow(forks, tiny_config, tmp_path, uninterrupted):
+    """Runs legs of (strategy, ranks) of one step each, the last one to the end, and holds the curve
+    against that of an uninterrupted run.
+    """
+
+    def run(legs, precision="fp32", rtol=1e-5):
+        config = tiny_config(train__precision=precision)
+        if precision not in uninterrupted:
+            whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+            assert whole.code == 0, whole.output
+            uninterrupted[precision] = curve(tmp_path / "whole")
+        run_folder = tmp_path / "run"
+        run_folder.mkdir()
+        for step, (name, ranks) in enumerate(legs, start=1):
+            if step < len(legs):
+                (run_folder / "stop").touch()  # seen after the first step
+            finished = forks.train(config, *strategy(tmp_path, name), ranks=ranks)
+            assert finished.code == (75 if step < len(legs) else 0), finished.output
+            changed = step > 1 and legs[step - 2] != (name, ranks)
+            assert (f" for {ranks} ranks; needs" in finished.output) == changed
+            assert ("converted in" in finished.output) == changed
+            assert step == len(legs) or names(run_folder)[-1] == f"step_{step:08d}"
+        steps, values = curve(run_folder)
+        assert steps == uninterrupted[precision][0] == list(range(1, 13))
+        np.testing.assert_allclose(values, uninterrupted[precision][1], rtol=rtol)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero2_offload"])
+def test_ranks_1_2_3_1_follow_the_uninterrupted_curve(follow, name):
+    """Two parameter groups, with and without weight decay; on 3 ranks no parameter divides."""
+    follow([(name, 1), (name, 2), (name, 3), (name, 1)])
+
+
+def test_another_stage_and_offload_on_another_number_of_ranks(follow):
+    follow(
+        [("zero0", 1), ("zero1", 2), ("zero3", 3), ("zero2_offload", 2), ("zero3_offload", 2),
+         ("zero0", 2)]
+    )  # fmt: skip
+
+
+def test_another_stage_in_bf16(follow):
+    """Four wrappers of DeepSpeed's, each with its own layout of the fp32 weights."""
+    follow([("zero0", 1), ("zero1", 2), ("zero3_offload", 3), ("zero2", 2)], "bf16", rtol=2e-2)
 
 
 # --------------------------------------------------------------------------------------------------
