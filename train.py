@@ -329,7 +329,9 @@ def choose_checkpoint(config: Config, state: TrainerState) -> tuple[Path | None,
     if checkpoint is not None:
         saved = read_state(checkpoint)
         if weights_only:
-            print(f"starting with the weights of {checkpoint}: step {saved.global_step:,}")
+            print(
+                f"starting with the weights of {checkpoint}: step {saved.global_step:,}", flush=True
+            )
         else:
             check_resumable(checkpoint, saved, state, folder, settings.verify == "checksums")
             print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)

@@ -1,7 +1,7 @@
 """Save, verify, find, resume, rotate. A checkpoint is complete or it does not exist.
 
     checkpoints/step_00001000/
-        deepspeed/            DeepSpeed's shards: weights, optimizer, schedule
+        deepspeed/            DeepSpeed's shards: weights, optimizer, schedule (see shards.py)
         rng/rank_00000.pt     one per rank
         model/                config.json, tokenizer: what export needs besides the weights
         trainer_state.json    position, plan hash, layout
@@ -505,7 +505,7 @@ def check_resumable(
             raise UserError(
                 f"{checkpoint}: its {meaning} is {was}, this run's {is_now}; "
                 "resume with the same, or start anew with another output_dir (from its weights: "
-                "--checkpoint.weights_only true --checkpoint.resume PATH)"
+                f"--checkpoint.weights_only true --checkpoint.resume {checkpoint})"
             )
 
 

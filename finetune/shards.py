@@ -150,15 +150,15 @@ class Shards:
         return self._frozen[name]
 
     def weight(self, name: str) -> torch.Tensor:
-        """A parameter in fp32 and its shape, on the CPU; a frozen one in the model's precision."""
+        """A parameter in fp32 and its shape, on the CPU; a frozen one has the model's precision."""
         if name in self._fragments:
             shape = self.shape(name)
             return self.read(name, "fp32", 0, prod(shape)).view(shape)
         if self.layout(0)["zero_stage"] < 3:
-            return self.model["module"][name]
+            return self.model["module"][name].float()
         parts = [self._open(path)["frozen_param_fragments"][name] for path in self._models]
         shape = self.shape(name)
-        return torch.cat([part.flatten() for part in parts])[: prod(shape)].view(shape)
+        return torch.cat([part.flatten() for part in parts])[: prod(shape)].view(shape).float()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers."""
@@ -171,7 +171,7 @@ class Shards:
             UserError: they are not in the shards.
         """
         if key == "fp32" and name in self._frozen:
-            return self.weight(name).flatten()[start : start + numel].float()
+            return self.weight(name).flatten()[start : start + numel]
         values = torch.empty(numel, dtype=torch.float32)
         found = 0
         for rank, at in self._fragments[name]:
@@ -181,8 +181,8 @@ class Shards:
                 begin = at.offset + first - at.start
                 if flat is None or flat.numel() < begin + last - first:
                     raise UserError(
-                        f"{self._optimizers[rank]} does not hold {key} of {name}; optimizer states "
-                        "on NVMe are saved elsewhere, and can be loaded by the same ranks alone"
+                        f"{self._optimizers[rank]} does not hold {key} of {name}; states that were "
+                        "on NVMe are not in the shards"
                     )
                 values[first - start : last - start] = flat.flatten()[begin : begin + last - first]
                 found += last - first

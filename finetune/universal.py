@@ -143,12 +143,19 @@ def remove_converted(folder: Path, but: Path | None = None) -> None:
 
 
 def check_model(engine: "DeepSpeedEngine", shards: Shards, checkpoint: Path) -> None:
-    """That the checkpoint is of the engine's model.
+    """That the checkpoint is of the engine's model, and the engine's state where it can be filled.
 
     Raises:
         UserError: names the first parameter that differs.
     """
-    saved = {name: tuple(shards.shape(name)) for name in shards.names()}
+    if any(
+        getattr(engine.optimizer, n, False) for n in ("swap_optimizer", "params_in_nvme_and_cpu")
+    ):
+        raise UserError(
+            f"{checkpoint} is of another layout, and only into memory can it be loaded; use an "
+            "offload device cpu instead of nvme"
+        )
+    saved = {name: shards.shape(name) for name in shards.names()}
     now = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in engine.module.named_parameters()}
     for name in (*now, *saved):
         if saved.get(name) != now.get(name):
@@ -165,22 +172,18 @@ def check_optimizer(engine: "DeepSpeedEngine", shards: Shards, checkpoint: Path)
         UserError: names both ways out.
     """
     was, now = shards.layout(0), layout(engine)
-    on_nvme = engine.zero_nvme_offload_optimizer()
     trained = {n for n, p in engine.module.named_parameters() if p.requires_grad}
-    if different := sorted(trained.symmetric_difference(shards.trained)):
-        raise UserError(
-            f"{checkpoint}: {different[0]} was {'' if different[0] in shards.trained else 'not '}"
-            "trained, and in this run the other way round; take the weights alone: "
-            "--checkpoint.weights_only true and another output_dir"
-        )
-    if {was["optimizer"], now["optimizer"]} <= ADAMS and not on_nvme:
+    if {was["optimizer"], now["optimizer"]} <= ADAMS and trained == set(shards.trained):
         return
-    reason = "on NVMe" if on_nvme else f"with {now['optimizer']}"
+    what = [
+        f"ZeRO stage {at['zero_stage']} with {at['optimizer']}, {at['shards']} shards, {count:,} "
+        "trained parameters"
+        for at, count in ((was, len(shards.trained)), (now, len(trained)))
+    ]
     raise UserError(
-        f"{checkpoint} is of {was['shards']} shards at ZeRO stage {was['zero_stage']} with "
-        f"{was['optimizer']}, this run has {now['shards']} at stage {now['zero_stage']} {reason}, "
-        "and only AdamW's state in memory can be converted; go on as before, or take the weights "
-        "alone: --checkpoint.weights_only true --checkpoint.resume PATH and another output_dir"
+        f"{checkpoint} is of {what[0]}, this run has {what[1]}, and only AdamW's state of the same "
+        "parameters can be converted; go on as before, or take the weights alone: "
+        f"--checkpoint.weights_only true --checkpoint.resume {checkpoint} and another output_dir"
     )
 
 

@@ -100,7 +100,7 @@ def test_another_stage_and_offload_on_another_number_of_ranks(follow):
 
 def test_another_stage_in_bf16(follow):
     """Four wrappers of DeepSpeed's, each with its own layout of the fp32 weights."""
-    follow([("zero1", 2), ("zero0", 1), ("zero1", 1), ("zero3_offload", 2)], "bf16", rtol=2e-2)
+    follow([("zero1", 2), ("zero0", 1), ("zero1", 1), ("zero3_offload", 2)], "bf16", rtol=1e-3)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
@@ -131,7 +131,7 @@ def test_a_conversion_goes_on_where_it_was_killed_and_says_what_disk_it_needs(
         """Both ranks between two parameters, of which there are 20; what was there stays."""
         before = there()
         run = forks.start(config, ranks=2)
-        until(lambda: there() > before, run)
+        until(lambda: there() > before, run, 150)
         for rank in (0, 1):
             run.kill(rank, number)
         finished = run.wait()
@@ -203,8 +203,11 @@ def test_what_cannot_be_taken_over_is_refused_by_a_line(
     line = refusal("--train.precision", "bf16")
     assert "its precision is fp32, this run's bf16; resume with the same, or start anew" in line
     line = refusal()
-    assert "at ZeRO stage 0 with SGD, this run has 1 at stage 2 with AdamW" in line
-    assert "go on as before, or take the weights alone: --checkpoint.weights_only true" in line
+    assert (
+        "is of ZeRO stage 0 with SGD, 1 shards, 20 trained parameters, this run has ZeRO stage"
+        in line
+    )
+    assert f"--checkpoint.weights_only true --checkpoint.resume {checkpoint} and another" in line
     weights_only = "--checkpoint.weights_only", "true"
     line = refusal(*weights_only, "--output_dir", tmp_path / "first")
     assert "is of this output_dir, which would have two runs" in line
