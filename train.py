@@ -16,7 +16,7 @@ by SIGTERM or SIGUSR1 and saved (the same command goes on), anything else a fail
 import sys
 
 from finetune.config import parse_command_line
-from finetune.errors import EXIT_PREEMPTED, exit_on_error
+from finetune.errors import EXIT_PREEMPTED, UserError, exit_on_error
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and mistakes are answered at once.
@@ -36,16 +36,16 @@ from torch import nn
 
 from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
 from data.plan_change import PlanChange, PlanRecord, continue_plan, describe_change
-from finetune import universal
 from finetune.batch_math import total_steps
 from finetune.checkpoint import (
     PROGRESS,
-    SHARDS,
     Saver,
     TrainerState,
     check_resumable,
     find_checkpoint,
+    list_complete,
     load_checkpoint,
+    load_weights,
     read_state,
 )
 from finetune.config import Config
@@ -154,25 +154,20 @@ def main(config: Config, dry_run: bool) -> None:
 
         # 3. Where to go on from: rank 0 decides for all, before anything is loaded or written.
         output_dir = Path(config.output_dir)
+        folder = output_dir / "checkpoints"
         on_first_rank(ranks, lambda: held.enter_context(run_lock(output_dir)))
-        checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
-        converted = None
-        if checkpoint is not None:
+        checkpoint, weights_only = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
+        saved = None
+        if checkpoint is not None and not weights_only:
             saved, now = read_state(checkpoint), state
-            if universal.is_needed(saved.world_size, now.world_size, now.zero_stage):
-                converted = on_first_rank(ranks, lambda: convert(checkpoint, now))
-                ds_config = {**ds_config, "checkpoint": {"load_universal": True}}
             train_plan, changes = together(
                 ranks, lambda: resume_plan(config, train_plan, saved, now), first_on_machine=True
             )
             if ranks.is_first and len(changes) > len(saved.plan_changes):
                 left = f"the rest of the epoch takes {changes[-1]['rest_steps']:,} steps"
                 print(f"{describe_change(saved.plan, now.plan)}: {left}", flush=True)
-            state = replace(
-                now,
-                plan_changes=changes,
-                **{name: getattr(saved, name) for name in PROGRESS},
-            )
+            progress = {name: getattr(saved, name) for name in PROGRESS}
+            state = replace(now, plan_changes=changes, **progress)
         steps = total_steps(config.train, train_plan)
         on_first_rank(
             ranks, lambda: write_resolved_configs(config, ds_config, (train_plan, eval_plan))
@@ -187,8 +182,10 @@ def main(config: Config, dry_run: bool) -> None:
         engine = build_engine(config, ds_config, model, steps + shift)
         apply_timeout(config.distributed, ranks)
         seed_everything(config.train.seed + ranks.rank)
-        if checkpoint is not None:
-            load_checkpoint(engine, checkpoint, converted, ranks, config.train.seed)
+        if weights_only:
+            load_weights(engine, checkpoint, ranks)
+        elif saved is not None:
+            load_checkpoint(engine, checkpoint, folder, ranks, config.train.seed)
             if len(state.plan_changes) > len(saved.plan_changes) or (
                 state.optimization != saved.optimization
             ):
@@ -200,10 +197,9 @@ def main(config: Config, dry_run: bool) -> None:
         metrics = Metrics([])
         if ranks.is_first:
             metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
-        folder = output_dir / "checkpoints"
         saver = Saver(engine, tokenizer, ranks, folder, config.checkpoint, checkpoint)
         interval = SaveInterval(config.checkpoint, count_hosts(ranks), state.save_seconds)
-        if ranks.is_first and checkpoint is not None and config.checkpoint.every:
+        if ranks.is_first and saved is not None and config.checkpoint.every:
             print(f"saving {interval.text()}", flush=True)
         run = Run(
             config, ranks, train_plan, eval_plan, steps, engine, loss, metrics, saver, interval
@@ -346,29 +342,37 @@ def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | Non
     )
 
 
-def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
-    """The checkpoint to resume from, or None to start at step 0.
+def choose_checkpoint(config: Config, state: TrainerState) -> tuple[Path | None, bool]:
+    """The checkpoint to resume from, or None to start at step 0, and whether the run only starts
+    with its weights.
 
     Raises:
         UserError: none can be used although there are some, or it is of another run.
     """
-    folder = Path(config.output_dir) / "checkpoints"
-    checkpoint, passed_over = find_checkpoint(config.checkpoint, folder)
+    folder, settings = Path(config.output_dir) / "checkpoints", config.checkpoint
+    weights_only = settings.weights_only
+    if weights_only:
+        if Path(settings.resume).resolve().parent == folder.resolve():
+            raise UserError(
+                f"checkpoint.weights_only: {settings.resume} is of this output_dir, which would "
+                "have two runs; choose another output_dir"
+            )
+        if list_complete(folder):  # the same command once more, to go on
+            settings, weights_only = replace(settings, resume="auto"), False
+    checkpoint, passed_over = find_checkpoint(settings, folder)
     for line in passed_over:
         print(line, flush=True)
     if checkpoint is not None:
         saved = read_state(checkpoint)
-        checksums = config.checkpoint.verify == "checksums"
-        check_resumable(
-            checkpoint, saved, state, folder, checksums, config.checkpoint.allow_plan_change
-        )
-        print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
-    return checkpoint
-
-
-def convert(checkpoint: Path, now: TrainerState) -> Path:
-    """The checkpoint's form for this run's number of ranks."""
-    return universal.convert(checkpoint, now.zero_stage, checkpoint / SHARDS, now.world_size)
+        if weights_only:
+            print(
+                f"starting with the weights of {checkpoint}: step {saved.global_step:,}", flush=True
+            )
+        else:
+            allow, checksums = settings.allow_plan_change, settings.verify == "checksums"
+            check_resumable(checkpoint, saved, state, folder, checksums, allow)
+            print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
+    return checkpoint, weights_only
 
 
 def resume_plan(

@@ -1,7 +1,7 @@
 """Save, verify, find, resume, rotate. A checkpoint is complete or it does not exist.
 
     checkpoints/step_00001000/
-        deepspeed/            DeepSpeed's shards: weights, optimizer, schedule
+        deepspeed/            DeepSpeed's shards: weights, optimizer, schedule (see shards.py)
         rng/rank_00000.pt     one per rank
         model/                config.json, tokenizer: what export needs besides the weights
         trainer_state.json    position, plan hash, layout
@@ -18,7 +18,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +31,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from data.plan_change import describe_change
 from finetune import universal
 from finetune.config import CheckpointConfig
-from finetune.distributed import Ranks
+from finetune.distributed import Ranks, count_ranks, together
 from finetune.errors import UserError
 from finetune.seeding import rng_state, seed_everything, set_rng_state
-from finetune.universal import remove_converted
+from finetune.shards import Shards, layout, progress
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -169,7 +168,8 @@ class Saver:
             self.engine.save_checkpoint("/", tag=SHARDS, save_latest=False)
         finally:
             self.engine.checkpoint_engine = usual
-        files = {f"{SHARDS}/{path.name}": state for path, state in collector.files.items()}
+        about = {"layout": layout(self.engine), "progress": progress(self.engine)}
+        files = {f"{SHARDS}/{path.name}": s | about for path, s in collector.files.items()}
         files[f"rng/rank_{self.ranks.rank:05d}.pt"] = rng_state()
         return files
 
@@ -226,7 +226,7 @@ class Saver:
         _sync_folder(self.folder)
         for old in self._superfluous(target):
             remove_checkpoint(old)
-        remove_converted(self.folder)
+        universal.remove_converted(self.folder)
 
     def _superfluous(self, newest: Path) -> list[Path]:
         """The checkpoints that checkpoint.keep_last, keep_every_steps and keep_best do not name."""
@@ -519,36 +519,52 @@ def check_resumable(
                 f"{checkpoint}: {key} was {was}, this run's is {now.optimization[key]}; the saved "
                 "optimizer keeps the old one, so go on with it, or use another output_dir"
             )
-    for name, meaning in {"zero_stage": "ZeRO stage", "precision": "precision"}.items():
-        was, is_now = getattr(saved, name), getattr(now, name)
-        if was != is_now:
-            raise UserError(
-                f"{checkpoint}: its {meaning} is {was}, this run's {is_now}; "
-                "resume with the same, or start anew with another output_dir"
-            )
+    if saved.precision != now.precision:
+        raise UserError(
+            f"{checkpoint}: its precision is {saved.precision}, this run's {now.precision}; resume "
+            "with the same, or start anew with another output_dir (from its weights: "
+            f"--checkpoint.weights_only true --checkpoint.resume {checkpoint})"
+        )
 
 
 def load_checkpoint(
-    engine: "DeepSpeedEngine", checkpoint: Path, converted: Path | None, ranks: Ranks, seed: int
+    engine: "DeepSpeedEngine", checkpoint: Path, folder: Path, ranks: Ranks, seed: int
 ) -> None:
-    """Weights, optimizer, schedule and this rank's RNG from `checkpoint`.
+    """Weights, optimizer, schedule and RNG from `checkpoint`: as they are, where the engine cuts
+    its state as the one that wrote them did, else converted.
 
     Args:
-        converted: its universal form, where it is of another number of ranks. Then there are no RNG
-            states for these ranks, and they are seeded anew.
-        seed: for that; train.seed.
+        folder: of this run's checkpoints, for the converted form.
+        seed: train.seed, from which ranks without a saved RNG state are seeded anew.
 
     Raises:
+        UserError: it is of another model, or cannot be converted.
         RuntimeError: DeepSpeed loaded nothing.
     """
-    folder, tag = (checkpoint, SHARDS) if converted is None else (converted, universal.TAG)
-    with universal.groups_kept(engine.basic_optimizer) if converted else nullcontext():
-        loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
-    if loaded is None:
-        raise RuntimeError(f"DeepSpeed loaded nothing from {folder}")
-    state = read_state(checkpoint)
+    state, shards = read_state(checkpoint), Shards(checkpoint / SHARDS)
+    [same] = count_ranks(ranks, shards.layout(ranks.rank) == layout(engine))
+    if same == ranks.world_size:
+        loaded, _ = engine.load_checkpoint(str(checkpoint), tag=SHARDS)
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed loaded nothing from {checkpoint}")
+    else:
+        together(ranks, lambda: universal.check_model(engine, shards, checkpoint))
+        together(ranks, lambda: universal.check_optimizer(engine, shards, checkpoint))
+        converted = universal.convert(checkpoint, shards, folder, ranks)
+        universal.load(engine, shards, converted)
     if state.world_size == ranks.world_size:
         rng = checkpoint / "rng" / f"rank_{ranks.rank:05d}.pt"
         set_rng_state(torch.load(rng, weights_only=True))
     else:  # not the stream of step 0 once more
         seed_everything(seed + ranks.rank + 1_000_003 * state.global_step)
+
+
+def load_weights(engine: "DeepSpeedEngine", checkpoint: Path, ranks: Ranks) -> None:
+    """The weights alone, from a checkpoint in any layout and precision.
+
+    Raises:
+        UserError: it is of another model.
+    """
+    shards = Shards(checkpoint / SHARDS)
+    together(ranks, lambda: universal.check_model(engine, shards, checkpoint))
+    universal.load_weights(engine, shards)

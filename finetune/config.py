@@ -249,6 +249,10 @@ class CheckpointConfig:
     """auto: newest complete one in output_dir, if any; none: start at step 0; or a checkpoint
     folder.
     """
+    weights_only: bool = False
+    """Start at step 0 with the weights of the checkpoint folder that resume names, of any run of
+    the same model; once output_dir has checkpoints, go on from those.
+    """
 
 
 @dataclass(frozen=True)
@@ -545,6 +549,11 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         not (data.eval_sources and data.eval_fraction),
         "data.eval_fraction",
         "give data.eval_sources or data.eval_fraction, not both",
+    )
+    check(
+        not config.checkpoint.weights_only or config.checkpoint.resume not in ("auto", "none"),
+        "checkpoint.weights_only",
+        "needs checkpoint.resume PATH, the checkpoint folder whose weights to start from",
     )
     ranks = int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
     check(

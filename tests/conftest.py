@@ -196,13 +196,13 @@ def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("dropout"), sample_tokenizer, dropout=0.2)
 
 
-def save_tiny_llama(folder, tokenizer, dropout) -> Path:
+def save_tiny_llama(folder, tokenizer, dropout, intermediate_size=64) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=320, hidden_size=32, intermediate_size=intermediate_size, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         tie_word_embeddings=True, attention_dropout=dropout, initializer_range=0.1,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,

@@ -6,6 +6,7 @@ Ranks are forked (tests/fork_server.py).    pytest tests/test_checkpoints.py
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,11 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from conftest import REPO, read_metrics
+from conftest import REPO, read_metrics, save_tiny_llama
 
 from finetune.checkpoint import fault, find_checkpoint, list_complete
 from finetune.config import CheckpointConfig
+from finetune.export import export_checkpoint
 
 pytestmark = pytest.mark.launch
 
@@ -42,39 +44,176 @@ def until(happened, run, seconds=60):
 # Another number of ranks
 
 
+def strategy(tmp_path, name, **optimizer):
+    """A file of ds_configs/ with torch's AdamW, which needs no compiler, as the flags for it."""
+    ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
+    ds_config["optimizer"]["params"] |= {"torch_adam": True, **optimizer}
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(ds_config))
+    return "--ds_config", file
+
+
 @pytest.fixture(scope="module")
 def uninterrupted():
     return {}
 
 
-@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3"])
-def test_ranks_1_2_3_1_follow_the_uninterrupted_curve(
-    forks, tiny_config, tmp_path, uninterrupted, strategy
+@pytest.fixture
+def follow(forks, tiny_config, tmp_path, uninterrupted):
+    """Runs legs of (strategy, ranks) of one step each, the last one to the end, and holds the curve
+    against that of an uninterrupted run.
+    """
+
+    def run(legs, precision="fp32", rtol=1e-5):
+        config = tiny_config(train__precision=precision, train__epochs=None, train__steps=6)
+        if precision not in uninterrupted:
+            whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+            assert whole.code == 0, whole.output
+            uninterrupted[precision] = curve(tmp_path / "whole")
+        run_folder = tmp_path / "run"
+        run_folder.mkdir()
+        for step, (name, ranks) in enumerate(legs, start=1):
+            if step < len(legs):
+                (run_folder / "stop").touch()  # seen after the first step
+            finished = forks.train(config, *strategy(tmp_path, name), ranks=ranks)
+            assert finished.code == (75 if step < len(legs) else 0), finished.output
+            changed = step > 1 and legs[step - 2] != (name, ranks)
+            assert (f" for {ranks} ranks; needs" in finished.output) == changed
+            assert ("converted in" in finished.output) == changed
+            assert step == len(legs) or names(run_folder)[-1] == f"step_{step:08d}"
+        steps, values = curve(run_folder)
+        assert steps == uninterrupted[precision][0] == [1, 2, 3, 4, 5, 6]
+        np.testing.assert_allclose(values, uninterrupted[precision][1], rtol=rtol)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero2_offload"])
+def test_ranks_1_2_3_1_follow_the_uninterrupted_curve(follow, name):
+    """Two parameter groups, with and without weight decay; on 3 ranks no parameter divides."""
+    follow([(name, 1), (name, 2), (name, 3), (name, 1)])
+
+
+def test_another_stage_and_offload_on_another_number_of_ranks(follow):
+    follow([("zero0", 1), ("zero3_offload", 2), ("zero2", 3), ("zero0", 2)])
+
+
+def test_another_stage_in_bf16(follow):
+    """Four wrappers of DeepSpeed's, each with its own layout of the fp32 weights."""
+    follow([("zero1", 2), ("zero0", 1), ("zero1", 1), ("zero3_offload", 2)], "bf16", rtol=1e-3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_conversion_goes_on_where_it_was_killed_and_says_what_disk_it_needs(
+    forks, tiny_config, tmp_path
 ):
-    """Two parameter groups, with and without weight decay; each leg but the last is one step."""
-    ds_config = json.loads((REPO / "ds_configs" / f"{strategy}.json").read_text())
-    if "offload" in strategy:
-        ds_config["optimizer"]["params"]["torch_adam"] = True  # no compiler needed
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
-    config = tiny_config(ds_config=str(tmp_path / "ds.json"))
-    if not uninterrupted:
-        finished = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-        assert finished.code == 0, finished.output
-        uninterrupted["curve"] = curve(tmp_path / "whole")
+    config = tiny_config(train__epochs=None, train__steps=3)
+    folder = tmp_path / "run" / "checkpoints"
+    folder.parent.mkdir()
+    (folder.parent / "stop").touch()
+    assert forks.train(config).code == 75
+    disk = tmp_path / "small" / "checkpoints"
+    disk.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", disk], check=True)
+    try:
+        flags = "--output_dir", disk.parent, "--checkpoint.resume", folder / "step_00000001"
+        refused = forks.train(config, *flags, ranks=2)
+        assert refused.code == 2 and len(refused.errors) == 1, refused.output
+        assert re.search(r"for 2 ranks takes [\d,]+ bytes in .*make room", refused.errors[0])
+        assert not list(disk.rglob("*.pt"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+    def there():
+        return len(list(folder.glob("step_00000001.universal.*/zero/*")))
+
+    def cut_short(number):
+        """Both ranks between two parameters, of which there are 20; what was there stays."""
+        before = there()
+        run = forks.start(config, ranks=2)
+        until(lambda: there() > before, run, 150)
+        for rank in (0, 1):
+            run.kill(rank, number)
+        finished = run.wait()
+        assert before < there() < 20, finished.output
+        assert "MiB of disk" in finished.output and "converted in" not in finished.output
+        return finished.code
+
+    assert cut_short(signal.SIGKILL) == -signal.SIGKILL
+    assert cut_short(signal.SIGTERM) == 128 + signal.SIGTERM
+    kept = there()
+    other = folder / "step_00000001.universal.of_another_state" / "zero" / "model.norm.weight"
+    other.mkdir(parents=True)
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    assert f"{kept} of 20 parameters were there already" in finished.output
+    assert names(tmp_path / "run") == ["step_00000001", "step_00000003"], "used once"
+    assert [step["step"] for step in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_weights_only_starts_any_run_of_the_same_model(forks, tiny_config, tmp_path):
+    """The curve is that of a run from the exported weights."""
+    first = tiny_config(name="first.yaml", train__epochs=None, train__steps=2)
+    flags = "--output_dir", tmp_path / "first", "--train.precision", "bf16"
+    finished = forks.train(first, *flags, *strategy(tmp_path, "zero2"), ranks=2)
+    assert finished.code == 0, finished.output
+    checkpoint = tmp_path / "first" / "checkpoints" / "step_00000002"
+    export_checkpoint(checkpoint, tmp_path / "exported", "float32")
+
+    settings = {"train__learning_rate": 1e-3, "train__epochs": None, "train__steps": 3}
+    plain = tiny_config(name="plain.yaml", model=tmp_path / "exported", **settings)
+    assert forks.train(plain, "--output_dir", tmp_path / "plain").code == 0
+    config = tiny_config(
+        checkpoint={"resume": str(checkpoint), "weights_only": True}, **settings
+    )  # fmt: skip
     run_folder = tmp_path / "run"
     run_folder.mkdir()
-    for ranks in (1, 2, 3):
-        (run_folder / "stop").touch()  # seen after the first step
-        finished = forks.train(config, ranks=ranks)
-        assert finished.code == 75, finished.output
-        assert f"told to leave, saved: step {ranks}" in finished.output
-        assert (f"for {ranks} ranks; needs" in finished.output) == (ranks > 1)
-        assert names(run_folder)[-1] == f"step_{ranks:08d}"
-    finished = forks.train(config, ranks=1)
-    assert finished.code == 0, finished.output
-    steps, values = curve(run_folder)
-    assert steps == uninterrupted["curve"][0] == list(range(1, 13))
-    np.testing.assert_allclose(values, uninterrupted["curve"][1], rtol=1e-5)
+    (run_folder / "stop").touch()
+    finished = forks.train(config, *strategy(tmp_path, "zero3"), ranks=3)
+    assert finished.code == 75, finished.output
+    assert f"starting with the weights of {checkpoint}: step 2\n" in finished.output
+    again = forks.train(config, *strategy(tmp_path, "zero0"))  # goes on from its own checkpoint
+    assert again.code == 0, again.output
+    assert f"resuming from {run_folder}/checkpoints/step_00000001: step 1\n" in again.output
+    np.testing.assert_allclose(curve(run_folder)[1], curve(tmp_path / "plain")[1], rtol=1e-5)
+    evals = [
+        read_metrics(path, "eval")[0]["eval_loss"] for path in (run_folder, tmp_path / "plain")
+    ]
+    assert evals[0] == pytest.approx(evals[1], rel=1e-6)
+
+
+def test_what_cannot_be_taken_over_is_refused_by_a_line(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    sgd = {
+        "zero_optimization": {"stage": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
+    }
+    (tmp_path / "sgd.json").write_text(json.dumps(sgd))
+    config = tiny_config(train__epochs=None, train__steps=2)
+    first = "--output_dir", tmp_path / "first", "--ds_config", tmp_path / "sgd.json"
+    assert (finished := forks.train(config, *first)).code == 0, finished.output
+    checkpoint = tmp_path / "first" / "checkpoints" / "step_00000002"
+
+    def refusal(*flags):
+        finished = forks.train(config, "--checkpoint.resume", checkpoint, *flags)
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        return finished.errors[0]
+
+    line = refusal("--train.precision", "bf16")
+    assert "its precision is fp32, this run's bf16; resume with the same, or start anew" in line
+    line = refusal()
+    assert (
+        "is of ZeRO stage 0 with SGD, 1 shards, 20 trained parameters, this run has ZeRO stage"
+        in line
+    )
+    assert f"--checkpoint.weights_only true --checkpoint.resume {checkpoint} and another" in line
+    weights_only = "--checkpoint.weights_only", "true"
+    line = refusal(*weights_only, "--output_dir", tmp_path / "first")
+    assert "is of this output_dir, which would have two runs" in line
+    wider = save_tiny_llama(tmp_path / "wider", sample_tokenizer, 0.0, intermediate_size=96)
+    line = refusal(*weights_only, "--model.name_or_path", wider)
+    assert "is of another model: model.layers.0.mlp.gate_proj.weight is (64, 32), in this" in line
 
 
 # --------------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ MISTAKES = {
                      "data.train_sources: no such file or folder: nowhere.jsonl"),
     "missing model": ({"model__name_or_path": "./nowhere"},
                       "model.name_or_path: no such folder: ./nowhere"),
+    "weights of what": ({"checkpoint__weights_only": True},
+                        "checkpoint.weights_only: needs checkpoint.resume PATH"),
     "two hold-outs": ({"data__eval_fraction": 0.1}, "not both"),
     "no ds_config": ({"ds_config": "ds_configs/zero9.json"},
                      "ds_config: cannot read ds_configs/zero9.json: No such file or directory"),
