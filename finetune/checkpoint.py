@@ -339,6 +339,8 @@ class MeasuringFile:
     """A file being written whose size and checksum are known at the end."""
 
     def __init__(self, path: Path) -> None:
+        # Ours takes its place: with its own CRC-32, torch.save writes .3 GB/s a core, without 1.2.
+        torch.serialization.set_crc32_options(False)
         self.raw = path.open("wb")
         self.digest, self.bytes = xxhash.xxh3_64(), 0
 
