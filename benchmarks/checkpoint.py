@@ -242,6 +242,7 @@ class TimedSaver:
         self.saver.config = replace(self.saver.config, async_save=is_async)
         dist.barrier()
         self.pending = {"async": is_async, "step": state.global_step, "steps_meanwhile": 0}
+        self.waited_before = self.saver.waited_seconds
         self.began = time.perf_counter()
         self.saver.save(state)
         self.pending["stall_s"] = time.perf_counter() - self.began
@@ -261,6 +262,8 @@ class TimedSaver:
         began = time.perf_counter()
         self.saver.finish()
         self.pending["stall_s"] += time.perf_counter() - began
+        # updates wait until the state is copied
+        self.pending["stall_s"] += self.saver.waited_seconds - self.waited_before
         self.pending["complete_s"] = time.perf_counter() - self.began
         self.record(self.pending)
         self.pending = None
