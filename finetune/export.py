@@ -1,61 +1,201 @@
-"""A checkpoint as a Hugging Face folder."""
+"""A checkpoint as a Hugging Face folder, written one file of weights at a time."""
 
-import io
 import os
+import re
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.checkpoint import SHARDS, fault, read_state
+from finetune.checkpoint import SHARDS, describe, fault, read_state
 from finetune.errors import UserError
 
+MAX_SHARD_SIZE = "5GB"
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, dtype: str | None = None, max_shard_size: str = MAX_SHARD_SIZE
+) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
 
     The weights are the fp32 master weights (stage 0: the model's own), in `dtype` (float32,
-    bfloat16 ...), by default the precision of the run. Takes CPU memory for about two copies of
-    the model in fp32.
+    bfloat16 ...), by default the precision of the run. transformers writes them, as it writes a
+    model whose weights are on disk: names, ties and files are those of `save_pretrained`, and
+    memory holds the tensors of one file at a time.
+
+    Args:
+        max_shard_size: of a file of weights; a larger tensor has a file of its own.
 
     Raises:
-        UserError: the checkpoint is not usable, or `out` is not empty.
+        UserError: the checkpoint is not usable; `out` is not empty, or cannot be written;
+            `max_shard_size` is no size.
     """
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.IGNORECASE):
+        raise UserError(f"--max_shard_size: {max_shard_size!r} is no size; say e.g. 5GB or 500MB")
     if problem := fault(checkpoint):
         raise UserError(f"{checkpoint} is no usable checkpoint: {problem}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty, or no folder; give a new one")
     state = read_state(checkpoint)
-    if state.zero_stage == 0:
-        saved = torch.load(
-            checkpoint / SHARDS / "mp_rank_00_model_states.pt",
-            map_location="cpu",
-            weights_only=False,
-        )
-        weights = saved["module"]
-    else:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it is chatty
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=SHARDS)
-    config = AutoConfig.from_pretrained(checkpoint / "model")
     default = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[state.precision]
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or default))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = set(model.all_tied_weights_keys)
-    if unexpected or set(missing) - tied:
-        raise RuntimeError(
-            f"{checkpoint}: weights do not fit: missing {sorted(set(missing) - tied)}, "
-            f"left over {unexpected}"
-        )
-    model.tie_weights()
+    config = AutoConfig.from_pretrained(checkpoint / "model")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or default))
+    weights = MasterWeights(checkpoint / SHARDS, state.zero_stage, state.world_size)
+    check_fit(model, weights)
+
     draft = out.with_name(out.name + ".tmp")
     shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft)
-    if (checkpoint / "model" / "generation_config.json").exists():
-        shutil.copy(checkpoint / "model" / "generation_config.json", draft)
-    AutoTokenizer.from_pretrained(checkpoint / "model").save_pretrained(draft)
-    if out.exists():
-        out.rmdir()
-    os.replace(draft, out)
+    try:
+        draft.mkdir(parents=True)
+        check_room(model, checkpoint / "model", draft)
+        save_streaming(model, weights, draft, max_shard_size)
+        # tokenizer and generation config; config.json has been written with the dtype
+        not_config = shutil.ignore_patterns("config.json")
+        shutil.copytree(checkpoint / "model", draft, ignore=not_config, dirs_exist_ok=True)
+        os.replace(draft, out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {describe(error)}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class MasterWeights(Mapping[str, torch.Tensor]):
+    """Parameters and persistent buffers of a checkpoint by name, read from DeepSpeed's mapped files
+    when asked for.
+
+    Trained parameters are fp32 at ZeRO stages 1 to 3, put together from the ranks' partitions;
+    all else is in the model's own dtype. Tied parameters are there under each of their names.
+    """
+
+    def __init__(self, shards: Path, zero_stage: int, world_size: int) -> None:
+        def load(rank: int, kind: str) -> dict:
+            (path,) = shards.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt")
+            return _load_mapped(path)
+
+        self._stage, every_rank = zero_stage, range(world_size)
+        if zero_stage == 3:
+            self._models = [load(rank, "model_states") for rank in every_rank]
+        else:
+            self._models = [_load_mapped(shards / "mp_rank_00_model_states.pt")]
+        self._optimizers = []
+        if zero_stage > 0:
+            self._optimizers = [
+                load(rank, "optim_states")["optimizer_state_dict"] for rank in every_rank
+            ]
+        first = self._models[0]
+        self._same_as = dict(first.get("shared_params") or {})
+        self._buffers = set(first["buffer_names"])
+        # {parameter: (group, where its part of each flat group begins, shape)}
+        self._partitioned = {}
+        for group, shapes in enumerate(first["param_shapes"] or []):
+            start = 0
+            for name, shape in shapes.items():
+                self._partitioned[name] = (group, start, shape)
+                start += -(-shape.numel() // world_size)  # of stage 3; the others have a table
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Shape and dtype of the parameter or buffer; not to be written to."""
+        name = self._same_as.get(name, name)
+        if name in self._partitioned:
+            parts, shape = self._master_parts(name), self._partitioned[name][2]
+        elif self._stage == 3 and name not in self._buffers:  # frozen
+            parts = [model["frozen_param_fragments"][name] for model in self._models]
+            shape = self._models[0]["frozen_param_shapes"][name]
+        else:
+            return self._models[0]["module"][name]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return flat[: shape.numel()].view(shape)  # the last rank's part may be padded
+
+    def _master_parts(self, name: str) -> list[torch.Tensor]:
+        """Each rank's part, flat fp32; of ranks that have one."""
+        group, start, shape = self._partitioned[name]
+        if self._stage == 3:
+            numel = -(-shape.numel() // len(self._optimizers))
+            flats = [optimizer["fp32_flat_groups"][group] for optimizer in self._optimizers]
+            return [flat[start : start + numel] for flat in flats]
+        return [
+            optimizer["single_partition_of_fp32_groups"][group][at.start : at.start + at.numel]
+            for optimizer in self._optimizers
+            if (at := optimizer["param_slice_mappings"][group].get(name)) is not None
+        ]
+
+    def __iter__(self) -> Iterator[str]:
+        frozen = self._models[0].get("frozen_param_shapes") or {}
+        module = () if self._stage == 3 else self._models[0]["module"]
+        return iter(
+            dict.fromkeys([*self._partitioned, *frozen, *self._buffers, *module, *self._same_as])
+        )
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _load_mapped(path: Path) -> dict:
+    """What torch.save wrote, its tensors mapped from the file."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def check_fit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """That `weights` are those of `model`, which may be on the meta device.
+
+    Raises:
+        RuntimeError: names what is missing or left over.
+    """
+    wanted, there = set(model.state_dict()), set(weights)
+    if wanted != there:
+        raise RuntimeError(
+            f"weights do not fit {type(model).__name__}: missing {sorted(wanted - there)}, "
+            f"left over {sorted(there - wanted)}"
+        )
+
+
+def check_room(model: nn.Module, rest: Path, folder: Path) -> None:
+    """Refuse to begin what the disk of `folder` has no room for: weights, and a copy of `rest`.
+
+    Raises:
+        OSError: with both sizes.
+    """
+    needed = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))  # tied ones once
+    needed += sum(file.stat().st_size for file in rest.iterdir())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"it needs {needed:,} bytes, the disk has {free:,} free")
+
+
+def save_streaming(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path, max_shard_size: str
+) -> None:
+    """`save_pretrained` of a model on the meta device, its weights fetched file by file.
+
+    For transformers it is a model whose weights accelerate keeps on disk: it asks the hook's
+    mapping for each of them when it writes their file.
+    """
+    add_hook_to_module(model, AlignDevicesHook(weights_map=_Cast(weights, model.state_dict())))
+    model.hf_device_map = {"": "disk"}
+    with warnings.catch_warnings(action="ignore"):  # that a file's tensors must fit into memory
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+class _Cast(Mapping[str, torch.Tensor]):
+    """`weights` in the dtypes that `like` has."""
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._weights, self._like = weights, like
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._weights[name].to(self._like[name].dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)

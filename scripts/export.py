@@ -1,9 +1,10 @@
 """Write a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
 
-    python scripts/export.py CHECKPOINT OUT [--dtype float32]
+    python scripts/export.py CHECKPOINT OUT [--dtype float32] [--max_shard_size 5GB]
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run's folder: then its newest
 complete checkpoint is taken. `AutoModelForCausalLM.from_pretrained(OUT)` loads what it writes.
+Weights pass through memory one file at a time, so smaller files need less of it.
 """
 
 import argparse
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file of weights: 5GB, 500MB")
     args = parser.parse_args()
     if not args.checkpoint.is_dir():
         raise UserError(f"no such folder: {args.checkpoint}")
@@ -40,7 +42,7 @@ def main() -> None:
         if newest is None:
             raise UserError(f"{checkpoint} has no checkpoints yet")
         checkpoint = newest
-    export_checkpoint(checkpoint, args.out, args.dtype)
+    export_checkpoint(checkpoint, args.out, args.dtype, args.max_shard_size)
     print(f"{checkpoint} -> {args.out}")
 
 

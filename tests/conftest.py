@@ -126,18 +126,19 @@ class ForkServer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, config, *flags, ranks=1, **variables) -> Forked:
+    def start(self, config, *flags, ranks=1, module="train", **variables) -> Forked:
         self.runs += 1
         log = self.folder / f"log_{self.runs}"
         request = {
             "argv": ["--config", str(config), *map(str, flags)], "ranks": ranks,
             "log": str(log), "port": free_port(), "environment": variables,
+            "module": module,
         }  # fmt: skip
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])
 
-    def train(self, config, *flags, ranks=1, **variables) -> Finished:
-        return self.start(config, *flags, ranks=ranks, **variables).wait()
+    def train(self, config, *flags, ranks=1, **options) -> Finished:
+        return self.start(config, *flags, ranks=ranks, **options).wait()
 
 
 @pytest.fixture(scope="session")

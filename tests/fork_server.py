@@ -3,10 +3,12 @@ DeepSpeed takes 4 s a rank, a fork none. The ranks are processes of their own, w
 that a launcher would set.    python tests/fork_server.py
 
 Requests on standard input, answers on standard output, one JSON a line:
-    {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}} -> {"pids": [...]}
+    {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}, "module": "train"}
+                          -> {"pids": [...]}; the module's main is called as train.py's is
     {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
 """
 
+import importlib
 import json
 import os
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import train
+import train  # noqa: F401  all that it imports, once
 from finetune.config import parse_command_line
 from finetune.errors import exit_on_error
 
@@ -31,10 +33,11 @@ def rank(request: dict, number: int) -> None:
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
         MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
     )  # fmt: skip
-    exit_on_error(lambda: train.main(*parse_command_line(request["argv"])))
+    main = importlib.import_module(request["module"]).main
+    exit_on_error(lambda: main(*parse_command_line(request["argv"])))
 
 
-def main() -> None:
+def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
@@ -60,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import torch
 from conftest import REPO, read_metrics, save_tiny_llama
 
 from finetune.checkpoint import fault, find_checkpoint, list_complete
@@ -261,6 +262,43 @@ def test_killed_again_and_again_while_it_saves(
     assert finished.code == 0, finished.output
     assert curve(run_folder) == curve(tmp_path / "whole"), "each step once, bit for bit"
     assert names(run_folder)[-2:] == ["step_00000059", "step_00000060"]
+
+
+@pytest.mark.parametrize(
+    "strategy, precision", [("zero0", "fp32"), ("zero2_offload", "fp32"), ("zero3", "bf16")]
+)
+def test_an_asynchronous_save_has_the_state_of_its_step(
+    forks, tiny_config, tmp_path, strategy, precision
+):
+    """Its copies are made late (tests/slow_copies.py), when the next update is due."""
+    ds_config = json.loads((REPO / "ds_configs" / f"{strategy}.json").read_text())
+    ds_config["optimizer"]["params"]["torch_adam"] = True  # no compiler needed
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    config = tiny_config(
+        ds_config=str(tmp_path / "ds.json"), train__precision=precision,
+        train__epochs=None, train__steps=3, checkpoint={"every_steps": 1, "keep_last": 3},
+    )  # fmt: skip
+    folders = [tmp_path / name for name in ("blocking", "asynchronous")]
+    for folder, is_async in zip(folders, ("false", "true"), strict=True):
+        flags = ("--output_dir", folder, "--checkpoint.async_save", is_async)
+        finished = forks.train(config, *flags, ranks=2, module="slow_copies")
+        assert finished.code == 0, finished.output
+    for step in names(folders[0]):
+        shards = sorted((folders[0] / "checkpoints" / step).rglob("*.pt"))
+        assert len(shards) >= 3
+        for path in shards:
+            other = folders[1] / path.relative_to(folders[0])
+            pairs = [tensors_in(torch.load(f, weights_only=False)) for f in (path, other)]
+            for ours, theirs in zip(*pairs, strict=True):
+                assert torch.equal(ours, theirs), f"{step}/{path.name}"
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, dict | list | tuple)
+    return [tensor for item in items for tensor in tensors_in(item)] if nested else []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,197 @@
+"""A checkpoint as a Hugging Face folder: the trained engine's logits, transformers' own names and
+files, the memory that it takes.    pytest tests/test_export.py
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, run
+from engine_logits import TOKENS
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.checkpoint import list_complete
+from finetune.errors import UserError
+from finetune.export import export_checkpoint
+
+pytestmark = pytest.mark.launch
+
+SIZES = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
+DENSE = {**SIZES, **ATTENTION, "hidden_size": 40, "intermediate_size": 52}
+MODELS = {
+    "llama": DENSE,
+    "llama, tied": {**DENSE, "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "head_dim": 10},
+    "qwen3, tied": {**DENSE, "head_dim": 10, "tie_word_embeddings": True},
+    "gemma": {**DENSE, "head_dim": 10},  # tied by default
+    "gpt2": {"vocab_size": 320, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    # experts that save_pretrained takes apart, and a buffer
+    "deepseek_v3": {
+        **DENSE, "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+def save_config(folder, tokenizer, name, **changes):
+    """A model's config and the sample's tokenizer; weights are drawn by train.py."""
+    model_type = name.split(",")[0]
+    special = {n: getattr(tokenizer, n) for n in ("eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(
+        model_type, **{"bos_token_id": None, **special, **MODELS[name], **changes}
+    )
+    config.architectures = None
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def trained(forks, tiny_config, tmp_path, sample_tokenizer):
+    """Trains two steps of a model; its checkpoint, and the logits of the trained engine."""
+
+    def start(model, strategy, precision="fp32", ranks=2, **changes):
+        ds_config = json.loads((REPO / "ds_configs" / f"{strategy}.json").read_text())
+        ds_config["optimizer"]["params"]["torch_adam"] = True  # no compiler needed
+        (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+        folder = save_config(tmp_path / "model", sample_tokenizer, model, **changes)
+        config = tiny_config(
+            model=folder, model__from_config=True, ds_config=str(tmp_path / "ds.json"),
+            train__epochs=None, train__steps=2, train__global_batch_size=4,
+            train__precision=precision, data__eval_sources=None,
+        )  # fmt: skip
+        finished = forks.train(config, ranks=ranks, module="engine_logits")
+        assert finished.code == 0, finished.output
+        checkpoint = list_complete(tmp_path / "run" / "checkpoints")[-1]
+        return checkpoint, torch.load(tmp_path / "run" / "logits.pt")
+
+    return start
+
+
+def logits_of(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    with torch.no_grad():
+        return model, model(input_ids=TOKENS, use_cache=False).logits
+
+
+def tensors_of(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "model, strategy, precision, ranks",
+    [
+        ("llama, tied", "zero0", "fp32", 2),
+        ("qwen3", "zero1", "fp32", 3),
+        ("qwen3, tied", "zero2", "fp32", 1),
+        ("llama", "zero2", "bf16", 2),
+        ("gpt2", "zero2_offload", "fp32", 2),
+        ("deepseek_v3", "zero3", "fp32", 2),
+        ("llama, tied", "zero3", "bf16", 3),
+        ("gemma", "zero3_offload", "fp32", 2),
+    ],
+)
+def test_logits_are_the_trained_engines_and_files_those_of_save_pretrained(
+    trained, tmp_path, model, strategy, precision, ranks
+):
+    checkpoint, logits = trained(model, strategy, precision, ranks)
+    whole, split, again = (tmp_path / name for name in ("whole", "split", "again"))
+    export_checkpoint(checkpoint, whole)
+    loaded, of_export = logits_of(whole)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert of_export.dtype == logits.dtype == dtype
+    assert torch.equal(of_export, logits)
+
+    loaded.save_pretrained(again)
+    names = {path.name for path in again.iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json"}
+    for name in names:
+        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
+
+    export_checkpoint(checkpoint, split, "float32", max_shard_size="30KB")
+    _, of_split = logits_of(split, dtype=dtype)
+    assert torch.equal(of_split, logits)
+    index = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
+    exact, rounded = tensors_of(split), load_file(whole / "model.safetensors")
+    assert exact.keys() == rounded.keys() == index.keys()
+    for file in set(index.values()):
+        tensors = load_file(split / file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 30_000
+        assert all(index[name] == file for name in tensors)
+    for name, tensor in exact.items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor.to(dtype), rounded[name])
+    is_rounded = all((tensor == tensor.to(dtype)).all() for tensor in exact.values())
+    assert is_rounded == (precision == "fp32"), "float32 is of the master weights"
+
+
+EXPORT_IN = """
+import resource, sys
+from pathlib import Path
+from transformers import LlamaForCausalLM  # before the measure is taken
+from finetune.errors import UserError
+from finetune.export import export_checkpoint
+
+checkpoint, out, size, room = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+now = 1024 * int(status["VmData"].split()[0])
+mapped = sum(file.stat().st_size for file in (checkpoint / "deepspeed").iterdir())
+resource.setrlimit(resource.RLIMIT_DATA, (now + mapped + room,) * 2)
+export_checkpoint(checkpoint, out, max_shard_size=size)
+"""
+
+
+def test_memory_is_that_of_two_files(trained, tmp_path):
+    """The kernel refuses any more memory; mapped checkpoint files, which it counts as well, apart.
+    10 M parameters: 40 MB of fp32, in files of 4 MB.
+    """
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 10}
+    checkpoint, _ = trained("llama", "zero3", **sizes)
+    script = tmp_path / "export_in.py"
+    script.write_text(EXPORT_IN)
+    for size, fits in {"4MB": True, "5GB": False}.items():
+        out = tmp_path / size
+        finished = run([sys.executable, script, checkpoint, out, size, 2 * 4_000_000])
+        assert (finished.code == 0) == fits, finished.output
+        assert fits or "allocate memory" in finished.output, finished.output
+        assert out.exists() == fits and not out.with_name(f"{size}.tmp").exists()
+    assert sum(t.nbytes for t in tensors_of(tmp_path / "4MB").values()) > 39_000_000
+
+
+def test_a_bad_size_and_a_write_that_fails_leave_nothing(trained, tmp_path):
+    checkpoint, _ = trained("llama", "zero2", ranks=1)
+    with pytest.raises(UserError, match="--max_shard_size: '5 potatoes' is no size"):
+        export_checkpoint(checkpoint, tmp_path / "hf", max_shard_size="5 potatoes")
+    out = tmp_path / "deep" / "hf"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the weights are 140 kB
+    try:
+        with pytest.raises(UserError, match=f"cannot write {out}: .*File too large"):
+            export_checkpoint(checkpoint, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(out.parent.iterdir()) == [] and not (tmp_path / "hf").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_disk_without_room_is_not_begun_on(trained, tmp_path):
+    checkpoint, _ = trained("llama", "zero2", ranks=1)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], check=True)
+    try:
+        finished = run([sys.executable, "scripts/export.py", checkpoint, disk / "hf"])
+        assert finished.code == 2
+        line = finished.errors[0]
+        assert f"cannot write {disk}/hf: it needs" in line and "bytes, the disk has" in line
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
