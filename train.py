@@ -41,6 +41,7 @@ from finetune.checkpoint import (
     SHARDS,
     Saver,
     TrainerState,
+    check_part,
     check_resumable,
     find_checkpoint,
     load_checkpoint,
@@ -73,6 +74,7 @@ from finetune.model import (
     load_tokenizer,
     resolve_batching,
 )
+from finetune.nodes import Nodes, find_nodes
 from finetune.optimizer import (
     check_schedule,
     forget_empty_update,
@@ -144,16 +146,18 @@ def main(config: Config, dry_run: bool) -> None:
         if dry_run:
             return
 
-        # 3. Where to go on from: rank 0 decides for all, before anything is loaded or written.
+        # 3. Where to go on from: decided for all ranks, before anything is loaded or written.
         output_dir = Path(config.output_dir)
-        on_first_rank(ranks, lambda: held.enter_context(run_lock(output_dir)))
-        checkpoint = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
+        nodes = find_nodes(ranks, output_dir, config.checkpoint.node_local)
+        nodes.on_each(lambda: held.enter_context(run_lock(output_dir)))
+        checkpoint = choose_checkpoint(config, state, nodes)
         converted = None
         if checkpoint is not None:
             saved, now = read_state(checkpoint), state
             if universal.is_needed(saved.world_size, now.world_size, now.zero_stage):
-                converted = on_first_rank(ranks, lambda: convert(checkpoint, now))
-                ds_config = {**ds_config, "checkpoint": {"load_universal": True}}
+                converted = nodes.on_each(lambda: convert(checkpoint, now))[nodes.here]
+                of_checkpoints = {**ds_config["checkpoint"], "load_universal": True}
+                ds_config = {**ds_config, "checkpoint": of_checkpoints}
             state = replace(saved, world_size=now.world_size)
         on_first_rank(
             ranks, lambda: write_resolved_configs(config, ds_config, (train_plan, eval_plan))
@@ -177,7 +181,7 @@ def main(config: Config, dry_run: bool) -> None:
         if ranks.is_first:
             metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
         folder = output_dir / "checkpoints"
-        saver = Saver(engine, tokenizer, ranks, folder, config.checkpoint, checkpoint)
+        saver = Saver(engine, tokenizer, nodes, folder, config.checkpoint, checkpoint)
         run = Run(config, ranks, train_plan, eval_plan, steps, engine, loss, metrics, saver)
         exit_code = 1
         try:
@@ -308,21 +312,23 @@ def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | Non
     )
 
 
-def choose_checkpoint(config: Config, state: TrainerState) -> Path | None:
-    """The checkpoint to resume from, or None to start at step 0.
+def choose_checkpoint(config: Config, state: TrainerState, nodes: Nodes) -> Path | None:
+    """The checkpoint to resume from, or None to start at step 0; on all ranks, from what all nodes
+    have.
 
     Raises:
         UserError: none can be used although there are some, or it is of another run.
     """
     folder = Path(config.output_dir) / "checkpoints"
-    checkpoint, passed_over = find_checkpoint(config.checkpoint, folder)
+    say = partial(print, flush=True) if nodes.ranks.is_first else lambda line: None
+    checkpoint, passed_over = find_checkpoint(config.checkpoint, folder, nodes.on_each)
     for line in passed_over:
-        print(line, flush=True)
+        say(line)
     if checkpoint is not None:
+        nodes.on_each(lambda: check_part(checkpoint, state, nodes.local_ranks))
         saved = read_state(checkpoint)
-        checksums = config.checkpoint.verify == "checksums"
-        check_resumable(checkpoint, saved, state, folder, checksums)
-        print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
+        check_resumable(checkpoint, saved, state)
+        say(f"resuming from {checkpoint}: step {saved.global_step:,}")
     return checkpoint
 
 

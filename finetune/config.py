@@ -233,6 +233,10 @@ class CheckpointConfig:
     """When a save fails, e.g. on a full disk: end the run, or warn and go on without it."""
     verify: Literal["sizes", "checksums"] = "sizes"
     """What is checked of a checkpoint before it is resumed from; checksums read all of it."""
+    node_local: bool = False
+    """output_dir is on each node's own disk: every node keeps its ranks' part of a checkpoint.
+    scripts/gather_checkpoint.py puts the parts together.
+    """
     resume: str = "auto"
     """auto: newest complete one in output_dir, if any; none: start at step 0; or a checkpoint
     folder.
