@@ -325,8 +325,10 @@ def choose_checkpoint(config: Config, state: TrainerState, nodes: Nodes) -> Path
     for line in passed_over:
         say(line)
     if checkpoint is not None:
-        nodes.on_each(lambda: check_part(checkpoint, state, nodes.local_ranks))
         saved = read_state(checkpoint)
+        same = (saved.world_size, saved.zero_stage) == (state.world_size, state.zero_stage)
+        needed_ranks = nodes.local_ranks if same else range(saved.world_size)
+        nodes.on_each(lambda: check_part(checkpoint, needed_ranks))
         check_resumable(checkpoint, saved, state)
         say(f"resuming from {checkpoint}: step {saved.global_step:,}")
     return checkpoint

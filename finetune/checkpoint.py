@@ -585,26 +585,20 @@ def find_checkpoint(
     return None, [f"{path} is of a save that was cut short" for path in cut_short]
 
 
-def check_part(checkpoint: Path, now: TrainerState, ranks: Iterable[int]) -> None:
-    """That `checkpoint` has here what these ranks, of this node, load: their own files, or, where
-    it is converted for another layout, those of all ranks.
+def check_part(checkpoint: Path, needed_ranks: Iterable[int]) -> None:
+    """That `checkpoint` has the files of these ranks here.
 
     Raises:
         UserError: it has not.
     """
     part, _ = read_part(checkpoint)
-    saved = part.state
-    if (saved.world_size, saved.zero_stage) == (now.world_size, now.zero_stage):
-        missing = sorted(set(ranks) - part.ranks)
-    else:
-        missing = part.missing_ranks
-    if missing:
+    if missing := set(needed_ranks) - part.ranks:
         raise UserError(
             f"{checkpoint} has here the files of {ranks_in_words(part.ranks)} of "
-            f"{saved.world_size}, and {ranks_in_words(missing)} too would be needed: go on with "
-            "the same hosts in the same order, ranks and ZeRO stage; or put the parts together "
-            "with scripts/gather_checkpoint.py, copy the result to every node (rsync -a), and "
-            "name it in checkpoint.resume"
+            f"{part.state.world_size}, and is to have those of {ranks_in_words(missing)}: go on "
+            "with the same hosts in the same order, ranks and ZeRO stage; or put the parts "
+            "together with scripts/gather_checkpoint.py, copy the result to every node (rsync -a), "
+            "and name it in checkpoint.resume"
         )
 
 

@@ -126,18 +126,22 @@ class ForkServer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, config, *flags, ranks=1, **variables) -> Forked:
+    def start(self, config, *flags, ranks=1, disks=None, at=None, **variables) -> Forked:
+        """`disks`: ranks by folder, each a node's own, which its ranks see at `at`."""
         self.runs += 1
+        if disks:
+            ranks, disks = sum(disks.values()), {str(disk): n for disk, n in disks.items()}
         log = self.folder / f"log_{self.runs}"
         request = {
             "argv": ["--config", str(config), *map(str, flags)], "ranks": ranks,
             "log": str(log), "port": free_port(), "environment": variables,
+            "disks": disks, "at": str(at),
         }  # fmt: skip
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])
 
-    def train(self, config, *flags, ranks=1, **variables) -> Finished:
-        return self.start(config, *flags, ranks=ranks, **variables).wait()
+    def train(self, config, *flags, ranks=1, **options) -> Finished:
+        return self.start(config, *flags, ranks=ranks, **options).wait()
 
 
 @pytest.fixture(scope="session")
