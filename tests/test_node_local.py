@@ -4,16 +4,18 @@ Nodes are ranks with a host name and a disk of their own (tests/fork_server.py),
 sshd (tests/namespaces.py).
 """
 
-import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 
 import namespaces
+import numpy as np
 import pytest
-from conftest import read_metrics
+from conftest import REPO, environment, read_metrics, run, wait_until
 
-from finetune.checkpoint import fault, look_at
+from finetune.checkpoint import check_part, fault, fault_of, look_at
 from finetune.errors import UserError
 from finetune.export import export_checkpoint
 
@@ -26,7 +28,7 @@ def curve(folder):
 
 
 class Disks:
-    """What each of two nodes has in the place of the run's folder: 2 ranks on node-1, 1 on node-2."""
+    """The folders that node-1 and node-2 see in the place of the run's folder."""
 
     def __init__(self, folder) -> None:
         self.at = folder / "run"
@@ -35,6 +37,7 @@ class Disks:
             path.mkdir()
 
     def ranks(self, *counts):
+        """Arguments of forks.train for so many ranks on each node."""
         return {"at": self.at, "disks": dict(zip(self.each, counts, strict=True))}
 
     def names(self):
@@ -47,12 +50,6 @@ class Disks:
 @pytest.fixture
 def disks(tmp_path):
     return Disks(tmp_path)
-
-
-def restore(sound, disks):
-    for disk in disks.each:
-        shutil.rmtree(disk)
-        shutil.copytree(sound / disk.name, disk)
 
 
 @NEEDS_ROOT
@@ -96,59 +93,44 @@ def test_parts_count_only_together(
     if stage == 3:
         return
 
-    sound = tmp_path / "sound"
-    sound.mkdir()
-    for disk in disks.each:
-        shutil.copytree(disk, sound / disk.name)
-
     def refusal(*flags, **where):
         finished = forks.train(config, *flags, **(where or disks.ranks(2, 1)))
         assert finished.code == 2 and len(set(finished.errors)) == 1, finished.output
         return finished.errors[0]
 
-    def shorten(node, step):
-        shard = next((disks.step(node, step) / "deepspeed").glob("*optim_states.pt"))
-        os.truncate(shard, shard.stat().st_size // 2)
-
-    assert (
-        "node-2 does not see what node-1 writes to"
-        in (line := refusal("--checkpoint.node_local", "false"))
-        and "checkpoint.node_local true" in line
-    )
-    gather = "scripts/gather_checkpoint.py"
-    line = refusal(**disks.ranks(1, 1))
-    assert "node-1: " in line and "the files of ranks 0, 1 of 3" in line and gather in line
-    line = refusal(**disks.ranks(1, 2))  # as with the hostfile in another order
-    assert "node-2: " in line and "to have those of rank 1:" in line and gather in line
-    line = refusal("--ds_config", "ds_configs/zero1.json")
-    assert "those of rank 2:" in line and gather in line
-    shorten(2, 6)
-    line = refusal("--checkpoint.resume", newest)
-    assert f"{newest} is no usable checkpoint: node-2: deepspeed/" in line
-    shutil.copytree(disks.step(1, 4), disks.step(2, 4), dirs_exist_ok=True)
-    manifest = disks.step(2, 4) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(parts[0].save_id, "another"))
-    made_by = json.loads(manifest.read_text())
-    made_by["made_by"]["save_id"] = "another"
-    manifest.write_text(json.dumps(made_by))
-    line = refusal()
-    assert "no usable checkpoint in" in line and "step_00000004: its parts are of different" in line
-    shutil.rmtree(disks.each[1] / "checkpoints")
-    line = refusal()
-    assert "node-2 has no checkpoints at all: bring its folder back" in line and gather in line
-    shared = {"at": disks.at, "disks": {disks.each[0]: 2, f"{disks.each[0]}/.": 1}}
-    line = refusal(**shared)
+    line = refusal("--checkpoint.node_local", "false")
+    assert "node-2 does not see what node-1 writes to" in line
+    assert "set checkpoint.node_local true" in line
+    line = refusal(at=disks.at, disks={disks.each[0]: 2, f"{disks.each[0]}/.": 1})
     assert "node-1 sees in output_dir" in line and "what node-1 and node-2 wrote there" in line
+    line = refusal(**disks.ranks(1, 1))
+    assert "node-1: " in line and "to have those of rank 2: " in line
+    assert "scripts/gather_checkpoint.py" in line
 
-    assert gather in fault(disks.step(1, 6)) and "without rank 2;" in fault(disks.step(1, 6))
+    assert "without rank 2; scripts/gather_checkpoint.py" in fault(disks.step(1, 6))
     with pytest.raises(UserError, match="it is a node's part, without rank 2"):
         export_checkpoint(disks.step(1, 6), tmp_path / "exported")
+    with pytest.raises(UserError, match=r"of ranks 0, 1 of 3, and is to have those of rank 2: "):
+        check_part(disks.step(1, 6), [0, 2])  # as with the hostfile in another order
+
+    shard = next((disks.step(2, 6) / "deepspeed").glob("*optim_states.pt"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    line = refusal("--checkpoint.resume", newest)
+    assert f"{newest} is no usable checkpoint: node-2: deepspeed/" in line
+    assert "bytes instead of" in line
+    another_save = {"node-1": look_at(disks.step(1, 6)), "node-2": look_at(disks.step(2, 4))}
+    assert fault_of(another_save) == "its parts are of different saves"
+    shutil.rmtree(disks.each[1] / "checkpoints")
+    line = refusal()
+    assert "no usable checkpoint in " in line
+    assert "node-2 has no checkpoints at all: bring its folder back" in line
+    assert "scripts/gather_checkpoint.py" in line
 
 
 @NEEDS_ROOT
 @pytest.mark.launch
 def test_a_full_disk_on_one_node_leaves_nothing_on_any(forks, tiny_config, disks):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "none", disks.each[1]], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "none", disks.each[1]], check=True)
     try:
         config = tiny_config(
             checkpoint={"every_steps": 2, "node_local": True, "on_failed_save": "continue"}
@@ -159,3 +141,103 @@ def test_a_full_disk_on_one_node_leaves_nothing_on_any(forks, tiny_config, disks
         assert disks.names()[0] == disks.names()[1] != [], "the same on both, no debris"
     finally:
         subprocess.run(["umount", disks.each[1]], check=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Real hosts
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    made = namespaces.Hosts(tmp_path_factory.mktemp("hosts"), 2).up()
+    yield made
+    made.down()
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_a_restart_on_hosts_and_the_parts_put_together(hosts, forks, tiny_config, tmp_path, disks):
+    """A rank is killed and launch.sh starts again; the parts are collected, exported, and gone on
+    from on other numbers of ranks, on one machine and, copied to each, on two.
+    """
+    config = tiny_config(
+        train__epochs=None, train__steps=24, train__eval_every_steps=4,
+        checkpoint={"every_steps": 2, "keep_last": 2, "node_local": True},
+    )  # fmt: skip
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=3)
+    assert whole.code == 0, whole.output
+    expected = curve(tmp_path / "whole")
+    for i, disk in enumerate(disks.each, start=1):
+        hosts.boot(i, {disk: disks.at})
+    hostfile, log = tmp_path / "hostfile", tmp_path / "log"
+    hostfile.write_text("node-1 slots=2\nnode-2 slots=1\n")
+    ssh_args = f"-F {hosts.ssh_config}"
+    command = [REPO / "scripts/launch.sh", "--hostfile", hostfile, "--ssh_args", ssh_args,
+               "--max_restarts", "2", "--", "train.py", "--config", config]  # fmt: skip
+    process = subprocess.Popen(
+        [str(c) for c in command], cwd=REPO, env=environment(), stdout=log.open("w"),
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(disks.step(2, 6).exists, process)
+        hosts.run(2, "pkill -KILL -f '[t]rain.py --config'")
+        assert process.wait(120) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert "launch: restart from step_" in log.read_text()
+    assert "resuming from " in log.read_text()
+    assert curve(disks.each[0]) == expected, "each step once, bit for bit"
+    assert disks.names() == [["step_00000022", "step_00000024"]] * 2
+
+    script = [sys.executable, REPO / "scripts/gather_checkpoint.py"]
+
+    def gather(source, out, listed=hostfile):
+        return run([*script, "--hostfile", listed, "--ssh_args", ssh_args, source, out])
+
+    checkpoints, whole_at = disks.at / "checkpoints", tmp_path / "gathered"
+    finished = gather(checkpoints / "step_00000022", whole_at)
+    assert finished.code == 0, finished.output
+    assert fault(whole_at, checksums=True) is None
+    assert sorted(look_at(whole_at).ranks) == [0, 1, 2]
+    export_checkpoint(whole_at, tmp_path / "exported")
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+    # the last two steps once more, from the step before
+    resume = ("--checkpoint.resume", whole_at, "--output_dir")
+    finished = forks.train(config, *resume, tmp_path / "one", "--checkpoint.node_local", "false")
+    assert finished.code == 0, finished.output
+    np.testing.assert_allclose(curve(tmp_path / "one"), expected[-2:], rtol=1e-5)
+    for disk in disks.each:
+        shutil.rmtree(disk / "checkpoints")
+        shutil.copytree(whole_at, disk / "gathered")
+    resume = ("--checkpoint.resume", disks.at / "gathered")
+    finished = forks.train(config, *resume, **disks.ranks(1, 1))
+    assert finished.code == 0, finished.output
+    np.testing.assert_allclose(curve(disks.each[0]), expected, rtol=1e-5)
+
+    def refused(*arguments):
+        finished = gather(*arguments)
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        left = {path.name for path in tmp_path.iterdir() if path.name.startswith("out")}
+        assert not left, "nothing half-written"
+        return finished.errors[0]
+
+    newest, out = checkpoints / "step_00000024", tmp_path / "out"
+    assert "is not empty" in refused(newest, whole_at)
+    (tmp_path / "first").write_text("node-1 slots=1\n")
+    assert "has the files of rank 1; is it the hostfile of the run?" in (
+        refused(newest, out, tmp_path / "first")
+    )
+    shard = next((disks.step(2, 24) / "deepspeed").glob("*optim_states.pt"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert re.search(r"node-2: .*optim_states.pt is damaged", refused(newest, out))
+    shutil.rmtree(disks.step(2, 24))
+    assert "step_00000024: node-2 has no part of it" in refused(newest, out)
+    shutil.rmtree(disks.each[1] / "checkpoints")
+    assert "node-2: has no part of a checkpoint: " in refused(disks.at, out)
+    hosts.cut(2)
+    try:
+        assert "node-2: cannot be reached over ssh" in refused(disks.at, out)
+    finally:
+        hosts.mend(2)
