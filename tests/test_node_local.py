@@ -179,9 +179,9 @@ def test_a_restart_on_hosts_and_the_parts_put_together(hosts, forks, tiny_config
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until(disks.step(2, 6).exists, process)
+        wait_until(disks.step(2, 6).exists, process, 200)
         hosts.run(2, "pkill -KILL -f '[t]rain.py --config'")
-        assert process.wait(120) == 0, log.read_text()
+        assert process.wait(300) == 0, log.read_text()
     finally:
         process.kill()
     assert "launch: restart from step_" in log.read_text()
