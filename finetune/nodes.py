@@ -109,7 +109,7 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
     try:
         together(ranks, leave)
         deadline = time.monotonic() + LAG_SECONDS
-        while not (node_local or files[0].exists()) and time.monotonic() < deadline:
+        while not (node_local or files[firsts[0]].exists()) and time.monotonic() < deadline:
             time.sleep(0.2)
         visible = [rank for rank, file in files.items() if file.exists()]
         dist.all_gather_object(seen, visible, group=ranks.control)
@@ -118,11 +118,12 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
             files[ranks.rank].unlink(missing_ok=True)
 
     if not node_local:
-        if blind := [rank for rank in range(ranks.world_size) if 0 not in seen[rank]]:
+        if blind := [rank for rank in range(ranks.world_size) if firsts[0] not in seen[rank]]:
             raise UserError(
-                f"output_dir: {hosts[blind[0]]} does not see what {hosts[0]} writes to {folder}; "
-                "choose one on a disk that all hosts share, or set checkpoint.node_local true, and "
-                "each keeps its ranks' part of every checkpoint on its own disk"
+                f"output_dir: {hosts[blind[0]]} does not see what {hosts[firsts[0]]} writes to "
+                f"{folder}; choose one on a disk that all hosts share, or set "
+                "checkpoint.node_local true, and each keeps its ranks' part of every checkpoint on "
+                "its own disk"
             )
         return Nodes(ranks, {hosts[0]: list(range(ranks.world_size))}, hosts[0])
     for rank, which in enumerate(seen):
