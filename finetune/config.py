@@ -559,7 +559,7 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         merge_ds_config(config)
         check_compiler(config)
     except UserError as error:  # name the run config's place beside the DeepSpeed config's
-        key = re.search(r"\b(train|data)\.\w+", str(error))
+        key = re.search(r"\b(train\.\w+|data\.\w+|checkpoint\.node_local)", str(error))
         raise UserError(
             f"{error} ({key[0]}: {_where(key[0], argv)})" if key else str(error)
         ) from None

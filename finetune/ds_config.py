@@ -88,7 +88,7 @@ def merge_ds_config(
 
     # each node's first rank then writes the file of the weights, which all ranks of a node load
     node_local = config.checkpoint.node_local
-    source = f"the run config's checkpoint.node_local is {json.dumps(node_local)}"
+    source = f"checkpoint.node_local is {json.dumps(node_local)}"
     _fill(merged, file, "checkpoint.use_node_local_storage", node_local, source)
 
     if "scheduler" in merged:
