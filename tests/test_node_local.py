@@ -154,24 +154,31 @@ def hosts(tmp_path_factory):
     made.down()
 
 
-@pytest.mark.launch
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_a_restart_on_hosts_and_the_parts_put_together(hosts, forks, tiny_config, tmp_path, disks):
-    """A rank is killed and launch.sh starts again; the parts are collected, exported, and gone on
-    from on other numbers of ranks, on one machine and, copied to each, on two.
-    """
+def needs_hosts(test):
+    return pytest.mark.launch(pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(test))
+
+
+@pytest.fixture
+def hostfile(hosts, tmp_path, disks):
+    """Of the hosts, each with its disk."""
+    for i, disk in enumerate(disks.each, start=1):
+        hosts.boot(i, {disk: disks.at})
+    path = tmp_path / "hostfile"
+    path.write_text("node-1 slots=2\nnode-2 slots=1\n")
+    return path
+
+
+@needs_hosts
+def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
+    hosts, hostfile, forks, tiny_config, tmp_path, disks, tiny_model_with_dropout
+):
     config = tiny_config(
-        train__epochs=None, train__steps=24, train__eval_every_steps=4,
-        checkpoint={"every_steps": 2, "keep_last": 2, "node_local": True},
+        model=tiny_model_with_dropout, train__epochs=None, train__steps=24,
+        train__eval_every_steps=4, checkpoint={"every_steps": 2, "node_local": True},
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=3)
     assert whole.code == 0, whole.output
-    expected = curve(tmp_path / "whole")
-    for i, disk in enumerate(disks.each, start=1):
-        hosts.boot(i, {disk: disks.at})
-    hostfile, log = tmp_path / "hostfile", tmp_path / "log"
-    hostfile.write_text("node-1 slots=2\nnode-2 slots=1\n")
-    ssh_args = f"-F {hosts.ssh_config}"
+    log, ssh_args = tmp_path / "log", f"-F {hosts.ssh_config}"
     command = [REPO / "scripts/launch.sh", "--hostfile", hostfile, "--ssh_args", ssh_args,
                "--max_restarts", "2", "--", "train.py", "--config", config]  # fmt: skip
     process = subprocess.Popen(
@@ -186,16 +193,29 @@ def test_a_restart_on_hosts_and_the_parts_put_together(hosts, forks, tiny_config
         process.kill()
     assert "launch: restart from step_" in log.read_text()
     assert "resuming from " in log.read_text()
-    assert curve(disks.each[0]) == expected, "each step once, bit for bit"
-    assert disks.names() == [["step_00000022", "step_00000024"]] * 2
+    assert curve(disks.each[0]) == curve(tmp_path / "whole"), "each step once, bit for bit"
+    assert disks.names()[0] == disks.names()[1]
+    assert disks.names()[0][-2:] == ["step_00000022", "step_00000024"]
 
+
+@needs_hosts
+def test_the_parts_are_put_together(hosts, hostfile, forks, tiny_config, tmp_path, disks):
+    """Exported, and gone on from on other numbers of ranks, on one machine and, copied to each, on
+    two; and what cannot be put together.
+    """
+    settings = {"every_steps": 2, "node_local": True}
+    config = tiny_config(train__epochs=None, train__steps=6, checkpoint=settings)
+    finished = forks.train(config, **disks.ranks(2, 1))
+    assert finished.code == 0, finished.output
+    expected = curve(disks.each[0])
+    ssh_args = f"-F {hosts.ssh_config}"
     script = [sys.executable, REPO / "scripts/gather_checkpoint.py"]
 
     def gather(source, out, listed=hostfile):
         return run([*script, "--hostfile", listed, "--ssh_args", ssh_args, source, out])
 
     checkpoints, whole_at = disks.at / "checkpoints", tmp_path / "gathered"
-    finished = gather(checkpoints / "step_00000022", whole_at)
+    finished = gather(checkpoints / "step_00000004", whole_at)
     assert finished.code == 0, finished.output
     assert fault(whole_at, checksums=True) is None
     assert sorted(look_at(whole_at).ranks) == [0, 1, 2]
@@ -221,19 +241,19 @@ def test_a_restart_on_hosts_and_the_parts_put_together(hosts, forks, tiny_config
         assert not left, "nothing half-written"
         return finished.errors[0]
 
-    newest, out = checkpoints / "step_00000024", tmp_path / "out"
+    newest, out = checkpoints / "step_00000006", tmp_path / "out"
     assert "is not empty" in refused(newest, whole_at)
     (tmp_path / "first").write_text("node-1 slots=1\n")
     assert "has the files of rank 1; is it the hostfile of the run?" in (
         refused(newest, out, tmp_path / "first")
     )
-    shard = next((disks.step(2, 24) / "deepspeed").glob("*optim_states.pt"))
+    shard = next((disks.step(2, 6) / "deepspeed").glob("*optim_states.pt"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert re.search(r"node-2: .*optim_states.pt is damaged", refused(newest, out))
-    shutil.rmtree(disks.step(2, 24))
-    assert "step_00000024: node-2 has no part of it" in refused(newest, out)
+    shutil.rmtree(disks.step(2, 6))
+    assert "step_00000006: node-2 has no part of it" in refused(newest, out)
     shutil.rmtree(disks.each[1] / "checkpoints")
     assert "node-2: has no part of a checkpoint: " in refused(disks.at, out)
     hosts.cut(2)
