@@ -77,14 +77,6 @@ def gather(hosts: Sequence[str], reach: Reach, source: Path, draft: Path) -> Pat
         UserError: names the host that cannot be reached, or whose part is missing or damaged; the
             parts are not those of all ranks; not enough room on the disk.
     """
-    from finetune.checkpoint import (  # after the arguments: slow
-        fault_of,
-        file_fault,
-        parts_of,
-        ranks_in_words,
-        read_part,
-    )
-
     # 1. What each host says that it has: the small files of its parts.
     asked = draft / "asked"
     is_checkpoint = STEP.fullmatch(source.name) is not None
@@ -98,6 +90,15 @@ def gather(hosts: Sequence[str], reach: Reach, source: Path, draft: Path) -> Pat
     asked.mkdir()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(ask, hosts))
+
+    from finetune.checkpoint import (  # after the hosts have answered: slow
+        fault_of,
+        file_fault,
+        parts_of,
+        ranks_in_words,
+        read_part,
+    )
+
     said = {host: {part.name: read_part(part) for part in (asked / host).iterdir()}
             for host in hosts}  # fmt: skip
 

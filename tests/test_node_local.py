@@ -18,6 +18,7 @@ from conftest import REPO, environment, read_metrics, run, wait_until
 from finetune.checkpoint import check_part, fault, fault_of, look_at
 from finetune.errors import UserError
 from finetune.export import export_checkpoint
+from scripts import gather_checkpoint
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give nodes their disks")
 WHY_NOT = namespaces.why_not()
@@ -199,7 +200,9 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
 
 
 @needs_hosts
-def test_the_parts_are_put_together(hosts, hostfile, forks, tiny_config, tmp_path, disks):
+def test_the_parts_are_put_together(
+    hosts, hostfile, forks, tiny_config, tmp_path, disks, monkeypatch
+):
     """Exported, and gone on from on other numbers of ranks, on one machine and, copied to each, on
     two; and what cannot be put together.
     """
@@ -234,12 +237,13 @@ def test_the_parts_are_put_together(hosts, hostfile, forks, tiny_config, tmp_pat
     assert finished.code == 0, finished.output
     np.testing.assert_allclose(curve(disks.each[0]), expected, rtol=1e-5)
 
-    def refused(*arguments):
-        finished = gather(*arguments)
-        assert finished.code == 2 and len(finished.errors) == 1, finished.output
-        left = {path.name for path in tmp_path.iterdir() if path.name.startswith("out")}
-        assert not left, "nothing half-written"
-        return finished.errors[0]
+    def refused(source, out, listed=hostfile):
+        arguments = ["gather", "--hostfile", listed, "--ssh_args", ssh_args, source, out]
+        monkeypatch.setattr(sys, "argv", [str(a) for a in arguments])
+        with pytest.raises(UserError) as error:
+            gather_checkpoint.main()
+        assert not [*tmp_path.glob("out*")], "nothing half-written"
+        return str(error.value)
 
     newest, out = checkpoints / "step_00000006", tmp_path / "out"
     assert "is not empty" in refused(newest, whole_at)
@@ -258,6 +262,8 @@ def test_the_parts_are_put_together(hosts, hostfile, forks, tiny_config, tmp_pat
     assert "node-2: has no part of a checkpoint: " in refused(disks.at, out)
     hosts.cut(2)
     try:
-        assert "node-2: cannot be reached over ssh" in refused(disks.at, out)
+        finished = gather(disks.at, out)
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        assert "node-2: cannot be reached over ssh" in finished.errors[0]
     finally:
         hosts.mend(2)
