@@ -187,7 +187,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until(disks.step(2, 6).exists, process, 200)
+        wait_until(disks.step(2, 6).exists, process, 300)
         hosts.run(2, "pkill -KILL -f '[t]rain.py --config'")
         assert process.wait(300) == 0, log.read_text()
     finally:
