@@ -41,6 +41,7 @@ from finetune.checkpoint import (
     PROGRESS,
     Saver,
     TrainerState,
+    check_part,
     check_resumable,
     find_checkpoint,
     list_complete,
@@ -76,6 +77,7 @@ from finetune.model import (
     load_tokenizer,
     resolve_batching,
 )
+from finetune.nodes import Nodes, find_nodes
 from finetune.optimizer import (
     check_schedule,
     forget_empty_update,
@@ -152,11 +154,12 @@ def main(config: Config, dry_run: bool) -> None:
         if dry_run:
             return
 
-        # 3. Where to go on from: rank 0 decides for all, before anything is loaded or written.
+        # 3. Where to go on from: decided for all ranks, before anything is loaded or written.
         output_dir = Path(config.output_dir)
         folder = output_dir / "checkpoints"
-        on_first_rank(ranks, lambda: held.enter_context(run_lock(output_dir)))
-        checkpoint, weights_only = on_first_rank(ranks, lambda: choose_checkpoint(config, state))
+        nodes = find_nodes(ranks, output_dir, config.checkpoint.node_local)
+        nodes.on_each(lambda: held.enter_context(run_lock(output_dir)))
+        checkpoint, weights_only = choose_checkpoint(config, state, nodes)
         saved = None
         if checkpoint is not None and not weights_only:
             saved, now = read_state(checkpoint), state
@@ -185,7 +188,7 @@ def main(config: Config, dry_run: bool) -> None:
         if weights_only:
             load_weights(engine, checkpoint, ranks)
         elif saved is not None:
-            load_checkpoint(engine, checkpoint, folder, ranks, config.train.seed)
+            load_checkpoint(engine, checkpoint, folder, nodes, config.train.seed)
             if len(state.plan_changes) > len(saved.plan_changes) or (
                 state.optimization != saved.optimization
             ):
@@ -197,7 +200,7 @@ def main(config: Config, dry_run: bool) -> None:
         metrics = Metrics([])
         if ranks.is_first:
             metrics = open_metrics(config, state.global_step, steps, state.wandb_id)
-        saver = Saver(engine, tokenizer, ranks, folder, config.checkpoint, checkpoint)
+        saver = Saver(engine, tokenizer, nodes, folder, config.checkpoint, checkpoint)
         interval = SaveInterval(config.checkpoint, count_hosts(ranks), state.save_seconds)
         if ranks.is_first and saved is not None and config.checkpoint.every:
             print(f"saving {interval.text()}", flush=True)
@@ -342,14 +345,17 @@ def plain_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | Non
     )
 
 
-def choose_checkpoint(config: Config, state: TrainerState) -> tuple[Path | None, bool]:
+def choose_checkpoint(
+    config: Config, state: TrainerState, nodes: Nodes
+) -> tuple[Path | None, bool]:
     """The checkpoint to resume from, or None to start at step 0, and whether the run only starts
-    with its weights.
+    with its weights; on all ranks, from what all nodes have.
 
     Raises:
         UserError: none can be used although there are some, or it is of another run.
     """
     folder, settings = Path(config.output_dir) / "checkpoints", config.checkpoint
+    say = partial(print, flush=True) if nodes.ranks.is_first else lambda line: None
     weights_only = settings.weights_only
     if weights_only:
         if Path(settings.resume).resolve().parent == folder.resolve():
@@ -357,21 +363,22 @@ def choose_checkpoint(config: Config, state: TrainerState) -> tuple[Path | None,
                 f"checkpoint.weights_only: {settings.resume} is of this output_dir, which would "
                 "have two runs; choose another output_dir"
             )
-        if list_complete(folder):  # the same command once more, to go on
+        if any(nodes.on_each(lambda: list_complete(folder)).values()):  # the same command again
             settings, weights_only = replace(settings, resume="auto"), False
-    checkpoint, passed_over = find_checkpoint(settings, folder)
+    checkpoint, passed_over = find_checkpoint(settings, folder, nodes.on_each)
     for line in passed_over:
-        print(line, flush=True)
+        say(line)
     if checkpoint is not None:
         saved = read_state(checkpoint)
+        same = (saved.world_size, saved.zero_stage) == (state.world_size, state.zero_stage)
+        in_parts = same and not weights_only
+        needed_ranks = nodes.local_ranks if in_parts else range(saved.world_size)
+        nodes.on_each(lambda: check_part(checkpoint, needed_ranks))
         if weights_only:
-            print(
-                f"starting with the weights of {checkpoint}: step {saved.global_step:,}", flush=True
-            )
+            say(f"starting with the weights of {checkpoint}: step {saved.global_step:,}")
         else:
-            allow, checksums = settings.allow_plan_change, settings.verify == "checksums"
-            check_resumable(checkpoint, saved, state, folder, checksums, allow)
-            print(f"resuming from {checkpoint}: step {saved.global_step:,}", flush=True)
+            check_resumable(checkpoint, saved, state, settings.allow_plan_change)
+            say(f"resuming from {checkpoint}: step {saved.global_step:,}")
     return checkpoint, weights_only
 
 

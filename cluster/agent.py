@@ -196,7 +196,7 @@ class Agent:
 
     def signal(self, request: dict[str, Any]) -> int:
         """Send a signal to every rank; how many there are."""
-        pids = [p for p, line in self.processes().items() if "cluster/rank.py" in line]
+        pids = [p for p, line in self.processes().items() if is_rank(line)]
         for pid in pids:
             send_signal(pid, request["number"])
         return len(pids)
@@ -207,7 +207,7 @@ class Agent:
             return {"found": 0, "killed": 0, "left": 0}
         found = self.processes()
         for pid, line in found.items():
-            if "cluster/rank.py" in line:
+            if is_rank(line):
                 send_signal(pid, signal.SIGTERM)
         deadline = time.monotonic() + request["grace_seconds"]
         while self.processes() and time.monotonic() < deadline:
@@ -262,6 +262,13 @@ class Agent:
             if not dead and (mark in environment or self.job["job"].encode() in line):
                 found[int(folder.name)] = line.replace(b"\0", b" ").decode(errors="replace")
         return found
+
+
+def is_rank(line: str) -> bool:
+    """Whether a command line is that of a rank's supervisor: `python -u cluster/rank.py JOB`. The
+    launchers have the same words further on, and DeepSpeed's kills its ranks 30 s after SIGTERM.
+    """
+    return any(word.endswith("cluster/rank.py") for word in line.split(" ")[1:3])
 
 
 def addresses() -> list[list[str]]:

@@ -131,9 +131,13 @@ class Reach:
         if self.by_srun:
             step = ("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--unbuffered")
             return ["srun", *step, "bash", "-c", script]
-        # never ask, and give up in 10 seconds
+        return [*self.remote_shell, host, script]
+
+    @property
+    def remote_shell(self) -> list[str]:
+        """ssh with its options: it never asks, and gives up in 10 seconds."""
         options = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-        return ["ssh", *options, *self.ssh_args, host, script]
+        return ["ssh", *options, *self.ssh_args]
 
 
 async def connect(

@@ -89,6 +89,12 @@ class Job:
     id: str = ""
     """Marks everything that belongs to one start of the job."""
 
+    @property
+    def needs_all_hosts(self) -> bool:
+        """Whether it cannot go on without some: it says so, or each has a part of a checkpoint."""
+        node_local = self.config is not None and self.config.checkpoint.node_local
+        return node_local or self.launch.world_size is not None
+
 
 def new_id() -> str:
     return uuid.uuid4().hex[:12]
@@ -556,7 +562,7 @@ async def newest_checkpoint(job: Job, hosts: Sequence[RemoteHost]) -> str | None
 
 async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[RemoteHost]:
     """The hosts of the job, once they pass preflight's first stage; after
-    launch.restart_wait_seconds those that do, unless launch.world_size asks for all.
+    launch.restart_wait_seconds those that do, unless the job needs all of them.
 
     Raises:
         UserError: none do, or a signal came.
@@ -569,7 +575,7 @@ async def wait_for_hosts(job: Job, signals: "asyncio.Queue[int]") -> list[Remote
             return hosts
         await close_all(hosts)
         late = time.monotonic() > deadline
-        if late and hosts and job.launch.world_size is None:
+        if late and hosts and not job.needs_all_hosts:
             names = {host.name for host in hosts}
             rest = replace(job, hosts=[host for host in job.hosts if host.name in names])
             hosts, of_rest = await well_hosts(rest)  # without the others: are they well together?

@@ -102,7 +102,7 @@ async def stage_one(
         findings += failed
         findings += compare(job, config, facts)
         there = [host for host in hosts if host.name in facts]
-        if config is not None:
+        if config is not None and not config.checkpoint.node_local:
             findings += await check_shared(config.output_dir, facts, there)
     return complete([host.name for host in job.hosts], findings)
 
@@ -711,7 +711,7 @@ async def check_shared(output_dir: str, facts: Facts, hosts: Sequence[RemoteHost
             "fail",
             f"output_dir {output_dir} is node-local: {where} of the other hosts see what "
             f"{writer.name} writes there",
-            "choose an output_dir on a disk that all hosts share",
+            "choose an output_dir on a disk that all hosts share, or set checkpoint.node_local",
         )
         for host, answer in zip(others, seen, strict=True)
         if answer is not True

@@ -469,9 +469,9 @@ def memory(root: Path = Path("/")) -> dict[str, Any]:
 def needs(
     argv: list[str], slots: int, world_size: int, on_gpu: bool, holds_first_rank: bool
 ) -> dict[str, Any]:
-    """{"memory_bytes": of this host for model states, "checkpoint_bytes", "parameters", "keep":
-    checkpoints}; an estimate, without activations and libraries. Numbers are None for a model that
-    is not here yet.
+    """{"memory_bytes": of this host for model states, "checkpoint_bytes": of one on this host's
+    disk, "parameters", "keep": checkpoints}; an estimate, without activations and libraries.
+    Numbers are None for a model that is not here yet.
     """
     from finetune.batch_math import model_state_parts
     from finetune.ds_config import merge_ds_config, resolve_precision, zero_stage
@@ -500,6 +500,7 @@ def needs(
     else:
         memory_bytes = slots * sum(parts)
     # weights and AdamW's state; the optimizer keeps an fp32 copy of the weights, also of fp32 ones
-    checkpoint_bytes = weight_bytes + 12 * parameters
+    share = slots / world_size if config.checkpoint.node_local else 1
+    checkpoint_bytes = weight_bytes + int(share * 12 * parameters)
     return {**facts, "memory_bytes": memory_bytes, "checkpoint_bytes": checkpoint_bytes,
             "parameters": parameters}  # fmt: skip

@@ -11,6 +11,10 @@
 It is written as step_00001000.tmp and renamed when whole. Every rank hands over its part of the
 state, then writes and measures its own files: at once, or (checkpoint.async_save) from a copy while
 the loop goes on.
+
+With checkpoint.node_local each node has such a folder on its own disk, with the shards and RNG of
+its own ranks only: a part. The parts of one save have the same save_id in their manifests, and
+count only together. Without it there is one node, with all ranks (finetune/nodes.py).
 """
 
 import copy
@@ -19,7 +23,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +39,8 @@ from data.plan_change import describe_change
 from finetune import universal
 from finetune.config import CheckpointConfig
 from finetune.distributed import Ranks, count_ranks, together
-from finetune.errors import UserError
+from finetune.errors import UserError, describe
+from finetune.nodes import Nodes
 from finetune.seeding import rng_state, seed_everything, set_rng_state
 from finetune.shards import Shards, layout, progress
 
@@ -84,7 +90,7 @@ class SaveError(UserError):
 
 
 class Saver:
-    """Writes checkpoints of one run into `folder`, which all ranks share, and keeps the right ones.
+    """Writes checkpoints of one run into `folder` on every node, and keeps the right ones.
 
     Every method is called by all ranks together.
     """
@@ -93,18 +99,19 @@ class Saver:
         self,
         engine: "DeepSpeedEngine",
         tokenizer: "PreTrainedTokenizerBase",
-        ranks: Ranks,
+        nodes: Nodes,
         folder: Path,
         config: CheckpointConfig,
         resumed_from: Path | None,
     ) -> None:
-        self.engine, self.tokenizer, self.ranks = engine, tokenizer, ranks
+        self.engine, self.tokenizer = engine, tokenizer
+        self.nodes, self.ranks = nodes, nodes.ranks
         self.folder, self.config, self.resumed_from = folder, config, resumed_from
         self._copies = TensorCopies()
         engine.basic_optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
         self.waited_seconds = 0.0
         """That updates have waited for the copies of an asynchronous save, over all of them."""
-        self._pending: TrainerState | None = None
+        self._pending: tuple[TrainerState, str] | None = None  # the state and its save_id
         self._writer: threading.Thread | None = None
         self._written: dict[str, Any] = {}
         self._error: str | None = None
@@ -118,10 +125,15 @@ class Saver:
         """
         self.finish()
         files = self._collect()
-        needed_bytes = sum(self._gather(sum(map(tensor_bytes, files.values()))))
+        told = self.nodes.gather((sum(map(tensor_bytes, files.values())), state, uuid.uuid4().hex))
+        _, state, save_id = told[0]  # rank 0's, so that all parts say the same
+        needed_bytes = sum(told[rank][0] for rank in self.nodes.local_ranks)
         draft = self._draft(state)
-        self._error = self._on_first(lambda: self._prepare(draft, state, needed_bytes))
-        self._pending = state
+        self._pending = state, save_id
+        try:
+            self.nodes.on_each(lambda: self._prepare(draft, state, needed_bytes), (Exception,))
+        except UserError as error:
+            self._error = str(error)
         if self._error is None:
             if self.config.async_save:
                 files = self._copies.plan(files)
@@ -147,18 +159,24 @@ class Saver:
         """
         if self._pending is None:
             return
-        state, self._pending = self._pending, None
+        (state, save_id), self._pending = self._pending, None
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        parts = self._gather((self._written, self._error))
-        error = next((error for _, error in parts if error is not None), None)
-        if error is None:
-            files = {name: entry for part, _ in parts for name, entry in part.items()}
-            error = self._on_first(lambda: self._complete(state, files))
+        told = self.nodes.gather((self._written, self._error))
         self._written, self._error = {}, None
-        if error is not None:
-            self._give_up(state, error)
+        try:
+            if errors := [error for _, error in told if error is not None]:
+                raise UserError(errors[0])
+            files = {}
+            for rank in self.nodes.local_ranks:
+                files |= told[rank][0]
+            self.nodes.on_each(lambda: self._seal(state, save_id, files), (Exception,))
+            # from here on all nodes have their part; it counts once all of them have renamed it
+            found = self.nodes.on_each(lambda: self._publish(state), (Exception,))
+            self.nodes.on_each(lambda: self._rotate(state, found), (Exception,))
+        except UserError as error:
+            self._give_up(state, str(error))
 
     # What the steps above do
 
@@ -183,7 +201,7 @@ class Saver:
         return files
 
     def _prepare(self, draft: Path, state: TrainerState, needed_bytes: int) -> None:
-        """An empty draft with rank 0's small files, on a disk that has room for the rest."""
+        """An empty draft with a part's small files, on a disk that has room for the rest."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):
             shutil.rmtree(left_over)
@@ -208,18 +226,20 @@ class Saver:
                 for name, content in files.items()
             }
         except Exception as error:  # whatever it is, the other ranks have to hear of it
-            self._error = f"{describe(error)} (rank {self.ranks.rank})"
+            here = self.nodes.label(self.nodes.here)
+            self._error = f"{here}{describe(error)} (rank {self.ranks.rank})"
 
-    def _complete(self, state: TrainerState, files: dict[str, Any]) -> None:
-        """Manifest, COMPLETE, the rename that makes it a checkpoint; then the older ones."""
-        draft, target = self._draft(state), self.folder / f"step_{state.global_step:08d}"
+    def _seal(self, state: TrainerState, save_id: str, files: dict[str, Any]) -> None:
+        """Manifest and COMPLETE, in the draft."""
+        draft = self._draft(state)
         for path in sorted(draft.rglob("*")):
             name = str(path.relative_to(draft))
-            if path.is_file() and name not in files:  # rank 0's small ones
+            if path.is_file() and name not in files:  # the small ones
                 content = path.read_bytes()
                 files[name] = write_measured(path, lambda file, c=content: file.write(c))
         optimizer = self.engine.basic_optimizer
         made_by = {
+            "save_id": save_id,
             "world_size": state.world_size,
             "zero_stage": state.zero_stage,
             "optimizer": type(optimizer).__name__,
@@ -230,29 +250,40 @@ class Saver:
         text = json.dumps(manifest, indent=1)
         write_measured(draft / "manifest.json", lambda file: file.write(text.encode()))
         write_measured(draft / "COMPLETE", lambda file: file.write(b"complete\n"))
+
+    def _publish(self, state: TrainerState) -> dict[str, "Part"]:
+        """The rename that makes the draft a checkpoint; all that are here now."""
+        draft, target = self._draft(state), self.folder / f"step_{state.global_step:08d}"
         if target.exists():  # a run resumed from before this step has come here again
             remove_checkpoint(target)
         os.replace(draft, target)
         _sync_folder(self.folder)
-        for old in self._superfluous(target):
-            remove_checkpoint(old)
         universal.remove_converted(self.folder)
+        return survey(self.folder)
 
-    def _superfluous(self, newest: Path) -> list[Path]:
-        """The checkpoints that checkpoint.keep_last, keep_every_steps and keep_best do not name."""
-        config = self.config
-        usable = [path for path in list_complete(self.folder) if fault(path) is None]
-        states = {path: read_state(path) for path in usable}
-        scored = [path for path in usable if states[path].eval_loss is not None]
-        best = sorted(scored, key=lambda path: states[path].eval_loss)[: config.keep_best]
-        kept = {newest, self.resumed_from, *usable[-config.keep_last :], *best}
+    def _rotate(self, state: TrainerState, found: Mapping[str, Mapping[str, "Part"]]) -> None:
+        """Remove what is here of the checkpoints that checkpoint.keep_last, keep_every_steps and
+        keep_best do not name, and of older ones that a crash has left on some nodes only.
+
+        Args:
+            found: the survey of every node, so that all come to the same.
+        """
+        config, names = self.config, sorted(found[self.nodes.here])
+        usable = [name for name in names if fault_of(parts_of(found, name)) is None]
+        states = {name: found[self.nodes.here][name].state for name in usable}
+        scored = [name for name in usable if states[name].eval_loss is not None]
+        best = sorted(scored, key=lambda name: states[name].eval_loss)[: config.keep_best]
+        kept = {f"step_{state.global_step:08d}", *usable[-config.keep_last :], *best}
         if config.keep_every_steps:
-            kept |= {p for p in usable if states[p].global_step % config.keep_every_steps == 0}
-        return [path for path in usable if path not in kept]
+            kept |= {n for n in usable if states[n].global_step % config.keep_every_steps == 0}
+        scattered = [name for name in names if is_scattered(parts_of(found, name))]
+        for name in sorted({*usable, *scattered} - kept):
+            if self.folder / name != self.resumed_from:
+                remove_checkpoint(self.folder / name)
 
     def _give_up(self, state: TrainerState, error: str) -> None:
         line = f"checkpoint of step {state.global_step:,} in {self.folder} failed: {error}"
-        if self.ranks.is_first:
+        if self.nodes.is_first:
             shutil.rmtree(self._draft(state), ignore_errors=True)
         dist.barrier(group=self.ranks.control)
         if self.config.on_failed_save == "stop":
@@ -265,22 +296,6 @@ class Saver:
 
     def _draft(self, state: TrainerState) -> Path:
         return self.folder / f"step_{state.global_step:08d}.tmp"
-
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self.ranks.control)
-        return values
-
-    def _on_first(self, work: Callable[[], None]) -> str | None:
-        """Do it on rank 0; on all ranks, what went wrong."""
-        box: list[str | None] = [None]
-        if self.ranks.is_first:
-            try:
-                work()
-            except Exception as error:
-                box[0] = describe(error)
-        dist.broadcast_object_list(box, src=0, group=self.ranks.control)
-        return box[0]
 
 
 class StateCollector(CheckpointEngine):
@@ -426,13 +441,6 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def describe(error: Exception) -> str:
-    """One line on what went wrong, with the free space where that is why."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
@@ -448,26 +456,107 @@ def list_complete(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_????????") if (path / "COMPLETE").is_file())
 
 
-def fault(checkpoint: Path, checksums: bool = False) -> str | None:
-    """Why `checkpoint` cannot be used; None if every file of its manifest is there, in its size,
-    and if asked for with its checksum.
+@dataclass(frozen=True)
+class Part:
+    """What a folder has of a checkpoint: with checkpoint.node_local a node's part, else all."""
+
+    problem: str | None
+    """Why it cannot be used; then the rest is not known."""
+    save_id: str | None = None
+    ranks: frozenset[int] = frozenset()
+    """Whose shards and RNG are here."""
+    state: TrainerState | None = None
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks of the save whose files are elsewhere."""
+        return sorted(set(range(self.state.world_size)) - self.ranks)
+
+
+def read_part(checkpoint: Path) -> tuple[Part, dict[str, dict[str, Any]]]:
+    """What `checkpoint` says of itself, and the files of its manifest, which are not looked at:
+    {"bytes": size, "xxh3_64": checksum} by name.
     """
     if not (checkpoint / "COMPLETE").is_file():
-        return "it has no COMPLETE: the save was cut short"
+        return Part("it has no COMPLETE: the save was cut short"), {}
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        read_state(checkpoint)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest or trainer state cannot be read ({describe(error)})"
-    for name, entry in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
-        if checksums and checksum(path) != entry["xxh3_64"]:
-            return f"{name} is damaged: its checksum is not the one that was written"
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        files, save_id = manifest["files"], manifest["made_by"].get("save_id")
+        ranks = {int(Path(name).stem.split("_")[1]) for name in files if name.startswith("rng/")}
+        return Part(None, save_id, frozenset(ranks), read_state(checkpoint)), files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        problem = f"its manifest or trainer state cannot be read ({describe(error)})"
+        return Part(problem), {}
+
+
+def look_at(checkpoint: Path, checksums: bool = False) -> Part:
+    """What `checkpoint` is good for, once every file of its manifest is there, in its size, and if
+    asked for with its checksum.
+    """
+    part, files = read_part(checkpoint)
+    problems = (file_fault(checkpoint, name, entry, checksums) for name, entry in files.items())
+    problem = next(filter(None, problems), None)
+    return part if problem is None else Part(problem)
+
+
+def file_fault(
+    checkpoint: Path, name: str, entry: dict[str, Any], checksums: bool = False
+) -> str | None:
+    """What is wrong with one file of a manifest."""
+    path = checkpoint / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != entry["bytes"]:
+        return f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+    if checksums and checksum(path) != entry["xxh3_64"]:
+        return f"{name} is damaged: its checksum is not the one that was written"
     return None
+
+
+def fault(checkpoint: Path, checksums: bool = False) -> str | None:
+    """Why `checkpoint` alone cannot be used; None where it is whole."""
+    part = look_at(checkpoint, checksums)
+    if part.problem is None and part.missing_ranks:
+        return (
+            f"it is a node's part, without {ranks_in_words(part.missing_ranks)}; "
+            "scripts/gather_checkpoint.py puts the parts together"
+        )
+    return part.problem
+
+
+def fault_of(parts: Mapping[str, Part | None]) -> str | None:
+    """Why the parts of a checkpoint, by node, cannot be used together."""
+    for node, part in parts.items():
+        if part is None:
+            return f"{node} has no part of it"
+        if part.problem is not None:
+            return f"{node}: {part.problem}" if len(parts) > 1 else part.problem
+    return "its parts are of different saves" if is_scattered(parts) else None
+
+
+def is_scattered(parts: Mapping[str, Part | None]) -> bool:
+    """Whether a crash has left it so, between the renames or the removals of two nodes: some have
+    no part, or one of another save. Damage is something else.
+    """
+    sound = [part for part in parts.values() if part is None or part.problem is None]
+    return len({part and part.save_id for part in sound}) > 1
+
+
+def survey(folder: Path) -> dict[str, Part]:
+    """What there is of each checkpoint in `folder`, by its name."""
+    return {path.name: look_at(path) for path in folder.glob("step_????????")}
+
+
+def parts_of(found: Mapping[str, Mapping[str, Part]], name: str) -> dict[str, Part | None]:
+    """The parts of one checkpoint, of the survey of each node."""
+    return {node: its.get(name) for node, its in found.items()}
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """rank 3; ranks 0, 1, 2 ..."""
+    ranks = sorted(ranks)
+    some = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
 
 
 def checksum(path: Path) -> str:
@@ -479,39 +568,90 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `checkpoint.resume` means, and a line for each one passed over.
+def alone(work: Callable[[], Any], catch: Any = None) -> dict[str, Any]:
+    """Nodes.on_each for a process that looks at a folder by itself."""
+    return {"": work()}
+
+
+def find_checkpoint(
+    config: CheckpointConfig, folder: Path, on_each: Callable[..., dict[str, Any]] = alone
+) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `checkpoint.resume` means, whole on every node, and a line for each one
+    passed over. Called by all ranks together, and the same on all of them.
+
+    Args:
+        on_each: Nodes.on_each.
 
     Raises:
-        UserError: a given path is no usable checkpoint; all that are there are broken; or resume
-            is none and the folder has checkpoints, which a second run would mix with its own.
+        UserError: a given path is no usable checkpoint, or `folder` goes on after it; all that are
+            there are broken; or resume is none and the folder has checkpoints, which a second run
+            would mix with its own.
     """
     resume, checksums = config.resume, config.verify == "checksums"
-    present = sorted(folder.glob("step_????????"), reverse=True)
+    found = on_each(lambda: survey(folder))
+    names = sorted({name for its in found.values() for name in its}, reverse=True)
+    passed_over: list[str] = []
+
+    def newest(names: Iterable[str]) -> Path | None:
+        for name in names:
+            problem = fault_of(parts_of(found, name))
+            if problem is None and checksums:  # which reads all of it, so only of this one
+                problem = fault_of(on_each(lambda name=name: look_at(folder / name, True)))
+            if problem is None:
+                return folder / name
+            passed_over.append(f"passing over {folder / name}: {problem}")
+        return None
+
     if resume == "none":
-        if present:
+        if names:
             raise UserError(
                 f"{folder} has checkpoints of an earlier run; choose another output_dir, "
                 "or checkpoint.resume auto"
             )
         return None, []
     if resume != "auto":
-        if problem := fault(Path(resume), checksums):
+        given = Path(resume)
+        parts = on_each(lambda: look_at(given, checksums))
+        if problem := fault_of(parts):
             raise UserError(f"checkpoint.resume: {resume} is no usable checkpoint: {problem}")
-        return Path(resume), []
-    passed_over = []
-    for checkpoint in present:
-        problem = fault(checkpoint, checksums)
-        if problem is None:
-            return checkpoint, passed_over
-        passed_over.append(f"passing over {checkpoint}: {problem}")
-    if present:
+        step = next(iter(parts.values())).state.global_step
+        if later := newest(name for name in names if name > f"step_{step:08d}"):
+            raise UserError(
+                f"{given} is at step {step}, but {folder} goes on to {later.name}; "
+                "remove the later ones, or choose another output_dir"
+            )
+        return given, []
+    if checkpoint := newest(names):
+        return checkpoint, passed_over
+    if names:
+        cure = "remove them to start at step 0"
+        if bare := [node for node, its in found.items() if not its]:
+            cure = (
+                f"{', '.join(bare)} has no checkpoints at all: bring its folder back, or name in "
+                "checkpoint.resume a copy that scripts/gather_checkpoint.py has made and every "
+                f"node has; or {cure}"
+            )
+        raise UserError(f"no usable checkpoint in {folder}: {'; '.join(passed_over)}; {cure}")
+    drafts = on_each(lambda: sorted(map(str, folder.glob("step_*.tmp"))))
+    cut_short = dict.fromkeys(path for its in drafts.values() for path in its)
+    return None, [f"{path} is of a save that was cut short" for path in cut_short]
+
+
+def check_part(checkpoint: Path, needed_ranks: Iterable[int]) -> None:
+    """That `checkpoint` has the files of these ranks here.
+
+    Raises:
+        UserError: it has not.
+    """
+    part, _ = read_part(checkpoint)
+    if missing := set(needed_ranks) - part.ranks:
         raise UserError(
-            f"no usable checkpoint in {folder}: {'; '.join(passed_over)}; "
-            "remove them to start at step 0"
+            f"{checkpoint} has here the files of {ranks_in_words(part.ranks)} of "
+            f"{part.state.world_size}, and is to have those of {ranks_in_words(missing)}: go on "
+            "with the same hosts in the same order, ranks and ZeRO stage; or put the parts "
+            "together with scripts/gather_checkpoint.py, copy the result to every node (rsync -a), "
+            "and name it in checkpoint.resume"
         )
-    drafts = [f"{path} is of a save that was cut short" for path in folder.glob("step_*.tmp")]
-    return None, drafts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -524,29 +664,16 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_resumable(
-    checkpoint: Path,
-    saved: TrainerState,
-    now: TrainerState,
-    folder: Path,
-    checksums: bool,
-    allow_plan_change: bool,
+    checkpoint: Path, saved: TrainerState, now: TrainerState, allow_plan_change: bool
 ) -> None:
-    """Refuse what would not continue the same run, or would mix two runs in `folder`.
+    """Refuse what would not continue the same run.
 
     Args:
-        checksums: as for `fault`; what was passed over as damaged is no later part of the run.
         allow_plan_change: let the plan and the learning rate's schedule differ.
 
     Raises:
-        UserError: names what differs, or the checkpoint of `folder` that is further on.
+        UserError: names what differs.
     """
-    later = [path for path in list_complete(folder) if path.name > f"step_{saved.global_step:08d}"]
-    later = [path for path in later if fault(path, checksums) is None]
-    if later:
-        raise UserError(
-            f"{checkpoint} is at step {saved.global_step}, but {folder} goes on to "
-            f"{later[-1].name}; remove the later ones, or choose another output_dir"
-        )
     if saved.plan_hash != now.plan_hash and not allow_plan_change:
         raise UserError(
             f"{checkpoint}: its plan is another one: {describe_change(saved.plan, now.plan)}; "
@@ -568,7 +695,7 @@ def check_resumable(
 
 
 def load_checkpoint(
-    engine: "DeepSpeedEngine", checkpoint: Path, folder: Path, ranks: Ranks, seed: int
+    engine: "DeepSpeedEngine", checkpoint: Path, folder: Path, nodes: Nodes, seed: int
 ) -> None:
     """Weights, optimizer, schedule and RNG from `checkpoint`: as they are, where the engine cuts
     its state as the one that wrote them did, else converted.
@@ -581,16 +708,17 @@ def load_checkpoint(
         UserError: it is of another model, or cannot be converted.
         RuntimeError: DeepSpeed loaded nothing.
     """
-    state, shards = read_state(checkpoint), Shards(checkpoint / SHARDS)
+    state, shards, ranks = read_state(checkpoint), Shards(checkpoint / SHARDS), nodes.ranks
     [same] = count_ranks(ranks, shards.layout(ranks.rank) == layout(engine))
     if same == ranks.world_size:
         loaded, _ = engine.load_checkpoint(str(checkpoint), tag=SHARDS)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {checkpoint}")
     else:
+        nodes.on_each(lambda: check_part(checkpoint, range(state.world_size)))
         together(ranks, lambda: universal.check_model(engine, shards, checkpoint))
         together(ranks, lambda: universal.check_optimizer(engine, shards, checkpoint))
-        converted = universal.convert(checkpoint, shards, folder, ranks)
+        converted = universal.convert(checkpoint, shards, folder, nodes)
         universal.load(engine, shards, converted)
     if state.world_size == ranks.world_size:
         rng = checkpoint / "rng" / f"rank_{ranks.rank:05d}.pt"

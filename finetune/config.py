@@ -245,6 +245,10 @@ class CheckpointConfig:
     """Go on although the global batch, train.seed, data.window or the data differ: the rows that
     the epoch has left come first, in steps of the new plan.
     """
+    node_local: bool = False
+    """output_dir is on each node's own disk: every node keeps its ranks' part of a checkpoint.
+    scripts/gather_checkpoint.py puts the parts together.
+    """
     resume: str = "auto"
     """auto: newest complete one in output_dir, if any; none: start at step 0; or a checkpoint
     folder.
@@ -587,7 +591,7 @@ def _validate(config: Config, argv: Sequence[str]) -> None:
         merge_ds_config(config)
         check_compiler(config)
     except UserError as error:  # name the run config's place beside the DeepSpeed config's
-        key = re.search(r"\b(train|data)\.\w+", str(error))
+        key = re.search(r"\b(train\.\w+|data\.\w+|checkpoint\.node_local)", str(error))
         raise UserError(
             f"{error} ({key[0]}: {_where(key[0], argv)})" if key else str(error)
         ) from None

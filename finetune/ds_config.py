@@ -34,6 +34,7 @@ BLOCKS = [
     "optimizer.params",
     "zero_optimization",
     "zero_optimization.offload_optimizer",
+    "checkpoint",
 ]
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True}}
 
@@ -84,6 +85,11 @@ def merge_ds_config(
             value = getattr(train, ours)
             value = list(value) if isinstance(value, tuple) else value
             _fill(merged, file, f"optimizer.params.{name}", value, f"train.{ours} is {value}")
+
+    # each node's first rank then writes the file of the weights, which all ranks of a node load
+    node_local = config.checkpoint.node_local
+    source = f"checkpoint.node_local is {json.dumps(node_local)}"
+    _fill(merged, file, "checkpoint.use_node_local_storage", node_local, source)
 
     if "scheduler" in merged:
         _check_scheduler(merged, config, lr)

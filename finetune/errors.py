@@ -32,6 +32,13 @@ class UserError(Exception):
     """
 
 
+def describe(error: Exception) -> str:
+    """An error in one line, without Python's own words for it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def exit_on_error(work: Callable[[], T]) -> T:
     """`work()`, or the end of this process: one line for a UserError, a traceback for anything
     else.

@@ -112,28 +112,29 @@ class Shards:
     """DeepSpeed's folder of a checkpoint. Files are mapped, not read: only what is asked for is."""
 
     def __init__(self, folder: Path) -> None:
-        def of_rank(pattern: str) -> list[Path]:
-            return sorted(
-                folder.glob(pattern), key=lambda path: int(re.search(r"rank_(\d+)", path.name)[1])
-            )
+        def by_rank(pattern: str) -> dict[int, Path]:
+            paths = {int(re.search(r"rank_(\d+)", p.name)[1]): p for p in folder.glob(pattern)}
+            return dict(sorted(paths.items()))
 
-        self._models = of_rank("*model_states.pt")
-        self._optimizers = of_rank("*optim_states.pt") or self._models  # stage 0 has one file
+        self._models = by_rank("*model_states.pt")
+        self._optimizers = by_rank("*optim_states.pt") or self._models  # stage 0 has one file
         self._open = lru_cache(maxsize=None)(self._map)
 
     def layout(self, rank: int) -> dict[str, Any]:
-        """Of the engine that wrote the shard of `rank`, see above."""
-        return self._open(self._optimizers[rank % len(self._optimizers)])["layout"]
+        """Of the engine that wrote the shard of `rank`, or where it has none the first; see
+        above.
+        """
+        return self._open(self._optimizers.get(rank, _first(self._optimizers)))["layout"]
 
     @property
     def progress(self) -> dict[str, Any]:
         """Of the engine that wrote it, see above."""
-        return self._open(self._optimizers[0])["progress"]
+        return self._open(_first(self._optimizers))["progress"]
 
     @property
     def model(self) -> dict[str, Any]:
         """What DeepSpeed keeps once: schedule, counters, buffers, at stages 0 to 2 all weights."""
-        return self._open(self._models[0])
+        return self._open(_first(self._models))
 
     @property
     def trained(self) -> list[str]:
@@ -156,7 +157,7 @@ class Shards:
             return self.read(name, "fp32", 0, prod(shape)).view(shape)
         if self.layout(0)["zero_stage"] < 3:
             return self.model["module"][name].float()
-        parts = [self._open(path)["frozen_param_fragments"][name] for path in self._models]
+        parts = [self._open(path)["frozen_param_fragments"][name] for path in self._models.values()]
         shape = self.shape(name)
         return torch.cat([part.flatten() for part in parts])[: prod(shape)].view(shape).float()
 
@@ -193,7 +194,7 @@ class Shards:
     @cached_property
     def _fragments(self) -> dict[str, list[tuple[int, Fragment]]]:
         fragments: dict[str, list[tuple[int, Fragment]]] = {}
-        for rank in range(len(self._optimizers)):
+        for rank in self._optimizers:
             for values in self.layout(rank)["fragments"]:
                 fragments.setdefault(values[0], []).append((rank, Fragment(*values)))
         return fragments
@@ -224,3 +225,7 @@ class Shards:
     @staticmethod
     def _map(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _first(paths: dict[int, Path]) -> Path:
+    return next(iter(paths.values()))

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from finetune.distributed import Ranks, on_first_rank, together
+from finetune.distributed import Ranks, together
 from finetune.errors import UserError
+from finetune.nodes import Nodes
 from finetune.shards import ADAMS, STATES, Fragment, Shards, flat_weights, layout, partition
 
 if TYPE_CHECKING:
@@ -46,10 +47,10 @@ class Universal:
 # Convert
 
 
-def convert(checkpoint: Path, shards: Shards, folder: Path, ranks: Ranks) -> Universal:
+def convert(checkpoint: Path, shards: Shards, folder: Path, nodes: Nodes) -> Universal:
     """The converted form of a checkpoint, in `folder`; what of it is there already is kept.
 
-    Called by all ranks together. Holds one parameter in memory.
+    Called by all ranks together, those of a node share the work. Holds one parameter in memory.
 
     Raises:
         UserError: not enough room on the disk, or it cannot be written.
@@ -57,8 +58,10 @@ def convert(checkpoint: Path, shards: Shards, folder: Path, ranks: Ranks) -> Uni
     manifest = (checkpoint / "manifest.json").read_bytes()
     target = folder / f"{checkpoint.name}.universal.{xxhash.xxh3_64(manifest).hexdigest()}"
     began = time.perf_counter()
-    missing = on_first_rank(ranks, lambda: _prepare(checkpoint, shards, target, ranks.world_size))
-    mine = _deal(missing, shards, ranks.world_size)[ranks.rank]
+    ranks, sharing = nodes.ranks, nodes.local_ranks
+    prepared = nodes.on_each(lambda: _prepare(checkpoint, shards, target, ranks))
+    missing = prepared[nodes.here]
+    mine = _deal(missing, shards, len(sharing))[sharing.index(ranks.rank)]
     draft = target / f"draft_{ranks.rank:05d}"
     together(ranks, lambda: [_write(shards, name, draft, target) for name in mine])
     if ranks.is_first:
@@ -71,7 +74,7 @@ def convert(checkpoint: Path, shards: Shards, folder: Path, ranks: Ranks) -> Uni
     return Universal(target)
 
 
-def _prepare(checkpoint: Path, shards: Shards, target: Path, world_size: int) -> list[str]:
+def _prepare(checkpoint: Path, shards: Shards, target: Path, ranks: Ranks) -> list[str]:
     """Parameters that are still to be converted, on a disk that has room for them."""
     try:
         remove_converted(target.parent, but=target)
@@ -88,22 +91,26 @@ def _prepare(checkpoint: Path, shards: Shards, target: Path, world_size: int) ->
     change = f"ZeRO stage {was['zero_stage']} with {was['optimizer']}, {was['shards']} shards"
     if free < needed:
         raise UserError(
-            f"{checkpoint}: to convert it ({change}) for {world_size} ranks takes {needed:,} bytes "
-            f"in {target.parent}, and {free:,} are free; make room, or go on as before"
+            f"{checkpoint}: to convert it ({change}) for {ranks.world_size} ranks takes "
+            f"{needed:,} bytes in {target.parent}, and {free:,} are free; make room, or go on as "
+            "before"
         )
-    print(
-        f"converting {checkpoint} ({change}) for {world_size} ranks; needs "
-        f"{needed / 2**20:,.0f} MiB of disk until the next save",
-        flush=True,
-    )
+    if ranks.is_first:
+        print(
+            f"converting {checkpoint} ({change}) for {ranks.world_size} ranks; needs "
+            f"{needed / 2**20:,.0f} MiB of disk until the next save",
+            flush=True,
+        )
     return missing
 
 
-def _deal(names: list[str], shards: Shards, world_size: int) -> list[list[str]]:
-    """Names for each rank, near-equal in elements: the largest first, to whom has the least."""
+def _deal(names: list[str], shards: Shards, ranks: int) -> list[list[str]]:
+    """Names for each of `ranks`, near-equal in elements: the largest first, to whom has the
+    least.
+    """
     sizes = {name: prod(shards.shape(name)) for name in names}
-    hands: list[list[str]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
+    hands: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
     for name in sorted(names, key=lambda name: -sizes[name]):
         rank = loads.index(min(loads))
         hands[rank].append(name)

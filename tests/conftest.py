@@ -126,13 +126,18 @@ class ForkServer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, config, *flags, ranks=1, module="train", **variables) -> Forked:
+    def start(
+        self, config, *flags, ranks=1, module="train", disks=None, at=None, **variables
+    ) -> Forked:
+        """`disks`: ranks by folder, each a node's own, which its ranks see at `at`."""
         self.runs += 1
+        if disks:
+            ranks, disks = sum(disks.values()), {str(disk): n for disk, n in disks.items()}
         log = self.folder / f"log_{self.runs}"
         request = {
             "argv": ["--config", str(config), *map(str, flags)], "ranks": ranks,
             "log": str(log), "port": free_port(), "environment": variables,
-            "module": module,
+            "module": module, "disks": disks, "at": str(at),
         }  # fmt: skip
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])

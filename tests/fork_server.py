@@ -4,13 +4,16 @@ that a launcher would set.    python tests/fork_server.py
 
 Requests on standard input, answers on standard output, one JSON a line:
     {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}, "module": "train"}
-                          -> {"pids": [...]}; the module's main is called as train.py's is
+        -> {"pids": [...]}; the module's main is called as train.py's is; with "at": FOLDER and
+        "disks": {"/disk_1": 2, ...} 2 ranks are on node-1, where disk_1 is what they see at FOLDER
     {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
 """
 
+import ctypes
 import importlib
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -19,6 +22,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: F401  all that it imports, once
 from finetune.config import parse_command_line
 from finetune.errors import exit_on_error
+
+CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 18  # <sched.h>
+MS_REC = 16384
+
+
+def move_to_node(request: dict, number: int) -> None:
+    """To the node that the rank is on: a host name and mounts of its own. Needs root."""
+    nodes = list(request["disks"].items())
+    places = [(i, local) for i, (_, ranks) in enumerate(nodes) for local in range(ranks)]
+    node, local_rank = places[number]
+    disk, ranks = nodes[node]
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = [
+        libc.unshare(CLONE_NEWNS | CLONE_NEWUTS),
+        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None),
+        libc.mount(disk.encode(), request["at"].encode(), None, MS_BIND, None),
+    ]
+    assert done == [0, 0, 0], os.strerror(ctypes.get_errno())
+    socket.sethostname(f"node-{node + 1}")
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(ranks))
 
 
 def rank(request: dict, number: int) -> None:
@@ -33,6 +56,8 @@ def rank(request: dict, number: int) -> None:
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
         MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
     )  # fmt: skip
+    if request.get("disks"):
+        move_to_node(request, number)
     main = importlib.import_module(request["module"]).main
     exit_on_error(lambda: main(*parse_command_line(request["argv"])))
 

@@ -1,5 +1,5 @@
 """Hosts on one machine: network, process, mount and host-name namespaces, each with an address of
-its own and an sshd. Needs root and Debian's openssh-server and iproute2.
+its own and an sshd. Needs root and Debian packages, which `why_not` names.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 # Two runs on one machine take names and addresses of their own: LT_TAG=pf LT_PREFIX=10.79.0
 TAG = os.environ.get("LT_TAG", "lt")
 PREFIX = os.environ.get("LT_PREFIX", "10.78.0")
-NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "nft", "/usr/sbin/sshd")
+NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "nft", "/usr/sbin/sshd")
 
 
 def why_not() -> str | None:
@@ -20,7 +20,9 @@ def why_not() -> str | None:
         return "needs root, to make network namespaces"
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
-        return f"needs {', '.join(missing)}: apt install pdsh openssh-server iproute2 nftables"
+        return (
+            f"needs {', '.join(missing)}: apt install pdsh rsync openssh-server iproute2 nftables"
+        )
     made = subprocess.run(["ip", "netns", "add", f"probe-{TAG}"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", f"probe-{TAG}"], capture_output=True)
     return None if made.returncode == 0 else f"cannot make namespaces: {made.stderr.strip()}"

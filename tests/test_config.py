@@ -224,6 +224,9 @@ CONTRADICTIONS = {
     "optimizer.params.lr is 0.5": {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}},
     "gradient_clipping is 1.0, but train.gradient_clipping is 0.5": {"gradient_clipping": 1.0},
     "train_batch_size is 99, but train.global_batch_size is 12": {"train_batch_size": 99},
+    "checkpoint.use_node_local_storage is true, but checkpoint.node_local is false": {
+        "checkpoint": {"use_node_local_storage": True}
+    },
     "train_micro_batch_size_per_gpu is 4": {"train_micro_batch_size_per_gpu": 4},
     "scheduler.type is WarmupLR": {"scheduler": {"type": "WarmupLR", "params": {}}},
     "scheduler.params.warmup_num_steps is 9": {
@@ -236,7 +239,9 @@ CONTRADICTIONS = {
 def test_a_contradiction_names_both_places(tiny_config, tmp_path, message):
     said = complaint(tiny_config(ds_config=write_ds(tmp_path, **CONTRADICTIONS[message])))
     assert f"ds.json: {message}" in said
-    assert re.search(r"\((train|data)\.\w+: .*config.yaml:\d+\)$|: command line\)$", said)
+    assert re.search(
+        r"\((train|data|checkpoint)\.\w+: .*config.yaml:\d+\)$|: command line\)$", said
+    )
 
 
 def test_a_file_made_for_transformers_trainer_works(tiny_config, tmp_path):

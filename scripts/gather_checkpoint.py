@@ -1,0 +1,172 @@
+"""Put the parts of a checkpoint, which checkpoint.node_local keeps on each node, together in one
+folder: an ordinary checkpoint, for scripts/export.py, another number of ranks or another layout.
+
+    python scripts/gather_checkpoint.py --hostfile hostfile RUN_OR_CHECKPOINT OUT
+
+RUN_OR_CHECKPOINT is a folder on the hosts, like runs/mine/checkpoints/step_00000300, or a run's
+folder: then its newest checkpoint is taken of which every host has its part. The files come by
+rsync over ssh and are held against the manifests, size and checksum. Hosts need no more than rsync.
+
+To resume from OUT, name it in checkpoint.resume; on hosts without a shared disk copy it to each of
+them before: rsync -a OUT/ node-2:OUT/
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cluster.hostfile import read_hostfile, select_hosts
+from cluster.hosts import HostError, Reach, explain_exit
+from finetune.errors import UserError, exit_on_error
+
+STEP = re.compile(r"step_\d{8}")
+SMALL = ("COMPLETE", "manifest.json", "trainer_state.json")  # what a part says of itself
+AT_ONCE = 16  # hosts that are asked at the same time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hostfile", required=True, help="of the run; see hostfile.example")
+    parser.add_argument("--include", default="", metavar="SPEC", help="as for scripts/launch.sh")
+    parser.add_argument("--exclude", default="", metavar="SPEC", help="as for scripts/launch.sh")
+    parser.add_argument("--ssh_args", default="", metavar="ARGS", help='"-F my_ssh_config"')
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    args = parser.parse_args()
+    hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
+    if shutil.which("rsync") is None:
+        raise UserError("rsync is not installed here: apt install rsync")
+    out = args.out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{args.out} is not empty, or no folder; give a new one")
+    reach = Reach(tuple(shlex.split(args.ssh_args)))
+    draft = out.with_name(f"{out.name}.tmp")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        chosen = gather([host.name for host in hosts], reach, args.source.absolute(), draft)
+        if out.exists():
+            out.rmdir()
+        os.replace(draft, out)
+    except OSError as error:
+        raise UserError(f"cannot write {args.out}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    print(f"{chosen} -> {args.out}", flush=True)
+
+
+def gather(hosts: Sequence[str], reach: Reach, source: Path, draft: Path) -> Path:
+    """Fill `draft`, an empty folder, with the checkpoint whose parts the hosts have at `source`.
+
+    Returns:
+        The checkpoint's folder on the hosts.
+
+    Raises:
+        UserError: names the host that cannot be reached, or whose part is missing or damaged; the
+            parts are not those of all ranks; not enough room on the disk.
+    """
+    # 1. What each host says that it has: the small files of its parts.
+    asked = draft / "asked"
+    is_checkpoint = STEP.fullmatch(source.name) is not None
+    folder = source.parent if is_checkpoint else source / "checkpoints"
+    wanted = source.name if is_checkpoint else "step_????????"
+    filters = [f"--include=/{wanted}/", *(f"--include=/{wanted}/{name}" for name in SMALL)]
+
+    def ask(host: str) -> None:
+        rsync(reach, host, folder, asked / host, "-r", *filters, "--exclude=*")
+
+    asked.mkdir()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(ask, hosts))
+
+    from finetune.checkpoint import (  # after the hosts have answered: slow
+        fault_of,
+        file_fault,
+        parts_of,
+        ranks_in_words,
+        read_part,
+    )
+
+    said = {host: {part.name: read_part(part) for part in (asked / host).iterdir()}
+            for host in hosts}  # fmt: skip
+
+    # 2. The newest one that is the same save on all of them.
+    found = {host: {name: part for name, (part, _) in its.items()} for host, its in said.items()}
+    problems = []
+    for name in sorted({name for its in found.values() for name in its}, reverse=True):
+        problem = fault_of(parts_of(found, name))
+        if problem is None:
+            break
+        problems.append(f"{folder / name}: {problem}")
+    else:
+        raise UserError("; ".join(problems) or f"no host has a checkpoint at {source}")
+    for problem in problems:
+        print(f"passing over {problem}", flush=True)
+    parts = [found[host][name] for host in hosts]
+    if missing := set(parts[0].missing_ranks).difference(*(part.ranks for part in parts)):
+        raise UserError(
+            f"{folder / name}: no host of the hostfile has the files of {ranks_in_words(missing)}; "
+            "is it the hostfile of the run?"
+        )
+
+    # 3. Each file from the first host that has it, held against that host's manifest.
+    files = {}
+    plan = {host: {} for host in hosts}
+    for host in hosts:
+        plan[host] = {f: entry for f, entry in said[host][name][1].items() if f not in files}
+        files |= plan[host]
+    needed, free = sum(entry["bytes"] for entry in files.values()), shutil.disk_usage(draft).free
+    if free < needed:
+        raise UserError(f"{draft.parent}: it needs {needed:,} bytes, the disk has {free:,} free")
+    for host in hosts:
+        size = sum(entry["bytes"] for entry in plan[host].values())
+        print(f"{host}: {len(plan[host])} files, {size / 2**20:,.1f} MiB", flush=True)
+        rsync(reach, host, folder / name, draft, "--files-from=-", stdin="\n".join(plan[host]))
+        for file, entry in plan[host].items():
+            if problem := file_fault(draft, file, entry, checksums=True):
+                raise HostError(host, f"{folder / name}: {problem}")
+
+    # 4. One manifest for all; COMPLETE once everything else is on the disk for good.
+    made_by = json.loads((asked / hosts[0] / name / "manifest.json").read_text())["made_by"]
+    manifest = {"made_by": made_by, "files": dict(sorted(files.items()))}
+    (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(asked)
+    os.sync()
+    (draft / "COMPLETE").write_text("complete\n")
+    return folder / name
+
+
+def rsync(reach: Reach, host: str, there: Path, here: Path, *options: str, stdin: str = "") -> None:
+    """Copy what is in a folder of a host to a folder here.
+
+    Raises:
+        HostError: names the host and what is in the way.
+    """
+    shell = shlex.join(reach.remote_shell)
+    command = ["rsync", "-ts", "-e", shell, *options, f"{host}:{there}/", f"{here}/"]
+    finished = subprocess.run(command, input=stdin, capture_output=True, text=True)
+    if finished.returncode == 0:
+        return
+    said = [line for line in finished.stderr.splitlines() if not line.startswith("rsync error")]
+    first = next(iter(said), f"exit code {finished.returncode}")
+    if "No such file" in first:
+        raise HostError(host, f"has no part of a checkpoint: {first}")
+    if finished.returncode == 255:
+        raise HostError(host, explain_exit(255, first))
+    raise HostError(host, f"rsync: {first}; is it installed there? (apt install rsync)")
+
+
+if __name__ == "__main__":
+    exit_on_error(main)
