@@ -295,7 +295,7 @@ def train(run: Run, state: TrainerState) -> tuple[TrainerState, bool]:
         if leaving:
             break
         began = time.perf_counter()
-    run.saver.finish()
+    run.saver.close()
     return state, state.global_step >= run.total_steps and not is_evaluation_owed(run, state)
 
 
