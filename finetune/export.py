@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.checkpoint import SHARDS, describe, fault, read_state
 from finetune.errors import UserError
+from finetune.shards import Shards
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -24,10 +25,10 @@ def export_checkpoint(
 ) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
 
-    The weights are the fp32 master weights (stage 0: the model's own), in `dtype` (float32,
-    bfloat16 ...), by default the precision of the run. transformers writes them, as it writes a
-    model whose weights are on disk: names, ties and files are those of `save_pretrained`, and
-    memory holds the tensors of one file at a time.
+    The weights are the fp32 master weights, in `dtype` (float32, bfloat16 ...), by default the
+    precision of the run. transformers writes them, as it writes a model whose weights are on disk:
+    names, ties and files are those of `save_pretrained`, and memory holds the tensors of one file
+    at a time.
 
     Args:
         max_shard_size: of a file of weights; a larger tensor has a file of its own.
@@ -47,7 +48,7 @@ def export_checkpoint(
     config = AutoConfig.from_pretrained(checkpoint / "model")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or default))
-    weights = MasterWeights(checkpoint / SHARDS, state.zero_stage, state.world_size)
+    weights = MasterWeights(Shards(checkpoint / SHARDS), model)
     check_fit(model, weights)
 
     draft = out.with_name(out.name + ".tmp")
@@ -67,79 +68,32 @@ def export_checkpoint(
 
 
 class MasterWeights(Mapping[str, torch.Tensor]):
-    """Parameters and persistent buffers of a checkpoint by name, read from DeepSpeed's mapped files
-    when asked for.
-
-    Trained parameters are fp32 at ZeRO stages 1 to 3, put together from the ranks' partitions;
-    all else is in the model's own dtype. Tied parameters are there under each of their names.
+    """Parameters, in fp32, and persistent buffers of a checkpoint by their names in the model's
+    state_dict, put together when asked for. Tied ones are there under each of their names.
     """
 
-    def __init__(self, shards: Path, zero_stage: int, world_size: int) -> None:
-        def load(rank: int, kind: str) -> dict:
-            (path,) = shards.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt")
-            return _load_mapped(path)
-
-        self._stage, every_rank = zero_stage, range(world_size)
-        if zero_stage == 3:
-            self._models = [load(rank, "model_states") for rank in every_rank]
-        else:
-            self._models = [_load_mapped(shards / "mp_rank_00_model_states.pt")]
-        self._optimizers = []
-        if zero_stage > 0:
-            self._optimizers = [
-                load(rank, "optim_states")["optimizer_state_dict"] for rank in every_rank
-            ]
-        first = self._models[0]
-        self._same_as = dict(first.get("shared_params") or {})
-        self._buffers = set(first["buffer_names"])
-        # {parameter: (group, where its part of each flat group begins, shape)}
-        self._partitioned = {}
-        for group, shapes in enumerate(first["param_shapes"] or []):
-            start = 0
-            for name, shape in shapes.items():
-                self._partitioned[name] = (group, start, shape)
-                start += -(-shape.numel() // world_size)  # of stage 3; the others have a table
+    def __init__(self, shards: Shards, model: nn.Module) -> None:
+        self._shards, self._buffers = shards, shards.buffers()
+        saved, ties = set(shards.names()), {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            ties.setdefault(id(parameter), []).append(name)
+        # {name in the model: name in the shards}
+        self._names = {name: name for name in saved}
+        for names in ties.values():
+            if there := saved.intersection(names):
+                self._names.update(dict.fromkeys(names, min(there)))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Shape and dtype of the parameter or buffer; not to be written to."""
-        name = self._same_as.get(name, name)
-        if name in self._partitioned:
-            parts, shape = self._master_parts(name), self._partitioned[name][2]
-        elif self._stage == 3 and name not in self._buffers:  # frozen
-            parts = [model["frozen_param_fragments"][name] for model in self._models]
-            shape = self._models[0]["frozen_param_shapes"][name]
-        else:
-            return self._models[0]["module"][name]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat[: shape.numel()].view(shape)  # the last rank's part may be padded
-
-    def _master_parts(self, name: str) -> list[torch.Tensor]:
-        """Each rank's part, flat fp32; of ranks that have one."""
-        group, start, shape = self._partitioned[name]
-        if self._stage == 3:
-            numel = -(-shape.numel() // len(self._optimizers))
-            flats = [optimizer["fp32_flat_groups"][group] for optimizer in self._optimizers]
-            return [flat[start : start + numel] for flat in flats]
-        return [
-            optimizer["single_partition_of_fp32_groups"][group][at.start : at.start + at.numel]
-            for optimizer in self._optimizers
-            if (at := optimizer["param_slice_mappings"][group].get(name)) is not None
-        ]
+        """In its shape; not to be written to."""
+        if name in self._buffers:
+            return self._buffers[name]
+        return self._shards.weight(self._names[name])
 
     def __iter__(self) -> Iterator[str]:
-        frozen = self._models[0].get("frozen_param_shapes") or {}
-        module = () if self._stage == 3 else self._models[0]["module"]
-        return iter(
-            dict.fromkeys([*self._partitioned, *frozen, *self._buffers, *module, *self._same_as])
-        )
+        return iter([*self._names, *self._buffers])
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-def _load_mapped(path: Path) -> dict:
-    """What torch.save wrote, its tensors mapped from the file."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        return len(self._names) + len(self._buffers)
 
 
 def check_fit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -166,15 +166,15 @@ class Shards:
         return {name: self.model["module"][name] for name in self.model["buffer_names"]}
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of one of a parameter's STATES, flattened, in fp32.
+        """Elements [start, start + numel) of one of a parameter's STATES, flattened, in fp32; not
+        to be written to, since they may be the file's own.
 
         Raises:
             UserError: they are not in the shards.
         """
         if key == "fp32" and name in self._frozen:
             return self.weight(name).flatten()[start : start + numel]
-        values = torch.empty(numel, dtype=torch.float32)
-        found = 0
+        parts = []
         for rank, at in self._fragments[name]:
             first, last = max(start, at.start), min(start + numel, at.start + at.numel)
             if first < last:
@@ -185,11 +185,12 @@ class Shards:
                         f"{self._optimizers[rank]} does not hold {key} of {name}; states that were "
                         "on NVMe are not in the shards"
                     )
-                values[first - start : last - start] = flat.flatten()[begin : begin + last - first]
-                found += last - first
+                parts.append((first, flat.flatten()[begin : begin + last - first].float()))
+        values = [part for _, part in sorted(parts, key=lambda part: part[0])]
+        found = sum(part.numel() for part in values)
         if found != numel:
             raise RuntimeError(f"{name}: {found:,} of {numel:,} elements are in the shards")
-        return values
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     @cached_property
     def _fragments(self) -> dict[str, list[tuple[int, Fragment]]]:

@@ -136,10 +136,12 @@ def test_logits_are_the_trained_engines_and_files_those_of_save_pretrained(
 EXPORT_IN = """
 import resource, sys
 from pathlib import Path
+import torch
 from transformers import LlamaForCausalLM  # before the measure is taken
 from finetune.errors import UserError
 from finetune.export import export_checkpoint
 
+torch.set_num_threads(1)  # a thread's stack is 8 MB
 checkpoint, out, size, room = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 now = 1024 * int(status["VmData"].split()[0])
@@ -151,7 +153,7 @@ export_checkpoint(checkpoint, out, max_shard_size=size)
 
 def test_memory_is_that_of_two_files(trained, tmp_path):
     """The kernel refuses any more memory; mapped checkpoint files, which it counts as well, apart.
-    10 M parameters: 40 MB of fp32, in files of 4 MB.
+    10 M parameters: 40 MB of fp32, in files of 4 MB; allocator and imports take 12 MB besides.
     """
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 10}
     checkpoint, _ = trained("llama", "zero3", **sizes)
@@ -159,7 +161,7 @@ def test_memory_is_that_of_two_files(trained, tmp_path):
     script.write_text(EXPORT_IN)
     for size, fits in {"4MB": True, "5GB": False}.items():
         out = tmp_path / size
-        finished = run([sys.executable, script, checkpoint, out, size, 2 * 4_000_000])
+        finished = run([sys.executable, script, checkpoint, out, size, 20_000_000])
         assert (finished.code == 0) == fits, finished.output
         assert fits or "allocate memory" in finished.output, finished.output
         assert out.exists() == fits and not out.with_name(f"{size}.tmp").exists()
