@@ -151,7 +151,8 @@ export_checkpoint(checkpoint, out, max_shard_size=size)
 
 def test_memory_is_that_of_two_files(trained, tmp_path):
     """The kernel refuses any more memory; mapped checkpoint files, which it counts as well, apart.
-    10 M parameters: 40 MB of fp32, in files of 4 MB.
+    10 M parameters: 40 MB of fp32, in files of 4 MB; 8 MB are for Python's own objects, 3 or 4 of
+    which it takes.
     """
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 10}
     checkpoint, _ = trained("llama", "zero3", **sizes)
@@ -159,7 +160,7 @@ def test_memory_is_that_of_two_files(trained, tmp_path):
     script.write_text(EXPORT_IN)
     for size, fits in {"4MB": True, "5GB": False}.items():
         out = tmp_path / size
-        finished = run([sys.executable, script, checkpoint, out, size, 2 * 4_000_000])
+        finished = run([sys.executable, script, checkpoint, out, size, 2 * 4_000_000 + 8_000_000])
         assert (finished.code == 0) == fits, finished.output
         assert fits or "allocate memory" in finished.output, finished.output
         assert out.exists() == fits and not out.with_name(f"{size}.tmp").exists()
