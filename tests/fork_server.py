@@ -19,6 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed.initialize does
+import torch._inductor.compile_fx  # noqa: F401  so does torch.compile, which that calls
+import transformers.models.llama.modeling_llama  # noqa: F401  and from_pretrained
+
 import train  # noqa: F401  all that it imports, once
 from finetune.config import parse_command_line
 from finetune.errors import exit_on_error
