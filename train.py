@@ -32,6 +32,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import xxhash
 from torch import nn
 
 from data.loader import DataPlan, StepBatch, load_steps, make_budget, make_plans
@@ -49,7 +50,7 @@ from finetune.checkpoint import (
     load_weights,
     read_state,
 )
-from finetune.config import Config
+from finetune.config import Config, dump_config
 from finetune.distributed import (
     Ranks,
     apply_timeout,
@@ -143,6 +144,7 @@ def main(config: Config, dry_run: bool) -> None:
             precision=precision,
             plan_hash=train_plan.content_hash(),
             plan=asdict(PlanRecord.of(train_plan, config.data.eval_fraction)),
+            config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
             optimization=optimization_of(config.train),
         )
         table = on_first_rank(

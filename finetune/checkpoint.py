@@ -60,6 +60,8 @@ class TrainerState:
     plan_hash: str
     plan: dict[str, Any]
     """What the plan is made of, data.plan_change.PlanRecord."""
+    config_hash: str
+    """Of the run config, xxh3 in hexadecimal."""
     world_size: int
     zero_stage: int
     precision: str
@@ -256,6 +258,7 @@ class Saver:
             "zero_stage": state.zero_stage,
             "optimizer": type(optimizer).__name__,
             "plan_hash": state.plan_hash,
+            "config_hash": state.config_hash,
             "versions": {name: version(name) for name in PACKAGES},
         }
         manifest = {"made_by": made_by, "files": dict(sorted(files.items()))}
@@ -707,9 +710,12 @@ def check_resumable(
         )
     for key, was in saved.optimization.items():
         if was != now.optimization[key] and not (allow_plan_change and key in FOLLOWS_PLAN):
+            other = "use another output_dir"
+            if key in FOLLOWS_PLAN:
+                other = "say --checkpoint.allow_plan_change true for the new one"
             raise UserError(
-                f"{checkpoint}: {key} was {was}, this run's is {now.optimization[key]}; the saved "
-                "optimizer keeps the old one, so go on with it, or use another output_dir"
+                f"{checkpoint}: {key} was {was}, this run's is {now.optimization[key]}; go on with "
+                f"the old one, which the saved optimizer has, or {other}"
             )
     if saved.precision != now.precision:
         raise UserError(

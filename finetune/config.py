@@ -242,8 +242,8 @@ class CheckpointConfig:
     verify: Literal["sizes", "checksums"] = "sizes"
     """What is checked of a checkpoint before it is resumed from; checksums read all of it."""
     allow_plan_change: bool = False
-    """Go on although the global batch, train.seed, data.window or the data differ: the rows that
-    the epoch has left come first, in steps of the new plan.
+    """Go on although the global batch, train.seed, data.window or the data differ, the rows that
+    the epoch has left first, in steps of the new plan; or learning rate and schedule.
     """
     node_local: bool = False
     """output_dir is on each node's own disk: every node keeps its ranks' part of a checkpoint.

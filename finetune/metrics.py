@@ -4,10 +4,13 @@ rank 0.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +20,7 @@ import transformers
 from tqdm import tqdm
 
 from finetune.config import Config, TrackingConfig
+from finetune.distributed import STOP_SIGNALS
 from finetune.errors import UserError
 
 LINE_EVERY_SECONDS = 10.0  # between console lines where there is no terminal for a bar
@@ -150,21 +154,26 @@ class WandbSink:
     def __init__(self, config: Config, folder: Path, wandb_id: str | None) -> None:
         import wandb  # takes a second, and tracking may be disabled
 
-        tracking = config.tracking
+        self.is_lost = False
         os.environ.setdefault("WANDB_SILENT", "true")
-        try:
-            self.run = wandb.init(**self._options(config, folder, wandb_id, tracking.wandb))
-        except wandb.errors.Error as error:
-            print(
-                f"W&B cannot be reached ({str(error).splitlines()[0]}); "
-                f"tracking offline in {folder}/wandb",
-                flush=True,
-            )
-            wandb.teardown()  # the failed attempt's service would refuse a second init
+
+        def init(mode: str) -> Any:
+            return wandb.init(**self._options(config, folder, wandb_id, mode))
+
+        with blocked(STOP_SIGNALS):
             try:
-                self.run = wandb.init(**self._options(config, folder, wandb_id, "offline"))
-            except wandb.errors.Error as refused:  # e.g. a project name with a slash
-                raise UserError(f"tracking: W&B refuses it: {refused}") from refused
+                self.run = init(config.tracking.wandb)
+            except wandb.errors.Error as error:
+                print(
+                    f"W&B cannot be reached ({str(error).splitlines()[0]}); "
+                    f"tracking offline in {folder}/wandb",
+                    flush=True,
+                )
+                wandb.teardown()  # the failed attempt's service would refuse a second init
+                try:
+                    self.run = init("offline")
+                except wandb.errors.Error as refused:  # e.g. a project name with a slash
+                    raise UserError(f"tracking: W&B refuses it: {refused}") from refused
 
     @staticmethod
     def _options(config: Config, folder: Path, wandb_id: str | None, mode: str) -> dict[str, Any]:
@@ -194,8 +203,14 @@ class WandbSink:
         }
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
+        if self.is_lost:
+            return
         step = values["step"]
-        self.run.log({f"{kind}/{k}": v for k, v in values.items() if k != "step"}, step=step)
+        try:
+            self.run.log({f"{kind}/{k}": v for k, v in values.items() if k != "step"}, step=step)
+        except Exception as error:  # wandb-core was killed; the training goes on all the same
+            self.is_lost = True
+            print(f"W&B is gone at step {step} ({error}); metrics.jsonl goes on", flush=True)
 
     def close(self, exit_code: int) -> None:
         try:
@@ -204,6 +219,20 @@ class WandbSink:
             Exception
         ) as error:  # a crashed wandb-core raises here; the training is done all the same
             print(f"W&B did not finish: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def blocked(signals: Iterable[int]) -> Iterator[None]:
+    """What is started inside never gets these signals.
+
+    W&B's process is a child of the rank. DeepSpeed's launcher and SLURM send SIGTERM to it as well,
+    and without it the rank would fail at its next measurement instead of saving.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def quieten_libraries(is_first: bool) -> None:

@@ -21,6 +21,8 @@ from conftest import (
     wait_until,
 )
 
+from finetune.checkpoint import list_complete
+
 pytestmark = pytest.mark.launch
 METRICS = {
     "step", "epoch", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "tokens_per_s",
@@ -118,20 +120,30 @@ def test_a_killed_rank_ends_the_job(tiny_config, tmp_path):
     assert not processes_of(tmp_path)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_a_terminated_launcher_leaves_no_process(tiny_config, tmp_path, launcher):
-    """DeepSpeed's own runner dies of SIGTERM and leaves its launcher and the ranks at work."""
-    config = tiny_config(train__epochs=None, train__steps=5000)
-    process = start(config, ranks=2, launcher=launcher)
+@pytest.mark.parametrize("launcher", ["deepspeed", "its launch.py", "torchrun"])
+def test_a_terminated_launcher_saves_and_leaves_no_process(tiny_config, tmp_path, launcher):
+    """DeepSpeed's own runner dies of SIGTERM and leaves its launcher and the ranks at work; the
+    launcher tells its ranks one after the other, and kills them 30 s later. W&B is in the tree too.
+    """
+    config = tiny_config(
+        train__epochs=None, train__steps=5000, tracking={"wandb": "offline"}
+    )  # fmt: skip
+    process = start(config, ranks=2, launcher="torchrun" if launcher == "torchrun" else "deepspeed")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    wait_until(lambda: metrics.exists() and '"train"' in metrics.read_text(), process)
     assert len(processes_of(tmp_path)) >= 3
-    process.terminate()
+    told = process
+    if launcher == "its launch.py":
+        (told,) = psutil.Process(process.pid).children()
+    told.terminate()
     assert process.wait(60) != 0
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 25
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not processes_of(tmp_path)
+    saved = list_complete(tmp_path / "run" / "checkpoints")
+    step = read_metrics(tmp_path / "run")[-1]["step"]
+    assert [path.name for path in saved] == [f"step_{step:08d}"], "in time"
 
 
 # --------------------------------------------------------------------------------------------------
