@@ -150,11 +150,11 @@ def test_a_terminated_launcher_saves_and_leaves_no_process(tiny_config, tmp_path
 # What a run writes
 
 
-def test_dry_run_prints_the_arithmetic_and_writes_nothing(tiny_config, tmp_path):
+def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tmp_path):
     config = tiny_config(
         train__lr_scaling="sqrt", train__reference_global_batch_size=3, data__micro_batch_tokens=300
     )
-    finished = train(config, "--dry_run", ranks=2)
+    finished = forks.train(config, "--dry_run", ranks=2)
     assert finished.code == 0, finished.output
     for text in (
         r"70 rows read, 70 to train on; over data.max_length 256: none",

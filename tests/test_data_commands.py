@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import REPO, launch_command, read_metrics, run, train, write_rows
+from conftest import REPO, launch_command, read_metrics, run, write_rows
 
 pytestmark = pytest.mark.launch
 
@@ -137,7 +137,7 @@ def test_mistakes_are_one_line_and_exit_2(tiny_config, args):
     assert len(finished.errors) == 1 and MISTAKES[args] in finished.errors[0]
 
 
-def test_every_option_of_the_pipeline_in_one_run(tiny_config, tmp_path, chat_rows):
+def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):
     """Two weighted sources of two kinds, bad rows, steps by tokens, a window, packed rows."""
     bad = [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}]
     first = write_rows(tmp_path / "first.jsonl", [*chat_rows[:40], *bad])
@@ -150,7 +150,7 @@ def test_every_option_of_the_pipeline_in_one_run(tiny_config, tmp_path, chat_row
         train__global_batch_tokens=900, train__warmup_examples=None, train__warmup_tokens=1000,
         train__epochs=None, train__steps=12,
     )  # fmt: skip
-    finished = train(config, ranks=2)
+    finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
     table = finished.output
     assert "40 rows, 15 of them an epoch, 33.3% of its rows" in table

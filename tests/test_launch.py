@@ -13,7 +13,7 @@ from pathlib import Path
 import namespaces
 import numpy as np
 import pytest
-from conftest import REPO, environment, read_metrics, train, wait_until
+from conftest import REPO, environment, read_metrics, wait_until
 
 from cluster.environment import environment_of_job, without_secrets
 from cluster.hostfile import format_include, read_hostfile, select_hosts
@@ -263,14 +263,14 @@ def at_step(folder, step):
 
 @needs_hosts
 def test_told_to_stop_under_launch_and_finished_under_torchrun_by_hand(
-    hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
+    forks, hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
 ):
     config = tiny_config(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=40,
         train__eval_every_steps=7, checkpoint={"every_steps": 5},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
-    whole = train(config, "--output_dir", tmp_path / "whole", ranks=2, launcher="torchrun")
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
     assert whole.code == 0, whole.output
     expected = losses_of(tmp_path / "whole")
     log = tmp_path / "log"
@@ -302,7 +302,7 @@ def test_told_to_stop_under_launch_and_finished_under_torchrun_by_hand(
 
 
 @needs_hosts
-def test_a_lost_host_is_done_without_and_taken_back(hosts, hostfile, tiny_config, tmp_path):
+def test_a_lost_host_is_done_without_and_taken_back(forks, hosts, hostfile, tiny_config, tmp_path):
     """Link cut, then every process there killed: nobody is told. The job stops on the other host
     and goes on there alone; the lost one comes back, and the next restart has both again.
     """
@@ -310,7 +310,7 @@ def test_a_lost_host_is_done_without_and_taken_back(hosts, hostfile, tiny_config
         train__epochs=None, train__steps=120, checkpoint={"every_steps": 5},
         launch={"heartbeat_seconds": 10, "restart_wait_seconds": 0},
     )  # fmt: skip
-    whole = train(config, "--output_dir", tmp_path / "whole", ranks=2, launcher="torchrun")
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
     assert whole.code == 0, whole.output
     log = tmp_path / "log"
     process = start_launch(

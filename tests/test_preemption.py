@@ -19,7 +19,7 @@ DETERMINED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens")
 @pytest.fixture
 def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
     """Evaluations take a second, so that they can be met in the middle."""
-    many = write_rows(tmp_path / "many.jsonl", chat_rows * 30)
+    many = write_rows(tmp_path / "many.jsonl", chat_rows * 15)
     return tiny_config(
         model=tiny_model_with_dropout, data__eval_sources=[str(many)],
         train__epochs=None, train__steps=12, train__eval_every_steps=6,
