@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
 def summary(saves: list[dict], folder: Path) -> dict:
     """Medians, their ratios, and each save's own figures."""
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    step_seconds = {line["step"]: line["step_seconds"] for line in lines}
+    step_seconds = {line["step"]: line["step_seconds"] for line in lines if "loss" in line}
     writing = {
         save["step"] + i + 1
         for save in saves
@@ -267,6 +267,10 @@ class TimedSaver:
         self.pending["complete_s"] = time.perf_counter() - self.began
         self.record(self.pending)
         self.pending = None
+
+    def close(self) -> None:
+        self.finish()
+        self.saver.close()
 
     def record(self, save: dict[str, Any]) -> None:
         """Together with dd's time for as many bytes."""
