@@ -123,7 +123,8 @@ def _write(shards: Shards, name: str, draft: Path, target: Path) -> None:
     try:
         draft.mkdir()
         for key in STATES:
-            values = shards.read(name, key, 0, prod(shards.shape(name)))
+            # a copy: of a view torch.save writes the whole flat tensor
+            values = shards.read(name, key, 0, prod(shards.shape(name))).clone()
             _save({"param": values.view(shards.shape(name))}, draft / f"{key}.pt")
         _save(float(shards.progress["updates"]), draft / "step.pt")
         os.replace(draft, target / "zero" / name)

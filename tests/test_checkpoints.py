@@ -21,6 +21,7 @@ from conftest import REPO, read_metrics, save_tiny_llama
 from finetune.checkpoint import fault, find_checkpoint, list_complete
 from finetune.config import CheckpointConfig
 from finetune.export import export_checkpoint
+from finetune.universal import FILE_BYTES
 
 pytestmark = pytest.mark.launch
 
@@ -138,6 +139,9 @@ def test_a_conversion_goes_on_where_it_was_killed_and_says_what_disk_it_needs(
         finished = run.wait()
         assert before < there() < 20, finished.output
         assert "MiB of disk" in finished.output and "converted in" not in finished.output
+        for file in folder.glob("step_00000001.universal.*/zero/*/fp32.pt"):
+            elements = torch.load(file)["param"].numel()
+            assert file.stat().st_size <= 4 * elements + FILE_BYTES, "no more than announced"
         return finished.code
 
     assert cut_short(signal.SIGKILL) == -signal.SIGKILL
