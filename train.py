@@ -27,15 +27,14 @@ if __name__ == "__main__":
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import deepspeed
 import torch
 
-from checkpoint.lock import run_lock
 from checkpoint.nodes import Nodes, find_nodes
-from checkpoint.run_folder import checkpoints_folder, take_requests
+from checkpoint.run_folder import take_requests
 from checkpoint.save import Saver
 from checkpoint.save_interval import SaveInterval, count_hosts
 from checkpoint.start import Start, find_start, load_start
@@ -104,7 +103,7 @@ def main(config: Config, dry_run: bool) -> None:
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         output_dir = Path(config.output_dir)
         nodes = find_nodes(ranks, output_dir, config.checkpoint.node_local)
-        nodes.run_on_each_node(lambda: stack.enter_context(run_lock(output_dir)))
+        nodes.run_on_each_node(lambda: stack.enter_context(nodes.lock))
         start = find_start(setup.config, identity, train_plan, nodes)
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup, (train_plan, eval_plan)))
 
@@ -133,13 +132,12 @@ def build_run(
     steps = total_steps(config.train, start.plan)
     interval = SaveInterval(config.checkpoint, count_hosts(ranks), start.progress.save_seconds)
     if ranks.is_first:
-        metrics = open_metrics(config, start.progress.step, steps, start.progress.wandb_id)
+        metrics = open_metrics(config, start.progress, steps, nodes.lock)
         if start.saved is not None and config.checkpoint.every:
             print(f"saving {interval.text()}", flush=True)
-    folder = checkpoints_folder(config.output_dir)
     return Run(
         config=config,
-        identity=replace(identity, schedule=asdict(start.schedule)),
+        identity=replace(identity, schedule=start.schedule),
         ranks=ranks,
         train_plan=start.plan,
         eval_plan=eval_plan,
@@ -148,7 +146,7 @@ def build_run(
         engine=engine,
         loss=loss,
         metrics=metrics,
-        saver=Saver(engine, setup.tokenizer, nodes, folder, config.checkpoint, start.checkpoint),
+        saver=Saver(engine, setup.tokenizer, nodes, config.checkpoint, start.checkpoint),
         interval=interval,
     )
 
@@ -293,15 +291,17 @@ def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
     """(leave, save, whether a pending save is written), the same on all ranks.
 
     Leave: a rank was preempted, or OUTPUT_DIR/stop was created. Save: OUTPUT_DIR/save_now was
-    created, or a save is due.
+    created, or a save is due. Raises UserError if another run has taken over the output folder.
     """
-    ranks, stop, save = run.ranks, False, False
-    if ranks.is_first:
+    ranks, stop, save, is_lost = run.ranks, False, False, run.saver.nodes.lock.is_lost()
+    if ranks.is_first and not is_lost:
         stop, save = take_requests(run.config.output_dir)
         save = save or run.interval.is_due(step)
-    leaving, save, written = count_ranks(
-        ranks, stop or ranks.stop.signal is not None, save, run.saver.is_written
+    leaving, save, written, lost = count_ranks(
+        ranks, stop or ranks.stop.signal is not None, save, run.saver.is_written, is_lost
     )
+    if lost:
+        run.saver.nodes.run_on_each_node(run.saver.nodes.lock.check)
     return leaving > 0, save > 0, written == ranks.world_size
 
 

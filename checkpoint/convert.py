@@ -26,8 +26,8 @@ import xxhash
 from checkpoint.files import write_measured
 from checkpoint.fill import fill
 from checkpoint.nodes import Nodes
-from checkpoint.run_folder import MANIFEST, converted_path, list_converted
-from checkpoint.shards import ADAMS, STATES, Shards, flat_weights, layout
+from checkpoint.run_folder import MANIFEST, converted_path, list_converted, remove
+from checkpoint.shards import ADAMS, STATES, Shards, flat_weights, layout, load_safely
 from runtime.agreement import run_on_all_ranks
 from runtime.errors import UserError
 from runtime.process_group import Ranks
@@ -47,7 +47,7 @@ class Universal:
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """As Shards.read."""
         path = self.folder / "zero" / name / f"{key}.pt"
-        whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["param"]
+        whole = load_safely(path, map_location="cpu", mmap=True)["param"]
         return whole.flatten()[start : start + numel]
 
 
@@ -87,9 +87,9 @@ def _prepare(checkpoint: Path, shards: Shards, target: Path, ranks: Ranks) -> li
     try:
         for other in list_converted(target.parent):
             if other != target:
-                shutil.rmtree(other)
+                remove(other)
         (target / "zero").mkdir(parents=True, exist_ok=True)
-        for draft in target.glob("draft_*"):
+        for draft in target.glob("draft_[0-9][0-9][0-9][0-9][0-9]"):
             shutil.rmtree(draft)
     except OSError as error:
         raise UserError(f"cannot convert {checkpoint} into {target}: {error.strerror}") from error

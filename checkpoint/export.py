@@ -1,6 +1,5 @@
 """Export a checkpoint as a Hugging Face folder, one file of weights at a time."""
 
-import os
 import re
 import shutil
 import warnings
@@ -14,10 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint.find import checkpoint_problem
-from checkpoint.run_folder import SHARDS
+from checkpoint.manifest import read_manifest
 from checkpoint.shards import Shards
 from checkpoint.state import read_state
 from runtime.errors import UserError, describe
+from runtime.files import new_folder
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -45,30 +45,37 @@ def export_checkpoint(
         )
     if problem := checkpoint_problem(checkpoint):
         raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty, or not a folder; choose a new one")
-    state = read_state(checkpoint)
+    state, named = read_state(checkpoint), read_manifest(checkpoint).files
     default = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[state.run.precision]
-    config = AutoConfig.from_pretrained(checkpoint / "model")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or default))
-    weights = MasterWeights(Shards(checkpoint / SHARDS), model)
-    check_fit(model, weights)
-
-    draft = out.with_name(out.name + ".tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
-        check_room(model, checkpoint / "model", draft)
+    small = [checkpoint / name for name in named if name.startswith("model/")]
+    with new_folder(out) as draft:
+        for file in small:  # the config is read from the copy: a file of no manifest is not read
+            shutil.copyfile(file, draft / file.name)
+        model = empty_model(draft, getattr(torch, dtype or default))
+        weights = MasterWeights(Shards(checkpoint), model)
+        check_fit(model, weights)
+        check_room(model, draft)
         save_streaming(model, weights, draft, max_shard_size)
-        # tokenizer and generation config; config.json has been written with the dtype
-        not_config = shutil.ignore_patterns("config.json")
-        shutil.copytree(checkpoint / "model", draft, ignore=not_config, dirs_exist_ok=True)
-        os.replace(draft, out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {describe(error)}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        for file in small:  # again: transformers has written a generation config of its own
+            if file.name != "config.json":  # has the dtype of the weights now
+                shutil.copyfile(file, draft / file.name)
+
+
+def empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a Hugging Face folder, on the meta device.
+
+    Raises:
+        UserError: its config.json cannot be used.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # whatever a config of any content leads to
+        raise UserError(
+            f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "
+            "checkpoint"
+        ) from error
 
 
 class MasterWeights(Mapping[str, torch.Tensor]):
@@ -104,24 +111,23 @@ def check_fit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Check that `weights` have the names of `model`, which may be on the meta device.
 
     Raises:
-        RuntimeError: names the missing and the unexpected ones.
+        UserError: names the missing and the unexpected ones.
     """
     expected, found = set(model.state_dict()), set(weights)
     if expected != found:
-        raise RuntimeError(
+        raise UserError(
             f"weights do not fit {type(model).__name__}: missing {sorted(expected - found)}, "
-            f"unexpected {sorted(found - expected)}"
+            f"unexpected {sorted(found - expected)}; use another checkpoint"
         )
 
 
-def check_room(model: nn.Module, rest: Path, folder: Path) -> None:
-    """Check that the disk of `folder` has room for the weights and a copy of `rest`.
+def check_room(model: nn.Module, folder: Path) -> None:
+    """Check that the disk of `folder` has room for the weights.
 
     Raises:
         OSError: names the bytes needed and free.
     """
     needed = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))  # tied ones once
-    needed += sum(file.stat().st_size for file in rest.iterdir())
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"it needs {needed:,} bytes, the disk has {free:,} free")
@@ -140,7 +146,10 @@ def save_streaming(
     with warnings.catch_warnings(
         action="ignore"
     ):  # says that the tensors of a file must fit into memory
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        try:
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+        except SafetensorError as error:  # e.g. a full disk
+            raise OSError(describe(error)) from error
 
 
 class _Cast(Mapping[str, torch.Tensor]):

@@ -1,12 +1,15 @@
-"""Write files with a checksum and sync them to disk."""
+"""Write files with a checksum; read JSON of a known shape."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 18  # stays in the core's cache between checksum and write: 1.6 x faster
 
@@ -53,13 +56,6 @@ def write_measured(path: Path, write: Callable[[Any], Any]) -> dict[str, Any]:
     return {"bytes": file.bytes, "xxh3_64": file.digest.hexdigest()}
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names of a folder's files to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def checksum(path: Path) -> str:
     """The 64-bit xxh3 of a file, in hexadecimal."""
     digest = xxhash.xxh3_64()
@@ -67,3 +63,18 @@ def checksum(path: Path) -> str:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """A JSON file as an object of `kind`, a dataclass, whose fields may be dataclasses.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has another shape; in one line.
+    """
+    content = path.read_bytes()
+    try:
+        return TypeAdapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path.name}: {where + ': ' if where else ''}{first['msg']}") from None

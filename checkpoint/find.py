@@ -1,16 +1,16 @@
 """Find and verify checkpoints."""
 
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.files import checksum
+from checkpoint.manifest import FileEntry, file_problem, read_manifest
 from checkpoint.run_folder import (
     COMPLETE,
-    MANIFEST,
     RNG,
+    TRAINER_STATE,
     checkpoint_name,
     list_checkpoints,
     list_drafts,
@@ -37,20 +37,23 @@ class NodeCheckpoint:
         return sorted(set(range(self.state.run.world_size)) - self.ranks)
 
 
-def read_node_checkpoint(checkpoint: Path) -> tuple[NodeCheckpoint, dict[str, dict[str, Any]]]:
-    """What `checkpoint` says about itself, and the files of its manifest, which are not checked:
-    {"bytes": size, "xxh3_64": checksum} by name.
-    """
+def read_node_checkpoint(checkpoint: Path) -> tuple[NodeCheckpoint, dict[str, FileEntry]]:
+    """What `checkpoint` says about itself, and the files of its manifest, which are not checked."""
     if not (checkpoint / COMPLETE).is_file():
         return NodeCheckpoint("it has no COMPLETE: the save was interrupted"), {}
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files, save_id = manifest["files"], manifest["made_by"].get("save_id")
-        ranks = {int(Path(name).stem.split("_")[1]) for name in files if name.startswith(f"{RNG}/")}
-        return NodeCheckpoint(None, save_id, frozenset(ranks), read_state(checkpoint)), files
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        manifest = read_manifest(checkpoint)
+        state = read_state(checkpoint)
+    except (OSError, ValueError) as error:
         problem = f"its manifest or trainer state cannot be read ({describe(error)})"
         return NodeCheckpoint(problem), {}
+    if TRAINER_STATE not in manifest.files:
+        return NodeCheckpoint(f"its manifest does not name {TRAINER_STATE}"), {}
+    if state.run.schedule is None:
+        return NodeCheckpoint(f"its {TRAINER_STATE} has no schedule"), {}
+    names = (re.fullmatch(rf"{RNG}/rank_([0-9]{{5,7}})\.pt", name) for name in manifest.files)
+    ranks = frozenset(int(name[1]) for name in names if name)
+    return NodeCheckpoint(None, manifest.save_id, ranks, state), manifest.files
 
 
 def inspect_checkpoint(checkpoint: Path, checksums: bool = False) -> NodeCheckpoint:
@@ -61,20 +64,6 @@ def inspect_checkpoint(checkpoint: Path, checksums: bool = False) -> NodeCheckpo
     problems = (file_problem(checkpoint, name, entry, checksums) for name, entry in files.items())
     problem = next(filter(None, problems), None)
     return part if problem is None else NodeCheckpoint(problem)
-
-
-def file_problem(
-    checkpoint: Path, name: str, entry: dict[str, Any], checksums: bool = False
-) -> str | None:
-    """What is wrong with one file of a manifest; None if nothing is."""
-    path = checkpoint / name
-    if not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != entry["bytes"]:
-        return f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
-    if checksums and checksum(path) != entry["xxh3_64"]:
-        return f"{name} is damaged: its checksum differs from the manifest's"
-    return None
 
 
 def checkpoint_problem(checkpoint: Path, checksums: bool = False) -> str | None:

@@ -2,15 +2,15 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from checkpoint import fill
 from checkpoint.find import check_local_shards
 from checkpoint.nodes import Nodes
 from checkpoint.run_folder import RNG, SHARDS
-from checkpoint.shards import Shards, layout
+from checkpoint.shards import Shards, layout, load_safely
 from checkpoint.state import FOLLOWS_PLAN, RunIdentity, read_state
 from data.plan_change import describe_change
 from runtime.agreement import count_ranks, run_on_all_ranks
@@ -70,10 +70,14 @@ def load_checkpoint(
         UserError: the checkpoint is of another model, or cannot be converted.
         RuntimeError: DeepSpeed loaded nothing.
     """
-    state, shards, ranks = read_state(checkpoint), Shards(checkpoint / SHARDS), nodes.ranks
+    state, shards, ranks = read_state(checkpoint), Shards(checkpoint), nodes.ranks
     [same] = count_ranks(ranks, shards.layout(ranks.rank) == layout(engine))
     if same == ranks.world_size:
-        loaded, _ = engine.load_checkpoint(str(checkpoint), tag=SHARDS)
+        usual, engine.checkpoint_engine = engine.checkpoint_engine, SafeReader(shards)
+        try:
+            loaded, _ = engine.load_checkpoint(str(checkpoint), tag=SHARDS)
+        finally:
+            engine.checkpoint_engine = usual
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {checkpoint}")
     else:
@@ -81,9 +85,33 @@ def load_checkpoint(
         _convert_and_load(engine, shards, checkpoint, folder, nodes)
     if state.run.world_size == ranks.world_size:
         rng = checkpoint / RNG / f"rank_{ranks.rank:05d}.pt"
-        set_rng_state(torch.load(rng, weights_only=True))
+        set_rng_state(load_safely(rng))
     else:  # another seed than at step 0, whose random numbers would be repeated
         seed_everything(rank_seed(seed, ranks.rank, state.progress.step))
+
+
+class SafeReader(CheckpointEngine):
+    """Replaces DeepSpeed's reader, which runs whatever code a file contains."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        # not memory-mapped: the optimizer keeps some of the tensors, and the file may be removed
+        return self._shards.load(Path(path), map_location)
+
+    def create(self, info: Any) -> None:
+        raise NotImplementedError
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise NotImplementedError
+
+    def save(self, state_dict: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> bool:
+        raise NotImplementedError
 
 
 def _convert_and_load(
@@ -108,6 +136,6 @@ def load_weights(engine: "DeepSpeedEngine", checkpoint: Path, ranks: Ranks) -> N
     Raises:
         UserError: the checkpoint is of another model.
     """
-    shards = Shards(checkpoint / SHARDS)
+    shards = Shards(checkpoint)
     run_on_all_ranks(ranks, lambda: fill.check_model(engine, shards, checkpoint))
     fill.load_weights(engine, shards)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from checkpoint.lock import RunLock
 from runtime.agreement import run_on_all_ranks
 from runtime.errors import UserError, describe
 from runtime.process_group import Ranks
@@ -33,6 +34,8 @@ class Nodes:
     """The ranks of each node by its name, ordered by the first rank."""
     here: str
     """The name of this rank's node."""
+    lock: RunLock
+    """Of this node's output folder; its first rank acquires it."""
 
     @property
     def is_first(self) -> bool:
@@ -96,8 +99,9 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
     dist.all_gather_object(all_ranks, mine, group=ranks.control)
     hosts, token = [host for host, _, _ in all_ranks], all_ranks[0][2]
     firsts = [rank for rank, (_, is_first, _) in enumerate(all_ranks) if is_first]
+    lock, shared = RunLock(folder), {hosts[0]: list(range(ranks.world_size))}
     if len(firsts) == 1:
-        return Nodes(ranks, {hosts[0]: list(range(ranks.world_size))}, hosts[0])
+        return Nodes(ranks, shared, hosts[0], lock)
 
     files = {rank: folder / f".node-{token}-{rank}" for rank in firsts}
 
@@ -130,7 +134,7 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
                 "checkpoint.node_local true, so that each node keeps its own ranks' shards of "
                 "every checkpoint on its own disk"
             )
-        return Nodes(ranks, {hosts[0]: list(range(ranks.world_size))}, hosts[0])
+        return Nodes(ranks, shared, hosts[0], lock)
     for rank, which in enumerate(seen):
         if len(which) != 1:
             writers = " and ".join(hosts[first] for first in which) or "no host"
@@ -145,4 +149,4 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
         name = hosts[first] if hosts[first] not in members else f"{hosts[first]}, rank {first}"
         members[name] = [rank for rank, which in enumerate(seen) if which == [first]]
     here = next(name for name, its in members.items() if ranks.rank in its)
-    return Nodes(ranks, members, here)
+    return Nodes(ranks, members, here, lock)

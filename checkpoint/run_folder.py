@@ -9,14 +9,20 @@
         stop, save_now                  touched by a user: save and exit, or save
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
-            step_00001000.tmp           being written
-            step_00001000.old           being removed
-            step_00001000.universal.H   converted for another world size, ZeRO stage or optimizer
+            step_00001000.ID.tmp        being written; ID has 32 random hexadecimal digits
+            step_00001000.ID.old        being removed
+            step_00001000.universal.H   converted for another world size, ZeRO stage or optimizer;
+                                        H has 16 digits, the checksum of the manifest
+
+Only exactly these names are ever read, renamed or removed: anything else in the folder is the
+user's. A link is removed as a link; what it points to is never touched.
 
 Imports only the standard library, because agents on other hosts read the folder too.
 """
 
 import re
+import shutil
+import uuid
 from pathlib import Path
 
 METRICS, LOCK, REJECTED_ROWS = "metrics.jsonl", "run.lock", "rejected_rows.jsonl"
@@ -26,6 +32,8 @@ SHARDS = "deepspeed"
 """Folder of DeepSpeed's shards in a checkpoint, which DeepSpeed calls the tag."""
 RNG = "rng"
 REQUESTS = ("stop", "save_now")
+STEP = "step_[0-9]{8}"
+"""Regular expression of a checkpoint's name."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
@@ -36,9 +44,13 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def draft_path(folder: Path, step: int) -> Path:
-    """The folder in which the checkpoint of a step is written until it is complete."""
-    return folder / f"{checkpoint_name(step)}.tmp"
+def draft_path(folder: Path, step: int, save_id: str) -> Path:
+    """The folder in which a checkpoint is written until it is complete.
+
+    Args:
+        save_id: 32 hexadecimal digits, so that no other run writes into the same folder.
+    """
+    return folder / f"{checkpoint_name(step)}.{save_id}.tmp"
 
 
 def converted_path(folder: Path, checkpoint: str, manifest_hash: str) -> Path:
@@ -47,7 +59,7 @@ def converted_path(folder: Path, checkpoint: str, manifest_hash: str) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in `folder`, complete or not, oldest first."""
-    return _matching(folder, r"step_\d{8}")
+    return _matching(folder, STEP)
 
 
 def list_complete(folder: Path) -> list[Path]:
@@ -57,32 +69,45 @@ def list_complete(folder: Path) -> list[Path]:
 
 def list_drafts(folder: Path) -> list[Path]:
     """Checkpoints being written, or whose save was interrupted."""
-    return _matching(folder, r"step_\d{8}\.tmp")
+    return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.tmp")
 
 
 def list_hidden(folder: Path) -> list[Path]:
     """Checkpoints being removed, or whose removal was interrupted."""
-    return _matching(folder, r"step_\d{8}\.old")
+    return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.old")
 
 
 def list_converted(folder: Path) -> list[Path]:
     """Converted checkpoints, complete or not."""
-    return _matching(folder, r"step_\d{8}\.universal\..+")
+    return _matching(folder, rf"{STEP}\.universal\.[0-9a-f]{{16}}")
 
 
 def hide_checkpoint(path: Path) -> Path:
     """Rename a checkpoint before it is removed, so that an interrupted removal does not leave a
     checkpoint with COMPLETE and missing files.
     """
-    return path.rename(path.with_suffix(".old"))
+    return path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.old"))
+
+
+def remove(path: Path) -> None:
+    """Remove one of the folders listed above. If it is a link, only the link is removed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def take_requests(output_dir: str | Path) -> tuple[bool, bool]:
     """Whether a user has touched OUTPUT_DIR/stop and OUTPUT_DIR/save_now; both are removed."""
     files = [Path(output_dir) / name for name in REQUESTS]
-    stop, save = (file.exists() for file in files)
+    stop, save = (file.is_file() for file in files)
     for file in files:
-        file.unlink(missing_ok=True)
+        if file.is_file():
+            file.unlink(missing_ok=True)
     return stop, save
 
 

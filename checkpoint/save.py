@@ -8,7 +8,7 @@
         manifest.json         size and checksum of every file above; versions, world size
         COMPLETE              written last
 
-It is written as step_00001000.tmp and renamed when complete. Every rank collects its state, then
+It is written as step_00001000.ID.tmp and renamed when complete. Every rank collects its state, then
 writes its own files and computes their checksums: at once, or with checkpoint.async_save from a
 copy while the loop continues.
 
@@ -24,17 +24,19 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from checkpoint.copies import TensorCopies, tensor_bytes
-from checkpoint.files import sync_folder, write_measured
+from checkpoint.files import write_measured
 from checkpoint.find import (
     NodeCheckpoint,
     inspect_checkpoints,
@@ -49,16 +51,19 @@ from checkpoint.run_folder import (
     RNG,
     SHARDS,
     checkpoint_name,
+    checkpoints_folder,
     draft_path,
     hide_checkpoint,
     list_converted,
     list_drafts,
     list_hidden,
+    remove,
 )
 from checkpoint.shards import layout, progress
 from checkpoint.state import TrainerState, write_state
 from config.schema import CheckpointConfig
 from runtime.errors import UserError, describe
+from runtime.files import sync_folder
 from runtime.seeding import rng_state
 
 if TYPE_CHECKING:
@@ -66,6 +71,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+T = TypeVar("T")
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
@@ -74,9 +80,10 @@ class SaveError(UserError):
 
 
 class Saver:
-    """Writes checkpoints of one run into `folder` on every node, and removes old ones.
+    """Writes checkpoints of one run into its output folder on every node, and removes old ones.
 
-    Every method is called by all ranks together.
+    Every method is called by all ranks together. Nothing is written or removed once the folder's
+    lock is lost.
     """
 
     def __init__(
@@ -84,18 +91,18 @@ class Saver:
         engine: "DeepSpeedEngine",
         tokenizer: "PreTrainedTokenizerBase",
         nodes: Nodes,
-        folder: Path,
         config: CheckpointConfig,
         resumed_from: Path | None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.nodes, self.ranks = nodes, nodes.ranks
-        self.folder, self.config, self.resumed_from = folder, config, resumed_from
+        self.folder = checkpoints_folder(nodes.lock.folder)
+        self.config, self.resumed_from = config, resumed_from
         self._copies = TensorCopies()
         engine.basic_optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
         self.waited_seconds = 0.0
         """Total time that updates have waited for the copies of asynchronous saves."""
-        self._pending: tuple[TrainerState, str] | None = None  # the state and its save_id
+        self._pending: tuple[TrainerState, Path, str] | None = None  # with its draft and save_id
         self._writer: threading.Thread | None = None
         self._removal: threading.Thread | None = None
         self._written: dict[str, Any] = {}
@@ -110,16 +117,15 @@ class Saver:
         """
         self.finish()
         files = self._collect()
-        mine = sum(map(tensor_bytes, files.values())), state, uuid.uuid4().hex
+        mine = [sum(map(tensor_bytes, files.values())), asdict(state), uuid.uuid4().hex]
         of_ranks = self.nodes.gather(mine)
-        _, state, save_id = of_ranks[0]  # those of rank 0, to be the same on all nodes
+        _, values, save_id = of_ranks[0]  # those of rank 0, to be the same on all nodes
+        state = TrainerState.of(values)
         needed_bytes = sum(of_ranks[rank][0] for rank in self.nodes.local_ranks)
-        draft = self._draft(state)
-        self._pending = state, save_id
+        draft = draft_path(self.folder, state.progress.step, save_id)
+        self._pending = state, draft, save_id
         try:
-            self.nodes.run_on_each_node(
-                lambda: self._prepare(draft, state, needed_bytes), (Exception,)
-            )
+            self._on_each_node(lambda: self._prepare(draft, state, needed_bytes))
         except UserError as error:
             self._error = str(error)
         if self._error is None:
@@ -147,7 +153,7 @@ class Saver:
         """
         if self._pending is None:
             return
-        (state, save_id), self._pending = self._pending, None
+        (state, draft, save_id), self._pending = self._pending, None
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -159,12 +165,12 @@ class Saver:
             files = {}
             for rank in self.nodes.local_ranks:
                 files |= of_ranks[rank][0]
-            self.nodes.run_on_each_node(lambda: self._seal(state, save_id, files), (Exception,))
+            self._on_each_node(lambda: self._seal(draft, state, save_id, files))
             # all nodes have written theirs; the checkpoint is usable once all have renamed it
-            found = self.nodes.run_on_each_node(lambda: self._publish(state), (Exception,))
-            self.nodes.run_on_each_node(lambda: self._rotate(state, found), (Exception,))
+            found = self._on_each_node(lambda: self._publish(draft, state))
+            self._on_each_node(lambda: self._rotate(state, found))
         except UserError as error:
-            self._give_up(state, str(error))
+            self._give_up(draft, state, str(error))
 
     def close(self) -> None:
         """finish(), and wait until old checkpoints are removed.
@@ -176,6 +182,15 @@ class Saver:
         self._wait_for_removal()
 
     # The steps of a save
+
+    def _on_each_node(self, work: Callable[[], T]) -> dict[str, T]:
+        """Nodes.run_on_each_node, unless the lock is lost."""
+
+        def with_lock() -> T:
+            self.nodes.lock.check()
+            return work()
+
+        return self.nodes.run_on_each_node(with_lock, (Exception,))
 
     def _wait_for_copies(self) -> None:
         began = time.perf_counter()
@@ -202,7 +217,7 @@ class Saver:
         self._wait_for_removal()
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in (*list_drafts(self.folder), *list_hidden(self.folder)):
-            shutil.rmtree(left_over)
+            remove(left_over)
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < needed_bytes:
             raise OSError(f"it needs {needed_bytes:,} bytes, the disk has {free_bytes:,} free")
@@ -227,9 +242,8 @@ class Saver:
             here = self.nodes.label(self.nodes.here)
             self._error = f"{here}{describe(error)} (rank {self.ranks.rank})"
 
-    def _seal(self, state: TrainerState, save_id: str, files: dict[str, Any]) -> None:
+    def _seal(self, draft: Path, state: TrainerState, save_id: str, files: dict[str, Any]) -> None:
         """Write the manifest and COMPLETE into the draft."""
-        draft = self._draft(state)
         for path in sorted(draft.rglob("*")):
             name = str(path.relative_to(draft))
             if path.is_file() and name not in files:  # small files of _prepare
@@ -250,11 +264,11 @@ class Saver:
         write_measured(draft / MANIFEST, lambda file: file.write(text.encode()))
         write_measured(draft / COMPLETE, lambda file: file.write(b"complete\n"))
 
-    def _publish(self, state: TrainerState) -> dict[str, "NodeCheckpoint"]:
+    def _publish(self, draft: Path, state: TrainerState) -> dict[str, "NodeCheckpoint"]:
         """Rename the draft to a checkpoint; return the survey of the folder."""
-        draft, target = self._draft(state), self.folder / checkpoint_name(state.progress.step)
-        if target.exists():  # written before the run was resumed from an earlier step
-            shutil.rmtree(hide_checkpoint(target))
+        target = self.folder / checkpoint_name(state.progress.step)
+        if os.path.lexists(target):  # written before the run was resumed from an earlier step
+            remove(hide_checkpoint(target))
         os.replace(draft, target)
         sync_folder(self.folder)
         return inspect_checkpoints(self.folder)
@@ -288,12 +302,13 @@ class Saver:
 
     def _remove(self, doomed: Iterable[Path]) -> None:
         for path in (*doomed, *list_converted(self.folder)):  # converted ones are used once
-            shutil.rmtree(path, ignore_errors=True)  # the next save removes what is left
+            with suppress(OSError):  # the next save removes what is left
+                remove(path)
 
-    def _give_up(self, state: TrainerState, error: str) -> None:
+    def _give_up(self, draft: Path, state: TrainerState, error: str) -> None:
         line = f"checkpoint of step {state.progress.step:,} in {self.folder} failed: {error}"
         if self.nodes.is_first:
-            shutil.rmtree(self._draft(state), ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
         dist.barrier(group=self.ranks.control)
         if self.config.on_failed_save == "stop":
             raise SaveError(
@@ -302,9 +317,6 @@ class Saver:
             )
         if self.ranks.is_first:
             print(f"WARNING: {line}; continuing without it", flush=True)
-
-    def _draft(self, state: TrainerState) -> Path:
-        return draft_path(self.folder, state.progress.step)
 
 
 class StateCollector(CheckpointEngine):

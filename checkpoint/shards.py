@@ -3,22 +3,34 @@
 DeepSpeed keeps fp32 weights and AdamW's moments in flat tensors, whose layout depends on ZeRO
 stage, precision and world size. `layout` describes those of a running engine. Each shard of a
 checkpoint contains the description of the engine that wrote it, so it can be read without one.
+
+Reading runs no code of the checkpoint's: torch unpickles only tensors, plain types and the types in
+DEEPSPEED_TYPES, and only files that the manifest names are opened.
 """
 
 import re
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache, wraps
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
-from runtime.errors import UserError
+from checkpoint.manifest import read_manifest
+from checkpoint.run_folder import SHARDS
+from runtime.errors import UserError, describe
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")  # of each parameter: weight and AdamW's moments
+DEEPSPEED_TYPES = [fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler]
+"""What DeepSpeed's files hold besides tensors and plain types; none runs code when it is read."""
 ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam"}  # the optimizers with these states
 
 
@@ -108,46 +120,119 @@ def progress(engine: "DeepSpeedEngine") -> dict[str, Any]:
     return {"updates": int(counts[0]) if counts else 0, "loss_scale": loss_scale}
 
 
+def load_safely(path: Path, **options: Any) -> Any:
+    """torch.load of a file that may come from anybody.
+
+    Args:
+        options: of torch.load: map_location, mmap.
+
+    Raises:
+        UserError: it cannot be read, or holds anything but tensors, plain types and
+            DEEPSPEED_TYPES.
+    """
+    try:
+        with torch.serialization.safe_globals(DEEPSPEED_TYPES):
+            return torch.load(path, weights_only=True, **options)
+    except UnpicklingError as error:
+        foreign = re.search(r"(?:GLOBAL|global:? (?:GLOBAL )?)\s*([\w.]+)", str(error))
+        what = f"an object of {foreign[1]}" if foreign else "something other than tensors"
+        raise UserError(
+            f"{path} holds {what}, which no checkpoint of this repository does and which could run "
+            "code when it is read; use another checkpoint"
+        ) from error
+    except Exception as error:  # whatever torch raises for a damaged file
+        raise UserError(f"{path} cannot be read ({describe(error)}); use another checkpoint") from (
+            error
+        )
+
+
+def _damage_in_one_line(method: Callable) -> Callable:
+    """Raises UserError for whatever a method of Shards meets in files of the wrong shape."""
+
+    @wraps(method)
+    def checked(shards: "Shards", *args: Any) -> Any:
+        try:
+            return method(shards, *args)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{shards.folder} is damaged: {type(error).__name__}: {describe(error)}; use "
+                "another checkpoint"
+            ) from error
+
+    return checked
+
+
 class Shards:
-    """DeepSpeed's folder of a checkpoint. Files are memory-mapped: only what is used is read."""
+    """DeepSpeed's files of a checkpoint. They are memory-mapped: only what is used is read.
 
-    def __init__(self, folder: Path) -> None:
-        def by_rank(pattern: str) -> dict[int, Path]:
-            paths = {int(re.search(r"rank_(\d+)", p.name)[1]): p for p in folder.glob(pattern)}
-            return dict(sorted(paths.items()))
+    Every method raises UserError if a file cannot be read or has another shape.
+    """
 
-        self._models = by_rank("*model_states.pt")
-        self._optimizers = by_rank("*optim_states.pt") or self._models  # stage 0 has one file
-        self._open = lru_cache(maxsize=None)(self._map)
+    def __init__(self, checkpoint: Path) -> None:
+        self.folder = checkpoint / SHARDS
+        try:
+            names = [name for name in read_manifest(checkpoint).files if name.startswith(SHARDS)]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{checkpoint}: {describe(error)}; use another checkpoint") from error
+        self._files = {checkpoint / name for name in names}
 
+        def by_rank(ending: str) -> dict[int, Path]:
+            paths = sorted(path for path in self._files if path.name.endswith(ending))
+            ranks = ((re.search("rank_([0-9]+)", path.name), path) for path in paths)
+            return dict(sorted((int(rank[1]), path) for rank, path in ranks if rank))
+
+        self._models = by_rank("model_states.pt")
+        self._optimizers = by_rank("optim_states.pt") or self._models  # stage 0 has one file
+        if not self._models:
+            raise UserError(f"{checkpoint}: its manifest names no weights; use another checkpoint")
+        self._map = lru_cache(maxsize=None)(lambda path: self.load(path, "cpu", mmap=True))
+
+    def load(self, path: Path, map_location: Any, mmap: bool = False) -> dict[str, Any]:
+        """The content of one of the files."""
+        if path not in self._files:
+            raise UserError(f"{path} is not in the manifest of its checkpoint; remove it")
+        content = load_safely(path, map_location=map_location, mmap=mmap)
+        if not isinstance(content, dict):
+            raise UserError(f"{path} holds no state; use another checkpoint")
+        return content
+
+    @_damage_in_one_line
     def layout(self, rank: int) -> dict[str, Any]:
         """layout() of the engine that wrote the shard of `rank`, or the first if there is none."""
-        return self._open(self._optimizers.get(rank, _first(self._optimizers)))["layout"]
+        return self._map(self._optimizers.get(rank, _first(self._optimizers)))["layout"]
 
     @property
+    @_damage_in_one_line
     def progress(self) -> dict[str, Any]:
         """progress() of the engine that wrote the shards."""
-        return self._open(_first(self._optimizers))["progress"]
+        return self._map(_first(self._optimizers))["progress"]
 
     @property
+    @_damage_in_one_line
     def model(self) -> dict[str, Any]:
         """What DeepSpeed saves once: schedule, counters, buffers, at stages 0 to 2 all weights."""
-        return self._open(_first(self._models))
+        return self._map(_first(self._models))
 
     @property
+    @_damage_in_one_line
     def trained(self) -> list[str]:
         """Names of the parameters that have `STATES`."""
         return list(self._fragments)
 
+    @_damage_in_one_line
     def names(self) -> list[str]:
         """Names of all parameters as in named_parameters(), which lists tied ones once."""
         return [*self._fragments, *self._frozen]
 
+    @_damage_in_one_line
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._fragments:
             return self._fragments[name][0][1].shape
         return self._frozen[name]
 
+    @_damage_in_one_line
     def weight(self, name: str) -> torch.Tensor:
         """A parameter in fp32 and its shape, on the CPU. Frozen ones were saved in the model's
         precision.
@@ -157,20 +242,19 @@ class Shards:
             return self.read(name, "fp32", 0, prod(shape)).view(shape)
         if self.layout(0)["zero_stage"] < 3:
             return self.model["module"][name].float()
-        parts = [self._open(path)["frozen_param_fragments"][name] for path in self._models.values()]
+        parts = [self._map(path)["frozen_param_fragments"][name] for path in self._models.values()]
         shape = self.shape(name)
         return torch.cat([part.flatten() for part in parts])[: prod(shape)].view(shape).float()
 
+    @_damage_in_one_line
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers."""
         return {name: self.model["module"][name] for name in self.model["buffer_names"]}
 
+    @_damage_in_one_line
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of one of the flattened STATES of a parameter, in fp32.
         Do not modify them: they may be the mapped file.
-
-        Raises:
-            UserError: they are not in the shards.
         """
         if key == "fp32" and name in self._frozen:
             return self.weight(name).flatten()[start : start + numel]
@@ -207,7 +291,7 @@ class Shards:
 
     def _flats(self, rank: int) -> list[dict[str, torch.Tensor]]:
         """STATES of each flat tensor of a shard, whose keys depend on the stage."""
-        shard = self._open(self._optimizers[rank])
+        shard = self._map(self._optimizers[rank])
         inner = shard.get("optimizer_state_dict") or shard["optimizer"]
         if "fp32_flat_groups" in inner:  # stage 3
             weights = inner["fp32_flat_groups"]
@@ -222,10 +306,6 @@ class Shards:
         of_torch = inner.get("base_optimizer_state") or inner.get("optimizer_state_dict") or inner
         moments = of_torch["state"]
         return [{"fp32": weight, **moments.get(i, {})} for i, weight in enumerate(weights)]
-
-    @staticmethod
-    def _map(path: Path) -> dict[str, Any]:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _first(paths: dict[int, Path]) -> Path:

@@ -1,6 +1,6 @@
 """Where a run starts: at step 0, with the weights of a checkpoint, or resumed from one."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from checkpoint.run_folder import checkpoints_folder, list_complete
 from checkpoint.state import Progress, RunIdentity, read_state
 from config.schema import CheckpointConfig, Config
 from data.data_plan import DataPlan, total_steps
-from data.plan_change import PlanChange, PlanRecord, continue_plan, describe_change
+from data.plan_change import continue_plan, describe_change
 from model.optimizer import Schedule, describe_move, schedule_of
 from runtime.agreement import run_on_all_ranks
 from runtime.errors import UserError
@@ -75,9 +75,9 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
         nodes.ranks,
         lambda: continue_plan(
             plan,
-            PlanRecord(**identity.plan),
-            PlanRecord(**saved.run.plan),
-            [PlanChange.of(change) for change in saved.progress.plan_changes],
+            identity.plan,
+            saved.run.plan,
+            saved.progress.plan_changes,
             saved.progress.step,
             Path(config.data.cache_dir),
         ),
@@ -86,9 +86,9 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
     if len(changes) > len(saved.progress.plan_changes):
         left = f"the rest of the epoch takes {plan.rest.steps:,} steps"
         say(f"{describe_change(saved.run.plan, identity.plan)}: {left}")
-    progress = replace(saved.progress, plan_changes=[asdict(change) for change in changes])
+    progress = replace(saved.progress, plan_changes=changes)
     schedule = schedule_of(config, plan)
-    moved = describe_move(Schedule(**saved.run.schedule), schedule, progress.step)
+    moved = describe_move(saved.run.schedule, schedule, progress.step)
     if moved and progress.step < total_steps(config.train, plan):
         say(moved)
     return Start(plan, schedule, progress, checkpoint, saved.run)

@@ -3,20 +3,23 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import xxhash
+from pydantic import Field, TypeAdapter
 
+from checkpoint.files import read_json
 from checkpoint.run_folder import TRAINER_STATE
 from config.ds_config import zero_stage
 from config.parse import dump_config
 from data.data_plan import DataPlan
-from data.plan_change import PlanRecord
-from model.optimizer import optimization_of
+from data.plan_change import PlanChange, PlanRecord
+from model.optimizer import Schedule, optimization_of
 from model.setup import Setup
 
 FORMAT = 2
 """Of a checkpoint. Format 1 had the fields of both types below in one object."""
+MAX_WORLD_SIZE = 1 << 20  # in a state that is read: far above any job's, small enough for a set
 # The part of RunIdentity.optimization that may change together with the plan
 FOLLOWS_PLAN = ("train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args")
 
@@ -26,17 +29,16 @@ class RunIdentity:
     """What a run is: constant from start to end, and compared when the run is resumed."""
 
     plan_hash: str
-    plan: dict[str, Any]
-    """What the plan depends on, a data.plan_change.PlanRecord."""
+    plan: PlanRecord
     config_hash: str
     """xxh3 of the run config, in hexadecimal."""
-    world_size: int
+    world_size: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)]
     zero_stage: int
-    precision: str
+    precision: Literal["fp32", "bf16", "fp16"]
     optimization: dict[str, Any]
     """Settings that a resumed run has to share, by run config key."""
-    schedule: dict[str, Any] | None = None
-    """model.optimizer.Schedule; known once the run knows where it starts."""
+    schedule: Schedule | None = None
+    """Known once the run knows where it starts."""
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
@@ -44,7 +46,7 @@ class RunIdentity:
         config = setup.config
         return cls(
             plan_hash=plan.content_hash(),
-            plan=asdict(PlanRecord.of(plan, config.data.eval_fraction)),
+            plan=PlanRecord.of(plan, config.data.eval_fraction),
             config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
@@ -57,7 +59,7 @@ class RunIdentity:
 class Progress:
     """How far a run has progressed. `step` is its position in the data: epochs follow from it."""
 
-    step: int = 0
+    step: Annotated[int, Field(ge=0)] = 0
     """Finished optimizer steps."""
     examples: int = 0
     tokens: int = 0
@@ -66,16 +68,26 @@ class Progress:
     wandb_id: str | None = None
     save_seconds: float | None = None
     """How long the previous save blocked the loop."""
-    plan_changes: list[dict[str, Any]] = field(default_factory=list)
-    """data.plan_change.PlanChange, oldest first."""
+    plan_changes: list[PlanChange] = field(default_factory=list)
+    """Oldest first."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The content of trainer_state.json."""
+    """The content of trainer_state.json, besides its format."""
 
     run: RunIdentity
     progress: Progress
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "TrainerState":
+        """The state of which `values` is the asdict."""
+        return TypeAdapter(cls).validate_python(values)
+
+
+@dataclass(frozen=True)
+class _Format:
+    format: int = 1
 
 
 def write_state(checkpoint: Path, state: TrainerState) -> None:
@@ -87,12 +99,12 @@ def read_state(checkpoint: Path) -> TrainerState:
     """The trainer state of a checkpoint.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it cannot be read, or has another format.
+        OSError, ValueError: it cannot be read, or has another format or shape.
     """
-    state = json.loads((checkpoint / TRAINER_STATE).read_text())
-    if (found := state.get("format", 1)) != FORMAT:
+    path = checkpoint / TRAINER_STATE
+    if (found := read_json(path, _Format).format) != FORMAT:
         raise ValueError(
             f"the checkpoint has format {found}, and this version of the code reads format "
             f"{FORMAT}; resume it with the version that wrote it"
         )
-    return TrainerState(RunIdentity(**state["run"]), Progress(**state["progress"]))
+    return read_json(path, TrainerState)

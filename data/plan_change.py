@@ -91,10 +91,6 @@ class PlanChange:
     """The epoch in progress; the rest of it comes first."""
     remaining_steps: int
 
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> "PlanChange":
-        return cls(**{**saved, "before": PlanRecord(**saved["before"])})
-
 
 NAMES = {
     "version": "version of data/plan.py",
@@ -107,12 +103,18 @@ NAMES = {
 }
 
 
-def describe_change(before: dict[str, Any], now: dict[str, Any]) -> str:
+def describe_change(before: PlanRecord, now: PlanRecord) -> str:
     """The differences between two records, by config key."""
-    differing = [name for name in NAMES if before[name] != now[name]]
+
+    def of(record: PlanRecord, name: str) -> Any:
+        return getattr(record, name)
+
+    differing = [name for name in NAMES if of(before, name) != of(now, name)]
     if "mix" in differing:  # PLAN_VERSION and MIX_VERSION are independent
         differing = [name for name in differing if name != "version"]
-    return ", ".join(f"{NAMES[name]} was {before[name]}, is {now[name]}" for name in differing)
+    return ", ".join(
+        f"{NAMES[name]} was {of(before, name)}, is {of(now, name)}" for name in differing
+    )
 
 
 def continue_plan(

@@ -22,17 +22,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from errno import ECONNRESET, EPIPE
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint.run_folder import COMPLETE, MANIFEST, TRAINER_STATE, checkpoints_folder
+from checkpoint.run_folder import COMPLETE, MANIFEST, STEP, TRAINER_STATE, checkpoints_folder
 from cluster.hostfile import read_hostfile, select_hosts
 from cluster.hosts import HostError, Reach, explain_exit
 from runtime.errors import UserError, exit_on_error
+from runtime.files import new_folder
 
-STEP = re.compile(r"step_\d{8}")
 SMALL = (COMPLETE, MANIFEST, TRAINER_STATE)  # the files that describe a per-node checkpoint
 AT_ONCE = 16  # hosts that are contacted at the same time
 ALIVE_SECONDS = 10  # without an answer from a host; ssh gives up after three times as long
@@ -56,27 +58,18 @@ def main() -> None:
     hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
     if shutil.which("rsync") is None:
         raise UserError("rsync is not installed here: apt install rsync")
-    out = args.out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{args.out} is not empty or not a folder; choose a new one")
     reach = Reach(tuple(shlex.split(args.ssh_args)))
-    draft = out.with_name(f"{out.name}.tmp")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        chosen = gather([host.name for host in hosts], reach, args.source.absolute(), draft)
-        if out.exists():
-            out.rmdir()
-        os.replace(draft, out)
-    except OSError as error:
-        raise UserError(f"cannot write {args.out}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with new_folder(args.out) as draft, TemporaryDirectory() as asked:
+        names = [host.name for host in hosts]
+        chosen = gather(names, reach, args.source.absolute(), Path(asked), draft)
     print(f"{chosen} -> {args.out}", flush=True)
 
 
-def gather(hosts: Sequence[str], reach: Reach, source: Path, draft: Path) -> Path:
+def gather(hosts: Sequence[str], reach: Reach, source: Path, asked: Path, draft: Path) -> Path:
     """Fill `draft`, an empty folder, with the checkpoint that the hosts have at `source`.
+
+    Args:
+        asked: an empty folder for what the hosts say about their checkpoints.
 
     Returns:
         The checkpoint's folder on the hosts.
@@ -86,26 +79,19 @@ def gather(hosts: Sequence[str], reach: Reach, source: Path, draft: Path) -> Pat
             damaged; the files of some ranks are on no host; or the disk has too little space.
     """
     # 1. Fetch the small files that describe the per-node checkpoints of each host.
-    asked = draft / "asked"
-    is_checkpoint = STEP.fullmatch(source.name) is not None
+    is_checkpoint = re.fullmatch(STEP, source.name) is not None
     folder = source.parent if is_checkpoint else checkpoints_folder(source)
-    wanted = source.name if is_checkpoint else "step_????????"
+    wanted = source.name if is_checkpoint else "step_" + 8 * "[0-9]"
     filters = [f"--include=/{wanted}/", *(f"--include=/{wanted}/{name}" for name in SMALL)]
 
     def ask(host: str) -> None:
         rsync(reach, host, folder, asked / host, "-r", *filters, "--exclude=*")
 
-    asked.mkdir()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(ask, hosts))
 
-    from checkpoint.find import (
-        file_problem,
-        format_ranks,
-        joint_problem,
-        node_checkpoints,
-        read_node_checkpoint,
-    )
+    from checkpoint.find import format_ranks, joint_problem, node_checkpoints, read_node_checkpoint
+    from checkpoint.manifest import Manifest, file_problem, read_manifest
 
     said = {host: {part.name: read_node_checkpoint(part) for part in (asked / host).iterdir()}
             for host in hosts}  # fmt: skip
@@ -135,23 +121,21 @@ def gather(hosts: Sequence[str], reach: Reach, source: Path, draft: Path) -> Pat
     for host in hosts:
         plan[host] = {f: entry for f, entry in said[host][name][1].items() if f not in files}
         files |= plan[host]
-    needed, free = sum(entry["bytes"] for entry in files.values()), shutil.disk_usage(draft).free
+    needed, free = sum(entry.bytes for entry in files.values()), shutil.disk_usage(draft).free
     if free < needed:
         raise UserError(f"{draft.parent}: needs {needed:,} bytes, but the disk has {free:,} free")
     for host in hosts:
-        size = sum(entry["bytes"] for entry in plan[host].values())
+        size = sum(entry.bytes for entry in plan[host].values())
         print(f"{host}: {len(plan[host])} files, {size / 2**20:,.1f} MiB", flush=True)
         rsync(reach, host, folder / name, draft, "--files-from=-", stdin="\n".join(plan[host]))
         for file, entry in plan[host].items():
             if problem := file_problem(draft, file, entry, checksums=True):
                 raise HostError(host, f"{folder / name}: {problem}")
 
-    # 4. Write one manifest for all files; COMPLETE only after everything else is on disk.
-    made_by = json.loads((asked / hosts[0] / name / "manifest.json").read_text())["made_by"]
-    manifest = {"made_by": made_by, "files": dict(sorted(files.items()))}
-    (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(asked)
-    os.sync()
+    # 4. Write one manifest for all files.
+    made_by = read_manifest(asked / hosts[0] / name).made_by
+    manifest = asdict(Manifest(made_by, dict(sorted(files.items()))))
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
     (draft / COMPLETE).write_text("complete\n")
     return folder / name
 

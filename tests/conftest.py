@@ -323,50 +323,53 @@ def chat_rows() -> list[dict]:
     return [json.loads(line) for line in lines[:4000:57]][:70]
 
 
+def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes) -> Path:
+    """A run config for the tiny model; `a__b=value` sets the key a.b, None removes it."""
+    import yaml
+
+    config = {
+        "output_dir": str(tmp_path / "run"),
+        "ds_config": "ds_configs/zero2.json",
+        "model": {"name_or_path": str(model)},
+        "data": {
+            "train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
+            "eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
+            "max_length": 256,
+            "micro_batch_tokens": 1024,
+            "pad_to_multiple_of": 1,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "train": {
+            "global_batch_size": 12,
+            "epochs": 2,
+            "learning_rate": 3e-3,
+            "lr_schedule": "linear",
+            "warmup_examples": 24,
+            "weight_decay": 0.1,
+            "gradient_clipping": 0.5,
+            "seed": 7,
+        },
+        "tracking": {"wandb": "disabled"},
+    }
+    for dotted, value in changes.items():
+        *parents, leaf = dotted.split("__")
+        block = config
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        if value is None:
+            block.pop(leaf, None)
+        else:
+            block[leaf] = value
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
 @pytest.fixture
 def tiny_config(tmp_path, tiny_model, chat_rows):
-    """A function that writes a run config for the tiny model; `a__b=value` sets the key a.b, None
-    removes it.
-    """
+    """write_tiny_config for this test."""
 
     def write(name="config.yaml", model=tiny_model, **changes) -> Path:
-        import yaml
-
-        config = {
-            "output_dir": str(tmp_path / "run"),
-            "ds_config": "ds_configs/zero2.json",
-            "model": {"name_or_path": str(model)},
-            "data": {
-                "train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
-                "eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
-                "max_length": 256,
-                "micro_batch_tokens": 1024,
-                "pad_to_multiple_of": 1,
-                "cache_dir": str(tmp_path / "cache"),
-            },
-            "train": {
-                "global_batch_size": 12,
-                "epochs": 2,
-                "learning_rate": 3e-3,
-                "lr_schedule": "linear",
-                "warmup_examples": 24,
-                "weight_decay": 0.1,
-                "gradient_clipping": 0.5,
-                "seed": 7,
-            },
-            "tracking": {"wandb": "disabled"},
-        }
-        for dotted, value in changes.items():
-            *parents, leaf = dotted.split("__")
-            block = config
-            for parent in parents:
-                block = block.setdefault(parent, {})
-            if value is None:
-                block.pop(leaf, None)
-            else:
-                block[leaf] = value
-        path = tmp_path / name
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
-        return path
+        return write_tiny_config(tmp_path, chat_rows, model, name, **changes)
 
     return write

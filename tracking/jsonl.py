@@ -1,33 +1,60 @@
 """metrics.jsonl in the run folder."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from checkpoint.lock import RunLock
+from runtime.errors import UserError, describe
+from runtime.files import replace_text
 
 
 class JsonlSink:
     """One JSON object per line. A resumed run removes the steps after its checkpoint, which it is
     about to repeat.
+
+    A full disk does not end training: lines that cannot be written are kept in memory and written
+    with the next ones. Once `lock` is lost, nothing is written.
+
+    Raises:
+        UserError: `path` cannot be written at the start.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
+        self._lock, self._is_failing, self._unwritten = lock, False, b""
         kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if 0 < first_step >= json.loads(line)["step"]:
-                        kept.append(line + "\n")
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    pass  # an incomplete line of a run that was killed
-        draft = path.with_suffix(".jsonl.tmp")
-        draft.write_text("".join(kept), encoding="utf-8")
-        os.replace(draft, path)
-        self.file = path.open("a", encoding="utf-8")
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
+            try:
+                if 0 < first_step >= json.loads(line)["step"]:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                pass  # an incomplete line of a run that was killed
+        try:
+            replace_text(path, "".join(kept))
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(f"output_dir: cannot write {path}: {describe(error)}") from error
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"kind": kind, **values}) + "\n")
-        self.file.flush()
+        self._unwritten += json.dumps({"kind": kind, **values}).encode() + b"\n"
+        if self._lock.is_lost():
+            return
+        try:
+            while self._unwritten:  # a write to an almost full disk takes only the first bytes
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                print(
+                    f"WARNING: cannot write {self._file.name}: {describe(error)}; training "
+                    "continues, and the lines follow when there is room",
+                    flush=True,
+                )
+            self._is_failing = True
 
     def close(self, exit_code: int) -> None:
-        self.file.close()
+        self._file.close()

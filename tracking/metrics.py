@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from checkpoint.lock import RunLock
 from checkpoint.run_folder import METRICS
+from checkpoint.state import Progress
 from config.schema import Config
 from tracking.console import ConsoleSink
 from tracking.jsonl import JsonlSink
@@ -41,21 +43,22 @@ class Metrics:
             sink.close(exit_code)
 
 
-def open_metrics(
-    config: Config, first_step: int, total_steps: int, wandb_id: str | None
-) -> Metrics:
+def open_metrics(config: Config, start: Progress, total_steps: int, lock: RunLock) -> Metrics:
     """The sinks of rank 0.
 
     Args:
-        first_step: number of steps that are finished, more than 0 after a resume.
-        wandb_id: the W&B run that is continued.
+        start: the steps that are finished, and the W&B run that is continued, after a resume.
+        lock: of the output folder.
+
+    Raises:
+        UserError: metrics.jsonl cannot be written.
     """
     folder = Path(config.output_dir)
     sinks: list[Sink] = [
-        ConsoleSink(first_step, total_steps),
-        JsonlSink(folder / METRICS, first_step),
+        ConsoleSink(start.step, total_steps),
+        JsonlSink(folder / METRICS, start.step, lock),
     ]
     if config.tracking.wandb == "disabled":
         return Metrics(sinks)
-    wandb = WandbSink(config, folder, wandb_id)
+    wandb = WandbSink(config, folder, start.wandb_id)
     return Metrics([*sinks, wandb], wandb.run.id)

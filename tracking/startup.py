@@ -26,6 +26,7 @@ from model.load import load_model_config, load_tokenizer
 from model.packing import resolve_batching
 from model.setup import Setup
 from runtime.errors import UserError
+from runtime.files import replace_text
 from runtime.process_group import Ranks
 
 SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-steps and padding
@@ -206,12 +207,12 @@ def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan | None]) -> No
     text = dump_config(replace(config, ds_config=str(resolved.resolve())))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        resolved.write_text(json.dumps(setup.ds_config, indent=2) + "\n")
-        (folder / RESOLVED_CONFIG).write_text(text)
+        replace_text(resolved, json.dumps(setup.ds_config, indent=2) + "\n")
+        replace_text(folder / RESOLVED_CONFIG, text)
         lists = dict.fromkeys(p.data.rejected_rows for p in plans if p and p.data.meta["rejected"])
         if lists:
             rows = "".join(path.read_text(encoding="utf-8") for path in lists)
-            (folder / REJECTED_ROWS).write_text(rows, encoding="utf-8")
+            replace_text(folder / REJECTED_ROWS, rows)
     except OSError as error:
         raise UserError(f"output_dir: cannot write {folder}: {error.strerror}") from error
 

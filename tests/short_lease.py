@@ -1,0 +1,11 @@
+"""train.py with a lease of 1 s on the output folder, for tests/test_lock.py."""
+
+import train
+from checkpoint import lock
+from config.schema import Config
+
+
+def main(config: Config, dry_run: bool) -> None:
+    """As train.main."""
+    lock.LEASE_SECONDS, lock.HEARTBEAT_SECONDS = 1.0, 0.2
+    train.main(config, dry_run)
