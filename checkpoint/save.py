@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,10 @@ from checkpoint.copies import TensorCopies, tensor_bytes
 from checkpoint.files import sync_folder, write_measured
 from checkpoint.find import (
     NodeCheckpoint,
-    inspect_checkpoints,
     is_inconsistent,
     joint_problem,
     node_checkpoints,
+    survey,
 )
 from checkpoint.nodes import Nodes
 from checkpoint.run_folder import (
@@ -110,9 +111,10 @@ class Saver:
         """
         self.finish()
         files = self._collect()
-        mine = sum(map(tensor_bytes, files.values())), state, uuid.uuid4().hex
+        mine = [sum(map(tensor_bytes, files.values())), asdict(state), uuid.uuid4().hex]
         of_ranks = self.nodes.gather(mine)
-        _, state, save_id = of_ranks[0]  # those of rank 0, to be the same on all nodes
+        _, values, save_id = of_ranks[0]  # those of rank 0, to be the same on all nodes
+        state = TrainerState.of(values)
         needed_bytes = sum(of_ranks[rank][0] for rank in self.nodes.local_ranks)
         draft = self._draft(state)
         self._pending = state, save_id
@@ -151,7 +153,7 @@ class Saver:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        of_ranks = self.nodes.gather((self._written, self._error))
+        of_ranks = self.nodes.gather([self._written, self._error])
         self._written, self._error = {}, None
         try:
             if errors := [error for _, error in of_ranks if error is not None]:
@@ -161,7 +163,8 @@ class Saver:
                 files |= of_ranks[rank][0]
             self.nodes.run_on_each_node(lambda: self._seal(state, save_id, files), (Exception,))
             # all nodes have written theirs; the checkpoint is usable once all have renamed it
-            found = self.nodes.run_on_each_node(lambda: self._publish(state), (Exception,))
+            self.nodes.run_on_each_node(lambda: self._publish(state), (Exception,))
+            found = survey(self.folder, self.nodes.run_on_each_node)
             self.nodes.run_on_each_node(lambda: self._rotate(state, found), (Exception,))
         except UserError as error:
             self._give_up(state, str(error))
@@ -250,14 +253,13 @@ class Saver:
         write_measured(draft / MANIFEST, lambda file: file.write(text.encode()))
         write_measured(draft / COMPLETE, lambda file: file.write(b"complete\n"))
 
-    def _publish(self, state: TrainerState) -> dict[str, "NodeCheckpoint"]:
-        """Rename the draft to a checkpoint; return the survey of the folder."""
+    def _publish(self, state: TrainerState) -> None:
+        """Rename the draft to a checkpoint."""
         draft, target = self._draft(state), self.folder / checkpoint_name(state.progress.step)
         if target.exists():  # written before the run was resumed from an earlier step
             shutil.rmtree(hide_checkpoint(target))
         os.replace(draft, target)
         sync_folder(self.folder)
-        return inspect_checkpoints(self.folder)
 
     def _rotate(
         self, state: TrainerState, found: Mapping[str, Mapping[str, "NodeCheckpoint"]]

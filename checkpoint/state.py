@@ -77,6 +77,11 @@ class TrainerState:
     run: RunIdentity
     progress: Progress
 
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "TrainerState":
+        """The state of which `values` is the asdict."""
+        return cls(RunIdentity(**values["run"]), Progress(**values["progress"]))
+
 
 def write_state(checkpoint: Path, state: TrainerState) -> None:
     text = json.dumps({"format": FORMAT, **asdict(state)}, indent=2)
@@ -95,4 +100,4 @@ def read_state(checkpoint: Path) -> TrainerState:
             f"the checkpoint has format {found}, and this version of the code reads format "
             f"{FORMAT}; resume it with the version that wrote it"
         )
-    return TrainerState(RunIdentity(**state["run"]), Progress(**state["progress"]))
+    return TrainerState.of(state)
