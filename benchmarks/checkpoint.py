@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.parse import parse_command_line
+from runtime.agreement import gather_json
 from runtime.errors import UserError, exit_on_error
 
 REPO = Path(__file__).resolve().parent.parent
@@ -295,9 +296,8 @@ class TimedSaver:
         dist.barrier()
         save["dd_s"], save["bytes"] = time.perf_counter() - began, sum(share)
         target.unlink()
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, save["stall_s"])
-        self.saves.append({**save, "stall_s": max(of_ranks)})
+        stall_s = max(gather_json(self.saver.ranks, save["stall_s"]))
+        self.saves.append({**save, "stall_s": stall_s})
         if dist.get_rank() == 0:
             (self.folder / "save.json").write_text(json.dumps(self.saves))
 

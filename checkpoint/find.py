@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ class NodeCheckpoint:
     def missing_ranks(self) -> list[int]:
         """The ranks of the save whose files are on other nodes."""
         return sorted(set(range(self.state.run.world_size)) - self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ranks": sorted(self.ranks)}
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "NodeCheckpoint":
+        """What `as_json` was called on."""
+        ranks, state = frozenset(values["ranks"]), values["state"]
+        return cls(values["problem"], values["save_id"], ranks, state and TrainerState.of(state))
 
 
 def read_node_checkpoint(checkpoint: Path) -> tuple[NodeCheckpoint, dict[str, FileEntry]]:
@@ -95,11 +104,6 @@ def is_inconsistent(parts: Mapping[str, NodeCheckpoint | None]) -> bool:
     return len({part and part.save_id for part in sound}) > 1
 
 
-def inspect_checkpoints(folder: Path) -> dict[str, NodeCheckpoint]:
-    """What `folder` holds of each checkpoint, by its name."""
-    return {path.name: inspect_checkpoint(path) for path in list_checkpoints(folder)}
-
-
 def node_checkpoints(
     found: Mapping[str, Mapping[str, NodeCheckpoint]], name: str
 ) -> dict[str, NodeCheckpoint | None]:
@@ -119,6 +123,27 @@ def alone(work: Callable[[], Any], catch: Any = None) -> dict[str, Any]:
     return {"": work()}
 
 
+def survey(
+    folder: Path, run_on_each_node: Callable[..., dict[str, Any]]
+) -> dict[str, dict[str, NodeCheckpoint]]:
+    """What every node's `folder` holds of each checkpoint, by node and by the checkpoint's name."""
+    found = run_on_each_node(
+        lambda: {path.name: inspect_checkpoint(path).as_json() for path in list_checkpoints(folder)}
+    )
+    return {
+        node: {name: NodeCheckpoint.of(values) for name, values in its.items()}
+        for node, its in found.items()
+    }
+
+
+def inspect_on_each_node(
+    checkpoint: Path, checksums: bool, run_on_each_node: Callable[..., dict[str, Any]]
+) -> dict[str, NodeCheckpoint]:
+    """What every node holds of one checkpoint, by node."""
+    found = run_on_each_node(lambda: inspect_checkpoint(checkpoint, checksums).as_json())
+    return {node: NodeCheckpoint.of(values) for node, values in found.items()}
+
+
 def find_checkpoint(
     config: CheckpointConfig, folder: Path, run_on_each_node: Callable[..., dict[str, Any]] = alone
 ) -> tuple[Path | None, list[str]]:
@@ -134,7 +159,7 @@ def find_checkpoint(
             of a second run would be mixed.
     """
     resume, checksums = config.resume, config.verify == "checksums"
-    found = run_on_each_node(lambda: inspect_checkpoints(folder))
+    found = survey(folder, run_on_each_node)
     names = sorted({name for its in found.values() for name in its}, reverse=True)
     passed_over: list[str] = []
 
@@ -142,9 +167,7 @@ def find_checkpoint(
         for name in names:
             problem = joint_problem(node_checkpoints(found, name))
             if problem is None and checksums:  # reads all of it, so only the candidate is checked
-                problem = joint_problem(
-                    run_on_each_node(lambda name=name: inspect_checkpoint(folder / name, True))
-                )
+                problem = joint_problem(inspect_on_each_node(folder / name, True, run_on_each_node))
             if problem is None:
                 return folder / name
             passed_over.append(f"skipping {folder / name}: {problem}")
@@ -159,7 +182,7 @@ def find_checkpoint(
         return None, []
     if resume != "auto":
         given = Path(resume)
-        parts = run_on_each_node(lambda: inspect_checkpoint(given, checksums))
+        parts = inspect_on_each_node(given, checksums, run_on_each_node)
         if problem := joint_problem(parts):
             raise UserError(f"checkpoint.resume: {resume} is not a usable checkpoint: {problem}")
         step = next(iter(parts.values())).state.progress.step

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from checkpoint.lock import RunLock
-from runtime.agreement import run_on_all_ranks
+from runtime.agreement import gather_json, run_on_all_ranks
 from runtime.errors import UserError, describe
 from runtime.process_group import Ranks
 
@@ -51,16 +49,14 @@ class Nodes:
         """The prefix of a line about a node; empty if there is only one."""
         return f"{name}: " if len(self.members) > 1 else ""
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, on all ranks."""
-        values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self.ranks.control)
-        return values
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, of the types of JSON, on all ranks."""
+        return gather_json(self.ranks, value)
 
     def run_on_each_node(
         self, work: Callable[[], T], catch: tuple[type[Exception], ...] = EXPECTED
     ) -> dict[str, T]:
-        """Run `work` on the first rank of each node.
+        """Run `work`, whose result is of the types of JSON, on the first rank of each node.
 
         Returns:
             The results by node, the same on all ranks.
@@ -94,9 +90,8 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
     Raises:
         UserError: the disks do not match `node_local`, or `folder` cannot be written to.
     """
-    all_ranks: list[Any] = [None] * ranks.world_size
-    mine = (socket.gethostname(), ranks.local_rank == 0, uuid.uuid4().hex)
-    dist.all_gather_object(all_ranks, mine, group=ranks.control)
+    mine = [socket.gethostname(), ranks.local_rank == 0, uuid.uuid4().hex]
+    all_ranks = gather_json(ranks, mine)
     hosts, token = [host for host, _, _ in all_ranks], all_ranks[0][2]
     firsts = [rank for rank, (_, is_first, _) in enumerate(all_ranks) if is_first]
     lock, shared = RunLock(folder), {hosts[0]: list(range(ranks.world_size))}
@@ -114,14 +109,13 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
                 where = f"{folder} on {mine[0]}"
                 raise UserError(f"output_dir: cannot write {where}: {error.strerror}") from error
 
-    seen: list[Any] = [None] * ranks.world_size
     try:
         run_on_all_ranks(ranks, write)
         deadline = time.monotonic() + LAG_SECONDS
         while not (node_local or files[firsts[0]].exists()) and time.monotonic() < deadline:
             time.sleep(0.2)
         visible = [rank for rank, file in files.items() if file.exists()]
-        dist.all_gather_object(seen, visible, group=ranks.control)
+        seen = gather_json(ranks, visible)
     finally:
         if ranks.rank in files:
             files[ranks.rank].unlink(missing_ok=True)

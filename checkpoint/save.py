@@ -39,10 +39,10 @@ from checkpoint.copies import TensorCopies, tensor_bytes
 from checkpoint.files import write_measured
 from checkpoint.find import (
     NodeCheckpoint,
-    inspect_checkpoints,
     is_inconsistent,
     joint_problem,
     node_checkpoints,
+    survey,
 )
 from checkpoint.nodes import Nodes
 from checkpoint.run_folder import (
@@ -157,7 +157,7 @@ class Saver:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        of_ranks = self.nodes.gather((self._written, self._error))
+        of_ranks = self.nodes.gather([self._written, self._error])
         self._written, self._error = {}, None
         try:
             if errors := [error for _, error in of_ranks if error is not None]:
@@ -167,7 +167,8 @@ class Saver:
                 files |= of_ranks[rank][0]
             self._on_each_node(lambda: self._seal(draft, state, save_id, files))
             # all nodes have written theirs; the checkpoint is usable once all have renamed it
-            found = self._on_each_node(lambda: self._publish(draft, state))
+            self._on_each_node(lambda: self._publish(draft, state))
+            found = survey(self.folder, self._on_each_node)
             self._on_each_node(lambda: self._rotate(state, found))
         except UserError as error:
             self._give_up(draft, state, str(error))
@@ -264,14 +265,13 @@ class Saver:
         write_measured(draft / MANIFEST, lambda file: file.write(text.encode()))
         write_measured(draft / COMPLETE, lambda file: file.write(b"complete\n"))
 
-    def _publish(self, draft: Path, state: TrainerState) -> dict[str, "NodeCheckpoint"]:
-        """Rename the draft to a checkpoint; return the survey of the folder."""
+    def _publish(self, draft: Path, state: TrainerState) -> None:
+        """Rename the draft to a checkpoint."""
         target = self.folder / checkpoint_name(state.progress.step)
         if os.path.lexists(target):  # written before the run was resumed from an earlier step
             remove(hide_checkpoint(target))
         os.replace(draft, target)
         sync_folder(self.folder)
-        return inspect_checkpoints(self.folder)
 
     def _rotate(
         self, state: TrainerState, found: Mapping[str, Mapping[str, "NodeCheckpoint"]]

@@ -1,8 +1,9 @@
 """Agreement between ranks: on errors, on flags, on sums."""
 
+import json
 import socket
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,45 @@ from runtime.errors import UserError
 from runtime.process_group import Ranks
 
 T = TypeVar("T")
+
+MESSAGE_BYTES = 64 << 20  # every rank receives one per rank; the largest ones list files
+
+
+def gather_json(ranks: Ranks, value: Any) -> list[Any]:
+    """Every rank's value, on all ranks. JSON, because torch's object collectives unpickle, and so
+    execute, what any process in the group sends.
+
+    Args:
+        value: of the types of JSON; floats may be infinite or NaN.
+
+    Raises:
+        UserError: a rank sent something else.
+    """
+    content = bytearray(json.dumps(value).encode())
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(content)]), group=ranks.control)
+    lengths = [int(size) for size in sizes]
+    for rank, length in enumerate(lengths):
+        if not 0 < length <= MESSAGE_BYTES:
+            raise UserError(_not_ours(rank, f"{length:,} bytes instead of 1 to {MESSAGE_BYTES:,}"))
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=ranks.control)
+    values = []
+    for rank, (message, length) in enumerate(zip(received, lengths, strict=True)):
+        try:
+            values.append(json.loads(message[:length].numpy().tobytes()))
+        except (ValueError, RecursionError):
+            raise UserError(_not_ours(rank, "what is not JSON")) from None
+    return values
+
+
+def _not_ours(rank: int, what: str) -> str:
+    return (
+        f"rank {rank} sent {what}: another program, or another version of this code, has joined "
+        "the job; start it again with another MASTER_PORT"
+    )
 
 
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False) -> T:
@@ -30,37 +70,37 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool
                 result = work()
             except UserError as mistake:
                 error = str(mistake)
-        errors: list[str | None] = [None] * ranks.world_size
-        dist.all_gather_object(errors, error, group=ranks.control)
-        if first := next((e for e in errors if e is not None), None):
+        if first := next((e for e in gather_json(ranks, error) if e is not None), None):
             raise UserError(first)
     return result  # type: ignore[return-value]
 
 
 def require_same(ranks: Ranks, name: str, value: str) -> None:
     """Raise UserError on every rank where `value` is not the same on all of them."""
-    values: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(values, f"{value} on {socket.gethostname()}", group=ranks.control)
-    odd = [r for r, v in enumerate(values) if str(v).split()[0] != str(values[0]).split()[0]]
+    values = gather_json(ranks, [value, socket.gethostname()])
+    odd = [rank for rank, (its, _) in enumerate(values) if its != values[0][0]]
     if odd:
+        there, here = (" on ".join(values[rank]) for rank in (odd[0], 0))
         raise UserError(
-            f"{name} of rank {odd[0]} ({values[odd[0]]}) differs from that of rank 0 "
-            f"({values[0]}): do all machines have the same files, tokenizer and library versions?"
+            f"{name} of rank {odd[0]} ({there}) differs from that of rank 0 ({here}): do all "
+            "machines have the same files, tokenizer and library versions?"
         )
 
 
 def run_on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result, or raise its UserError, on every rank."""
-    box: list = [None, None]
+    """Run `work` on rank 0 and return its result, of the types of JSON, or raise its UserError, on
+    every rank.
+    """
+    result, error = None, None
     if ranks.is_first:
         try:
-            box[0] = work()
+            result = work()
         except UserError as mistake:
-            box[1] = str(mistake)
-    dist.broadcast_object_list(box, src=0, group=ranks.control)
-    if box[1] is not None:
-        raise UserError(box[1])
-    return box[0]
+            error = str(mistake)
+    result, error = gather_json(ranks, [result, error])[0]
+    if error is not None:
+        raise UserError(error)
+    return result  # type: ignore[return-value]
 
 
 def count_ranks(ranks: Ranks, *flags: bool) -> list[int]:

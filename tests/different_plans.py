@@ -1,12 +1,18 @@
 """Two ranks whose plans are not the same, for tests/test_data_commands.py."""
 
+import math
+
 from config.schema import Config
-from runtime.agreement import require_same
+from runtime.agreement import gather_json, require_same
 from runtime.process_group import process_group
 
 
 def main(config: Config, dry_run: bool) -> None:
     """As train.main, and no further than the plans."""
     with process_group(config.distributed.timeout_seconds) as ranks:
+        value = [None, -math.inf, "\udc80ü", {"long": "x" * 10**6 * ranks.rank}]
+        assert gather_json(ranks, value)[ranks.rank] == value
+        nan, other = gather_json(ranks, math.nan if ranks.is_first else ranks.rank)
+        assert math.isnan(nan) and other == 1
         require_same(ranks, "the same", "a")
         require_same(ranks, "the data plan", "a" if ranks.rank == 0 else "b")
