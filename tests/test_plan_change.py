@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_metrics, write_rows
+from pydantic import TypeAdapter
 
 from config.parse import parse_command_line
 from data.plan_change import PlanChange, PlanRecord, continue_plan, row_hashes
@@ -47,7 +48,8 @@ class Run:
             plan, now, before, self.changes, self.step, self.cache_dir
         )
         self.before = PlanRecord(**json.loads(json.dumps(asdict(now))))  # as a checkpoint does
-        self.changes = [PlanChange.of(json.loads(json.dumps(asdict(c)))) for c in self.changes]
+        saved = [json.dumps(asdict(change)) for change in self.changes]
+        self.changes = [TypeAdapter(PlanChange).validate_json(text) for text in saved]
         hashes = row_hashes(plan.data)
         for step in range(self.step, self.step + steps):
             _, epoch, _ = plan.locate(step)
