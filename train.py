@@ -35,7 +35,7 @@ import torch
 
 from checkpoint.lock import run_lock
 from checkpoint.nodes import Nodes, find_nodes
-from checkpoint.run_folder import checkpoints_folder, take_requests
+from checkpoint.run_folder import checkpoints_folder, flight_records_folder, take_requests
 from checkpoint.save import Saver
 from checkpoint.save_interval import SaveInterval, count_hosts
 from checkpoint.start import Start, find_start, load_start
@@ -82,6 +82,7 @@ def main(config: Config, dry_run: bool) -> None:
                 config.distributed.timeout_seconds,
                 config.distributed.data_timeout_seconds,
                 config.launch.preempt_grace_seconds,
+                flight_records_folder(config.output_dir),
             )
         )
         quieten_libraries(ranks.is_first)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from runtime.flight_record import write_flight_record
+from runtime.flight_record import keep_flight_records, write_flight_record
 from runtime.internals import installed_versions, version_warning
 from runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
 from runtime.rank_env import rank_variables
@@ -47,6 +47,7 @@ def process_group(
     timeout_seconds: float = 1800,
     control_timeout_seconds: float = 86400,
     grace_seconds: float = math.inf,
+    flight_records: Path | None = None,
 ) -> Iterator[Ranks]:
     """Join the process group of a job that was started by `deepspeed`, `torchrun`, `mpirun`,
     `srun` or a plain `python train.py`, and destroy it at the end, because a gloo process that
@@ -56,9 +57,10 @@ def process_group(
         timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
         control_timeout_seconds: of `Ranks.control`.
         grace_seconds: how long a preempted rank may take to save, see PreemptionHandler.
+        flight_records: folder for torch's records of the last collectives; None for no records.
 
     Raises:
-        UserError: the rendezvous cannot be used.
+        UserError: the rendezvous or `flight_records` cannot be used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
     if follow_launcher():
@@ -74,6 +76,8 @@ def process_group(
         _share_cores()
     else:
         accelerator.set_device(local_rank)
+    if flight_records is not None:
+        keep_flight_records(flight_records)
     say_state("joining the process group")
     timeout = timedelta(seconds=timeout_seconds)
     backend = "gloo" if on_cpu else accelerator.communication_backend_name()
@@ -105,7 +109,7 @@ def process_group(
             stop=stop,
         )
     except RuntimeError:
-        if on_cpu:
+        if on_cpu and flight_records is not None:
             write_flight_record()
         raise
     finally:

@@ -1,6 +1,7 @@
 """Who can join a job, and that what is read runs nothing.    pytest tests/test_rendezvous.py"""
 
 import ast
+import os
 from datetime import timedelta
 
 import psutil
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from conftest import REPO, free_port, read_metrics
 
 from runtime.errors import UserError
+from runtime.flight_record import keep_flight_records
 from runtime.rendezvous import SignedStore, _listen
 
 
@@ -74,6 +76,17 @@ def test_rank_0_listens_only_where_its_ranks_connect():
             port = listener.getsockname()[1]
             with pytest.raises(UserError, match=f"MASTER_PORT {port}: rank 0 cannot listen on it"):
                 _listen(address, port)
+
+
+def test_flight_records_are_not_written_through_a_link(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(UserError, match="must be a folder of this user, not a link; remove it"):
+            keep_flight_records(tmp_path / name)
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
 
 
 def test_no_message_between_ranks_is_a_pickle():
