@@ -34,7 +34,7 @@ import deepspeed
 import torch
 
 from checkpoint.nodes import Nodes, find_nodes
-from checkpoint.run_folder import take_requests
+from checkpoint.run_folder import flight_records_folder, take_requests
 from checkpoint.save import Saver
 from checkpoint.save_interval import SaveInterval, count_hosts
 from checkpoint.start import Start, find_start, load_start
@@ -81,6 +81,7 @@ def main(config: Config, dry_run: bool) -> None:
                 config.distributed.timeout_seconds,
                 config.distributed.data_timeout_seconds,
                 config.launch.preempt_grace_seconds,
+                flight_records_folder(config.output_dir),
             )
         )
         quieten_libraries(ranks.is_first)

@@ -7,6 +7,7 @@
         rejected_rows.jsonl             rows that were rejected, if any
         run.lock                        held while a run writes here
         stop, save_now                  touched by a user: save and exit, or save
+        flight_records/                 if TORCH_FR_BUFFER_SIZE is set: each rank's last collectives
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
             step_00001000.ID.tmp        being written; ID has 32 random hexadecimal digits
@@ -38,6 +39,10 @@ STEP = "step_[0-9]{8}"
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
     return Path(output_dir) / "checkpoints"
+
+
+def flight_records_folder(output_dir: str | Path) -> Path:
+    return Path(output_dir) / "flight_records"
 
 
 def checkpoint_name(step: int) -> str:

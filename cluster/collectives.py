@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.errors import exit_on_error
 from runtime.rank_env import rank_variables
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def main(timeout_seconds: float) -> None:
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = choose_device()
-    store = connect(rank, timeout_seconds)
+    store = connect(timeout_seconds)
     hosts = wait_for_all(store, rank, ranks, timeout_seconds)
 
     say("forming the process group")
@@ -111,26 +112,17 @@ def choose_device() -> "torch.device":
     return torch.device("cpu")
 
 
-def connect(rank: int, timeout_seconds: float) -> "dist.Store":
+def connect(timeout_seconds: float) -> "dist.Store":
     """Connect to the store at MASTER_ADDR and MASTER_PORT.
 
     init_process_group would create the store and wait for all ranks in one call; done separately, a
     rank that hangs can report in which of the two.
     """
-    import torch.distributed as dist
+    from runtime.rendezvous import open_store
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    say("connecting to the master", f" at {address} port {port}")
-    # torchrun's agent already runs a store there
-    from_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=rank == 0 and not from_launcher,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    return dist.PrefixStore("preflight", store)
+    where = f" at {os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+    say("connecting to the master", where)
+    return open_store(timeout_seconds)
 
 
 def wait_for_all(store: "dist.Store", rank: int, ranks: int, timeout_seconds: float) -> list[str]:
@@ -248,4 +240,4 @@ def rounds(players: list[int]) -> list[list[tuple[int, int]]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--timeout", type=float, required=True, help="seconds")
-    main(parser.parse_args().timeout)
+    exit_on_error(lambda: main(parser.parse_args().timeout))

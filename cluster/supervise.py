@@ -5,6 +5,7 @@ failure and cleans up.
 import asyncio
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -27,6 +28,7 @@ from runtime.errors import (
     UserError,
     exit_code_of_signal,
 )
+from runtime.rank_env import SECRET
 
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
@@ -287,6 +289,7 @@ async def run_job(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "LAUNCH_WORLD_SIZE": str(world_size(job.hosts)),
+        SECRET: secrets.token_hex(32),
     }
     folder = Path(tempfile.mkdtemp(prefix="launch-"))
     launcher = None

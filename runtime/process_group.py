@@ -14,10 +14,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from runtime.flight_record import write_flight_record
+from runtime.flight_record import keep_flight_records, write_flight_record
 from runtime.internals import installed_versions, version_warning
 from runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
 from runtime.rank_env import rank_variables
+from runtime.rendezvous import open_store
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
@@ -46,6 +47,7 @@ def process_group(
     timeout_seconds: float = 1800,
     control_timeout_seconds: float = 86400,
     grace_seconds: float = math.inf,
+    flight_records: Path | None = None,
 ) -> Iterator[Ranks]:
     """Join the process group of a job that was started by `deepspeed`, `torchrun`, `mpirun`,
     `srun` or a plain `python train.py`, and destroy it at the end, because a gloo process that
@@ -55,11 +57,12 @@ def process_group(
         timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
         control_timeout_seconds: of `Ranks.control`.
         grace_seconds: how long a preempted rank may take to save, see PreemptionHandler.
+        flight_records: folder for torch's records of the last collectives; None for no records.
+
+    Raises:
+        UserError: the rendezvous or `flight_records` cannot be used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
-    if os.environ["WORLD_SIZE"] == "1":
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
     if follow_launcher():
         grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     stop = PreemptionHandler(grace_seconds)
@@ -73,29 +76,40 @@ def process_group(
         _share_cores()
     else:
         accelerator.set_device(local_rank)
+    if flight_records is not None:
+        keep_flight_records(flight_records)
     say_state("joining the process group")
-    deepspeed.init_distributed(
-        dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
-        auto_mpi_discovery=False,
-        timeout=timedelta(seconds=timeout_seconds),
-        verbose=False,
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
+    device = torch.device(accelerator.current_device_name())
+    store = open_store(timeout_seconds)
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        # as DeepSpeed does (comm/torch.py), which would not take a store
+        device_id=device if device.type == "cuda" and world_size > 1 else None,
     )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     say_state("at work")
-    if dist.get_rank() == 0 and (warning := version_warning(installed_versions())):
+    if rank == 0 and (warning := version_warning(installed_versions())):
         print(warning, flush=True)
     try:
         yield Ranks(
-            rank=dist.get_rank(),
+            rank=rank,
             local_rank=local_rank,
-            world_size=dist.get_world_size(),
-            device=torch.device(accelerator.current_device_name()),
+            world_size=world_size,
+            device=device,
             control=dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=control_timeout_seconds)
             ),
             stop=stop,
         )
     except RuntimeError:
-        if on_cpu:
+        if on_cpu and flight_records is not None:
             write_flight_record()
         raise
     finally:

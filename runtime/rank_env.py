@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+SECRET = "LAUNCH_SECRET"
+"""Variable with the secret of a job, which scripts/launch.sh and slurm.sbatch give to its ranks."""
+
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, whichever launcher started this process:

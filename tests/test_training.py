@@ -282,10 +282,10 @@ def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
         train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 5}
     )  # fmt: skip
     log = (tmp_path / "log").open("w+")
-    process = start(
-        config, ranks=2, stdout=log, TORCH_FR_BUFFER_SIZE="2000",
-        TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "trace_rank_"),
-    )  # fmt: skip
+    records, secret = tmp_path / "run" / "flight_records", tmp_path / "secret"
+    records.mkdir(parents=True, mode=0o777)
+    (records / "rank_0").symlink_to(secret)  # of somebody who knew the name
+    process = start(config, ranks=2, stdout=log, TORCH_FR_BUFFER_SIZE="2000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
     waits, hangs = ranks_of(process)
@@ -296,10 +296,12 @@ def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
     assert "train_step (" in stack.output, stack.output
     wait_until(lambda: "Timed out" in Path(log.name).read_text(), process)
     assert time.monotonic() - began < 20, "gloo's own time-out is 30 minutes"
-    wait_until((tmp_path / "trace_rank_0").exists, process)
+    wait_until((records / "rank_0").is_file, process)
     os.killpg(process.pid, signal.SIGKILL)
-    trace = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path]
-    analysis = run([*trace, "--prefix", "trace_rank_", "--allow-incomplete-ranks"])
+    modes = [path.lstat().st_mode for path in (records, records / "rank_0")]
+    assert [oct(mode) for mode in modes] == ["0o40700", "0o100600"] and not secret.exists()
+    trace = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", records]
+    analysis = run([*trace, "--prefix", "rank_", "--allow-incomplete-ranks"])
     assert "missed FR dumps from ranks ({1})" in analysis.output, analysis.output
     output = Path(log.name).read_text()
     assert "deepspeed/runtime/zero" in output.split("Traceback")[1], output
