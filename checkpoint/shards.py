@@ -207,7 +207,10 @@ class Shards:
     @_damage_in_one_line
     def progress(self) -> dict[str, Any]:
         """progress() of the engine that wrote the shards."""
-        return self._map(_first(self._optimizers))["progress"]
+        saved = self._map(_first(self._optimizers))["progress"]
+        scale = saved["loss_scale"]
+        loss_scale = None if scale is None else float(scale)
+        return {"updates": int(saved["updates"]), "loss_scale": loss_scale}
 
     @property
     @_damage_in_one_line

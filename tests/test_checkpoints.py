@@ -129,7 +129,7 @@ def test_a_killed_conversion_continues_and_its_disk_space_is_checked(forks, tiny
     assert interrupt(signal.SIGKILL) == -signal.SIGKILL
     assert interrupt(signal.SIGTERM) == 128 + signal.SIGTERM
     kept = there()
-    other = folder / "step_00000001.universal.of_another_state" / "zero" / "model.norm.weight"
+    other = folder / "step_00000001.universal.0123456789abcdef" / "zero" / "model.norm.weight"
     other.mkdir(parents=True)
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import strategy, write_tiny_config
+from conftest import write_tiny_config
 
 from checkpoint.export import export_checkpoint
 from checkpoint.files import checksum
 from checkpoint.find import find_checkpoint
 from checkpoint.lock import RunLock
 from checkpoint.run_folder import list_complete
-from checkpoint.shards import Shards
 from config.schema import CheckpointConfig
 from runtime.errors import UserError
 from runtime.files import new_folder, replace_text
@@ -97,25 +96,6 @@ def test_a_file_that_the_manifest_does_not_name_is_not_opened(forks, trained, tm
     finished = forks.train(config, *flags, "--train.steps", "2", ranks=2)
     assert finished.code == 0, finished.output
     assert not canary.exists()
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_allowed_types_are_enough_for_every_stage(forks, tiny_config, tmp_path, precision):
-    """In 16 bits; tests that resume cover fp32."""
-    stages = ["zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
-    for name in stages[precision == "fp16" :]:  # fp16 at stage 0 is refused
-        config = tiny_config(
-            ds_config=str(strategy(tmp_path, name)), train__precision=precision,
-            train__epochs=None, train__steps=1, output_dir=str(tmp_path / name),
-        )  # fmt: skip
-        module = "fp16_anyway" if precision == "fp16" else "train"
-        finished = forks.train(config, module=module)
-        assert finished.code == 0, finished.output
-        checkpoint = tmp_path / name / "checkpoints" / "step_00000001"
-        shards = Shards(checkpoint)
-        for path in (checkpoint / "deepspeed").iterdir():
-            assert shards.load(path, "cpu")
-        assert all(torch.isfinite(shards.weight(weight)).all() for weight in shards.names())
 
 
 def test_a_manifest_or_state_of_the_wrong_shape_is_skipped_with_the_reason(trained, tmp_path):
