@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from conftest import REPO, environment, read_metrics, run, wait_until
 
+from cluster.agent import BEAT, Agent, remove_stale_folders
 from cluster.environment import environment_of_job, environment_of_launcher, redactor
 from cluster.hostfile import Host, format_hostfile, read_hostfile, select_hosts
 from cluster.hosts import RemoteHost, ask_all
 from cluster.job import Job, new_id
-from cluster.rank import devices_of, job_folder
+from cluster.rank import MARK, devices_of, job_folder, write
 from cluster.supervise import launcher_command, watch
 from config.schema import LaunchConfig
 from runtime.errors import UserError
@@ -257,6 +258,52 @@ def test_code_at_a_path_that_shells_would_change_is_refused(tmp_path):
 # Agents, ranks and the watch over them, without hosts
 
 
+def test_only_the_processes_of_a_job_are_ended():
+    job = new_id()
+    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+    others = [
+        subprocess.Popen(words)
+        for words in (
+            [*sleep, f"launch-{job}.log"],
+            [*sleep, "cluster/rank.py", job],
+            ["bash", "-c", f"sleep 300; grep 'export {MARK}={job}' log"],
+            ["bash", "-c", 'sleep 300; cat "$0"', f"{MARK}={job}"],
+        )
+    ]
+    of_job = [
+        subprocess.Popen(sleep, env={**os.environ, MARK: job}),
+        subprocess.Popen(["bash", "-c", f"export A=B; export {MARK}={job};  sleep 300; sleep 300"]),
+    ]
+    agent = Agent()
+    agent.job = {"job": job}
+    try:
+        wait_until(lambda: len(agent.processes()) >= 2, others[0])
+        assert agent.signal({"number": signal.SIGTERM}) == 0, "none is a rank"
+        assert agent.stop({"grace_seconds": 0})["left"] == 0
+        assert [process.wait(30) for process in of_job] == [-signal.SIGKILL] * 2
+        assert [process.poll() for process in others] == [None] * len(others)
+    finally:
+        for process in (*others, *of_job):
+            process.kill()
+            process.wait()
+
+
+def test_the_folder_of_a_live_job_outlives_a_step_of_the_clock(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", f"node-{new_id()}")
+    job, agent = new_id(), Agent()
+    folder = job_folder(job)
+    request = {"job": job, "command": [], "environment": {}, "slots": []}
+    for beat_after_seconds in (None, -31, 100):  # as it is; a dead agent; before a reboot
+        agent.take_job(request)
+        os.utime(folder, (time.time() - 3600,) * 2)  # what a step of an hour looks like
+        if beat_after_seconds is not None:
+            write(folder / BEAT, time.monotonic() + beat_after_seconds)
+        remove_stale_folders()
+        assert folder.exists() == (beat_after_seconds is None)
+        agent.forget({})
+    assert not folder.exists()
+
+
 UNDER_LOAD = """
 import os, pathlib, signal, sys, time
 folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
@@ -294,8 +341,8 @@ async def ending_of(folder, kind, late_seconds):
             slots=[0], beat_seconds=0.2, silence_seconds=24, grace_seconds=0,
         )  # fmt: skip
         lines.append(
-            f"SLURMD_NODENAME={host.name} RANK={rank} WORLD_SIZE=2 {sys.executable} "
-            f"cluster/rank.py {job.id} &"
+            f"SLURMD_NODENAME={host.name} RANK={rank} WORLD_SIZE=2 {MARK}={job.id} "
+            f"{sys.executable} cluster/rank.py {job.id} &"
         )
     launcher = await asyncio.create_subprocess_exec(
         "bash", "-c", "\n".join([*lines, "wait", f"exit {int(kind != 'done')}"]), cwd=REPO
