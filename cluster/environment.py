@@ -71,7 +71,7 @@ def environment_of_job(
                 continue
             name, equals, value = text.partition("=")
             if not equals or not _is_name(name):
-                raise UserError(f"{path}:{number}: `{text}`: not a line of the form NAME=VALUE")
+                raise UserError(f"{path}:{number}: not a line of the form NAME=VALUE")
             job[name] = value
     for item in added:
         name, equals, value = item.partition("=")
