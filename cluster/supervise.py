@@ -300,7 +300,7 @@ async def run_job(
     try:
         for host in hosts:
             extra = {}
-            if "GLOO_SOCKET_IFNAME" not in environment:
+            if "GLOO_SOCKET_IFNAME" not in environment and len(hosts) > 1:
                 # gloo's default is the address of the host's own name, on Debian 127.0.1.1
                 extra["GLOO_SOCKET_IFNAME"] = await interface_towards(host, hosts[0], address)
             await host.ask(

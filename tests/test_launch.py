@@ -541,8 +541,9 @@ def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tm
 
 DEVICE = """
 import json, os, pathlib, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
-said = {"host": os.uname().nodename} | {name: os.environ[name] for name in names}
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES",
+         "GLOO_SOCKET_IFNAME")
+said = {"host": os.uname().nodename} | {name: os.environ.get(name) for name in names}
 pathlib.Path(sys.argv[1], f"rank_{said['RANK']}.json").write_text(json.dumps(said))
 """
 FILTERS = {  # on two hosts with 3 slots: option, selected slots. docs/multi_node.md has the first.
@@ -572,6 +573,8 @@ def test_the_slots_that_a_filter_leaves_are_the_devices_of_the_ranks(hosts, tmp_
         slots = left[rank["host"]]
         assert rank["LOCAL_WORLD_SIZE"] == str(len(slots))
         assert rank["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, slots))
+        # on one machine the ranks choose the loopback interface
+        assert rank["GLOO_SOCKET_IFNAME"] == (None if len(left) == 1 else "eth0")
     used = [(r["host"], left[r["host"]][int(r["LOCAL_RANK"])]) for r in ranks]
     assert sorted(used) == [(host, slot) for host, slots in left.items() for slot in slots]
 
