@@ -3,11 +3,12 @@
 Requests arrive as JSON lines on standard input and are answered with JSON lines on standard output.
 Once it has a job, the agent reports the state of the host's ranks every few seconds. It ends them
 when the launcher is gone: when its input is closed, or when nothing has arrived for
-`silence_seconds`, because a cut link closes nothing. It finds the processes of a job by an id in
-their environment or command line and touches nothing else on the host. It imports little, so that
-it starts quickly.
+`silence_seconds`, because a cut link closes nothing. It finds the processes of a job by the mark in
+their environment and touches nothing else on the host. It imports little, so that it starts
+quickly.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -24,10 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.run_folder import list_complete
-from cluster.rank import MARK, job_folder
+from cluster.rank import MARK, job_folder, write
 
 POLL_SECONDS = 0.1
 STALE_SECONDS = 30.0  # a live agent sends a heartbeat at least every 5 s
+BEAT = "beat"
+"""File in a job's folder with the agent's monotonic clock at its last heartbeat, which all
+processes since the machine's start share, and which no step of the wall clock changes.
+"""
 
 
 class Agent:
@@ -43,6 +48,7 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the launcher is gone; then end what is left of the job."""
+        print(flush=True)  # ends a line that the shell's start-up file may have left open
         threading.Thread(target=self.read, daemon=True).start()
         beat_at = 0.0
         while not self.closed:
@@ -55,7 +61,7 @@ class Agent:
             if now >= beat_at:
                 beat_at = now + self.job["beat_seconds"]
                 with suppress(OSError):
-                    os.utime(job_folder(self.job["job"]))
+                    write(job_folder(self.job["job"]) / BEAT, now)
                 self.beat()
         if self.job is not None:
             self.stop({"grace_seconds": self.job["grace_seconds"]})
@@ -192,6 +198,7 @@ class Agent:
         """
         folder = job_folder(request["job"])
         folder.mkdir(mode=0o700)
+        write(folder / BEAT, time.monotonic())
         spec = {name: request[name] for name in ("command", "environment", "slots")}
         path = folder / "job.json"
         path.touch(mode=0o600)
@@ -208,7 +215,7 @@ class Agent:
 
     def signal(self, request: dict[str, Any]) -> int:
         """Send a signal to every rank. Returns the number of ranks."""
-        pids = [p for p, line in self.processes().items() if is_rank(line)]
+        pids = [pid for pid, words in self.processes().items() if self.is_rank(words)]
         for pid in pids:
             send_signal(pid, request["number"])
         return len(pids)
@@ -220,8 +227,8 @@ class Agent:
         if self.job is None:
             return {"found": 0, "killed": 0, "left": 0}
         found = self.processes()
-        for pid, line in found.items():
-            if is_rank(line):
+        for pid, words in found.items():
+            if self.is_rank(words):
                 send_signal(pid, signal.SIGTERM)
         deadline = time.monotonic() + request["grace_seconds"]
         while self.processes() and time.monotonic() < deadline:
@@ -262,32 +269,43 @@ class Agent:
             records.append(record)
         return records
 
-    def processes(self) -> dict[int, str]:
+    def processes(self) -> dict[int, list[str]]:
         """The job's processes that this user may see, as pid -> command line."""
         assert self.job is not None
-        mark = f"{MARK}={self.job['job']}".encode()
+        mark = f"{MARK}={self.job['job']}"
         found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit() or int(folder.name) == os.getpid():
                 continue
             try:
-                line = (folder / "cmdline").read_bytes()
+                words = os.fsdecode((folder / "cmdline").read_bytes()).split("\0")
                 environment = (folder / "environ").read_bytes().split(b"\0")
                 dead = b"State:\tZ" in (folder / "status").read_bytes()
             except OSError:  # it has just ended, or is another user's
                 continue
-            if not dead and (mark in environment or self.job["job"].encode() in line):
-                found[int(folder.name)] = line.replace(b"\0", b" ").decode(errors="replace")
+            if not dead and (mark.encode() in environment or sets_mark(words, mark)):
+                found[int(folder.name)] = words
         return found
 
+    def is_rank(self, words: list[str]) -> bool:
+        """Whether a command line is that of a rank's supervisor: `python -u cluster/rank.py JOB`.
 
-def is_rank(line: str) -> bool:
-    """Whether a command line is that of a rank's supervisor: `python -u cluster/rank.py JOB`.
+        Launchers contain the same words in a later position, and must not get the signal:
+        DeepSpeed's kills its ranks 30 s after SIGTERM.
+        """
+        assert self.job is not None
+        pairs = itertools.pairwise(words[1:4])
+        return any(a.endswith("cluster/rank.py") and b == self.job["job"] for a, b in pairs)
 
-    Launchers contain the same words in a later position, and must not get the signal: DeepSpeed's
-    kills its ranks 30 s after SIGTERM.
+
+def sets_mark(words: list[str], mark: str) -> bool:
+    """Whether a command line is that of the shell in which ssh runs deepspeed's command, `bash -c
+    "export A=B; export LAUNCH_JOB=...; ..."`: the mark is not in its own environment.
     """
-    return any(word.endswith("cluster/rank.py") for word in line.split(" ")[1:3])
+    if len(words) < 3 or words[1] != "-c":
+        return False
+    exports = itertools.takewhile(lambda part: part.startswith("export "), words[2].split("; "))
+    return f"export {mark}" in exports
 
 
 def addresses() -> list[list[str]]:
@@ -304,12 +322,13 @@ def addresses() -> list[list[str]]:
 
 
 def remove_stale_folders() -> None:
-    """Remove the folders of jobs whose agent was killed: a live agent touches its folder at every
-    heartbeat. Age decides, not the agent's pid: containers of one name may share /dev/shm.
+    """Remove the folders of jobs whose agent was killed: a live agent writes its clock there at
+    every heartbeat. Age decides, not the agent's pid: containers of one name may share /dev/shm.
     """
     for folder in job_folder("*").parent.glob(job_folder("*").name):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+        with suppress(OSError, ValueError):
+            age_seconds = time.monotonic() - float((folder / BEAT).read_text())
+            if not 0 <= age_seconds <= STALE_SECONDS:  # negative: of before the machine's start
                 shutil.rmtree(folder)
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from tempfile import TemporaryFile
+from io import StringIO
 from typing import Any
 
 from cluster.check_hosts import Finding, complete, some
@@ -71,17 +71,15 @@ async def check_collectives(
     )
     names = [host.name for host in hosts]
     watchdog = asyncio.create_task(stop_in_time(trial, hosts, timeout_seconds, signals))
-    # append mode: the launcher and this process both write to it
-    with TemporaryFile("a+") as output, redirect_stdout(output):
+    with redirect_stdout(StringIO()) as output:
         try:
-            ending = await run_job(trial, hosts, signals, output.fileno())
+            ending = await run_job(trial, hosts, signals)
         except HostError as error:  # before anything was started
             finding = Finding(error.host, "group", "fail", error.problem)
             return Trial(complete(names, [finding], tuple(CHECKS)), {}, "")
         finally:
             watchdog.cancel()
-        output.seek(0)
-        tail = "".join(output.readlines()[-SHOWN_LINES:])
+    tail = "".join(output.getvalue().splitlines(keepends=True)[-SHOWN_LINES:])
     results = results_of(hosts)
     if ending.code == 0 and results is not None:
         findings, figures = judge_results(results, names)

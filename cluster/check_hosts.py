@@ -22,6 +22,7 @@ from cluster.hosts import (
     RemoteHost,
     ask_all,
     candidate_addresses,
+    explain_noise,
     interfaces_of,
     try_addresses,
 )
@@ -110,7 +111,10 @@ async def check_hosts(
 def reached(hosts: Sequence[RemoteHost], errors: Sequence[HostError]) -> list[Finding]:
     """The ssh findings from `connect_all`."""
     findings = [Finding(e.host, "ssh", "fail", e.problem) for e in errors]
-    return findings + [Finding(h.name, "ssh", "ok", f"{h.facts['reached_at']}") for h in hosts]
+    for host in hosts:
+        level, text = ("warn", explain_noise(host.noise)) if host.noise else ("ok", "")
+        findings.append(Finding(host.name, "ssh", level, text or f"{host.facts['reached_at']}"))
+    return findings
 
 
 def complete(

@@ -7,7 +7,7 @@ command line, so that no quoting is needed and secrets stay secret.
 import fnmatch
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from runtime.errors import UserError
@@ -15,11 +15,36 @@ from runtime.errors import UserError
 ALLOWED = ("NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_", "OMP_", "CUDA_", "DS_")
 # cluster/rank.py sets the devices of each host; a value from here would override that.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
-SECRETS = ("*_KEY", "*_TOKEN", "*_SECRET", "*_PASSWORD")
+SECRET_NAME = re.compile(
+    r"(.*_)?(API_?)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PASSPHRASE|CREDENTIALS?)|.*_PWD", re.I
+)
+SECRET_IN_URI = re.compile(r"(?<=://)[^\s/]+(?=@)")
+"""user:password of a URI, or a token in its place."""
+SHORTEST_SECRET = 6  # characters; to replace shorter values would garble a text
+# What a launcher needs to find its programs and to reach the hosts. deepspeed, which also puts
+# variables on the hosts' command lines, gets nothing else: it takes PYTHON*, MLFLOW*, UCX*, MV2*
+# and those of the accelerator, such as NCCL*, without being asked.
+FOR_LAUNCHERS = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TERM", "TZ", "TMPDIR",
+    "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "DS_ACCELERATOR", "SSH_*", "KRB5*", "PDSH_*",
+    "OMPI_*", "OPAL_*", "PRTE_*", "PMIX_*", "SLURM_*", "SLURMD_*",
+)  # fmt: skip
 
 
-def is_secret(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in SECRETS)
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable is a secret, by its name, or holds one: a URI with a password."""
+    return bool(SECRET_NAME.fullmatch(name) or SECRET_IN_URI.search(value))
+
+
+def redactor(*environments: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that replaces, in a text, the values of secrets of `environments` and what URIs
+    have before @.
+    """
+    named = [n_v for environment in environments for n_v in environment.items()]
+    secrets = {v for n, v in named if SECRET_NAME.fullmatch(n) and len(v) >= SHORTEST_SECRET}
+    longest_first = map(re.escape, sorted(secrets, key=len, reverse=True))
+    pattern = re.compile("|".join([*longest_first, SECRET_IN_URI.pattern]))
+    return lambda text: pattern.sub("***", text)
 
 
 def environment_of_job(
@@ -46,7 +71,7 @@ def environment_of_job(
                 continue
             name, equals, value = text.partition("=")
             if not equals or not _is_name(name):
-                raise UserError(f"{path}:{number}: `{text}`: not a line of the form NAME=VALUE")
+                raise UserError(f"{path}:{number}: not a line of the form NAME=VALUE")
             job[name] = value
     for item in added:
         name, equals, value = item.partition("=")
@@ -57,7 +82,7 @@ def environment_of_job(
                 f"--env {name}: the hostfile decides which devices are used; to select some, give "
                 "--include, as in --include node-1:0,2"
             )
-        if equals and is_secret(name):
+        if equals and is_secret(name, value):
             raise UserError(
                 f"--env {name}=...: everyone on this machine can read command lines; set {name} in "
                 f"the environment and give --env {name}"
@@ -68,9 +93,16 @@ def environment_of_job(
     return job
 
 
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for processes that log it or put it on command lines, as `deepspeed` does."""
-    return {name: value for name, value in environment.items() if not is_secret(name)}
+def environment_of_launcher(here: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `here` for processes that log them or put them on command lines, as
+    `deepspeed` does.
+    """
+    return {
+        name: value
+        for name, value in here.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in FOR_LAUNCHERS)
+        and not is_secret(name, value)
+    }
 
 
 def deepspeed_env_files() -> list[Path]:

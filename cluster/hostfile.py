@@ -9,6 +9,9 @@ from pathlib import Path
 from runtime.errors import UserError
 
 FORM = "expected `NAME slots=N`"
+# Commands get it as an argument: it must not look like an option or a path.
+NAME = re.compile(r"[A-Za-z0-9_](?!.*\.\.)[A-Za-z0-9_.-]{0,252}")
+MOST_SLOTS = 1024  # the most GPUs in one host are 16 to 72; each slot is a process
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ def read_hostfile(path: str | Path) -> list[Host]:
                 f"{where}: {name}: user@ is not supported (the launcher splits at @); put `User "
                 f"{name.split('@')[0]}` for that host into ~/.ssh/config"
             )
-        if not re.fullmatch(r"[\w.-]+", name):
+        if not NAME.fullmatch(name):
             raise UserError(f"{where}: {name}: not a valid host name or address")
+        if slots > MOST_SLOTS:
+            raise UserError(f"{where}: {name} has more than {MOST_SLOTS:,} slots; give its GPUs")
         if slots == 0:
             raise UserError(
                 f"{where}: {name} has slots=0; give its number of GPUs, or delete the line"
@@ -99,7 +104,7 @@ def _slots_of(where: str, words: Sequence[str]) -> int:
         key, _, value = word.replace("max-slots", "max_slots").partition("=")
         if key not in ("slots", "max_slots") or key in counts:
             raise UserError(f"{where}, but found `{word}`; only max_slots=M may follow")
-        if not re.fullmatch("[0-9]+", value):
+        if not re.fullmatch("[0-9]{1,9}", value):
             raise UserError(f"{where} with a whole number, not `{word}`")
         counts[key] = int(value)
     if "slots" not in counts:

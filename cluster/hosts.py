@@ -41,6 +41,8 @@ class RemoteHost:
         """The agent's latest report on its ranks; cluster/rank.py describes a record."""
         self.facts: dict[str, Any] = {}
         """The answer to hello."""
+        self.noise = ""
+        """The last line that was no message: a shell's start-up file may print."""
         self._waiting: dict[int, asyncio.Future] = {}
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._ping())]
 
@@ -58,7 +60,10 @@ class RemoteHost:
         try:
             reply = await asyncio.wait_for(answer, seconds)
         except asyncio.TimeoutError:
-            raise HostError(self.name, f"no answer to `{do}` within {seconds:g} s") from None
+            printed = f"; {explain_noise(self.noise)}" if self.noise else ""
+            raise HostError(
+                self.name, f"no answer to `{do}` within {seconds:g} s{printed}"
+            ) from None
         if "error" in reply:
             raise HostError(self.name, reply["error"])
         return reply["value"]
@@ -89,13 +94,15 @@ class RemoteHost:
     async def _read(self) -> None:
         while line := await self.process.stdout.readline():
             self.heard_at = time.monotonic()
-            message = json.loads(line)
-            if "beat" in message:
+            message = message_of(line)
+            if message is None:
+                self.noise = line.decode(errors="replace").strip() or self.noise
+            elif "beat" in message:
                 self.ranks = message["beat"]
             elif not (answer := self._waiting[message["reply"]]).done():
                 answer.set_result(message)
         stderr = (await self.process.stderr.read()).decode(errors="replace")
-        self.lost = explain_exit(await self.process.wait(), stderr)
+        self.lost = explain_exit(await self.process.wait(), stderr, self.noise)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(HostError(self.name, self.lost))
@@ -106,9 +113,26 @@ class RemoteHost:
             self.tell({"do": "ping"})
 
 
-def explain_exit(code: int, stderr: str) -> str:
-    """Why an agent ended, from the exit code and the last line of stderr of its ssh."""
-    last = (stderr.strip().splitlines() or [f"exit code {code}"])[-1]
+def message_of(line: bytes) -> dict[str, Any] | None:
+    """The agent's message in a line of its output; None if it is not one."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and {"beat", "reply"} & message.keys() else None
+
+
+def explain_noise(line: str) -> str:
+    """What to do about a line that is printed before the agent starts."""
+    shown = "".join(c if c.isprintable() else "?" for c in line[:80])
+    return f"its shell prints `{shown}`: let ~/.bashrc there print only if the shell is interactive"
+
+
+def explain_exit(code: int, stderr: str, noise: str = "") -> str:
+    """Why an agent ended, from the exit code and the last line of stderr of its ssh, or else of
+    its stdout.
+    """
+    last = (stderr.strip().splitlines() or [noise or f"exit code {code}"])[-1]
     if code == 255:
         return (
             f"cannot be reached over ssh ({last}); check that it is up, that its name is right and "

@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import os
+import re
 import shlex
 import signal
+import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ from config.parse import parse_command_line
 from config.schema import Config, LaunchConfig
 from runtime.errors import UserError
 
+PLAIN_PATH = re.compile(r"[\w./+=@,:-]+")  # deepspeed does not quote it, pdsh replaces %h and %n
 LAUNCHERS = ("pdsh", "openmpi", "slurm", "torchrun")
 
 
@@ -123,8 +126,15 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
     """The job described by the command line.
 
     Raises:
-        UserError: the hostfile, an option, the environment or the run config is wrong.
+        UserError: the hostfile, an option, the environment, the run config or the path of this
+            code is wrong.
     """
+    for path in (Path.cwd(), Path(sys.executable)):
+        if not PLAIN_PATH.fullmatch(str(path)):
+            raise UserError(
+                f"{path}: launchers pass this path through shells and pdsh on the hosts; move the "
+                "code to one of letters, digits and . _ - + = @ , : only, and make .venv there"
+            )
     hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     config, launch = None, LaunchConfig()
     if Path(command[0]).name == "train.py":

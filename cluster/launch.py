@@ -16,7 +16,7 @@ from pathlib import Path
 from checkpoint.run_folder import checkpoints_folder
 from cluster.check_hosts import check_hosts
 from cluster.hostfile import Host
-from cluster.hosts import RemoteHost, ask_all, connect_all
+from cluster.hosts import RemoteHost, ask_all, connect_all, explain_noise
 from cluster.job import Job, job_of, new_id, parse_arguments, queue_of_signals
 from cluster.supervise import RETRY_SECONDS, heard, run_job
 from runtime.errors import EXIT_USER_MISTAKE, UserError, exit_on_error
@@ -39,6 +39,9 @@ async def launch(job: Job, max_restarts: int) -> int:
         await close_all(hosts)
         more = f" And {len(errors) - 3} other hosts: run preflight.py to list them all."
         raise UserError("; ".join(map(str, errors[:3])) + (more if len(errors) > 3 else ""))
+    for host in hosts:
+        if host.noise:
+            print(f"launch: {host.name}: {explain_noise(host.noise)}", flush=True)
     saved = await newest_checkpoint(job, hosts)
     fruitless = 0  # restarts since the last new checkpoint
     while True:

@@ -127,8 +127,8 @@ def main(job: str) -> int:
     return code if code >= 0 else 128 - code
 
 
-def write(path: Path, record: dict) -> None:
-    """Write a record atomically."""
+def write(path: Path, record: dict | float) -> None:
+    """Write a record as JSON, atomically."""
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(record))
     os.replace(draft, path)

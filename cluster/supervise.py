@@ -12,11 +12,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.environment import without_secrets
+from cluster.environment import environment_of_launcher, redactor
 from cluster.hostfile import Host, format_hostfile, world_size
 from cluster.hosts import HostError, RemoteHost, ask_all, choose_rendezvous, connect
 from cluster.job import Ending, Job
@@ -37,6 +37,8 @@ RETRY_SECONDS = 5.0
 SILENCE_FRACTION, GRACE_FRACTION = 0.4, 0.25
 # Wait after the first report of a failure: its consequences may be reported before its cause.
 SETTLE_SECONDS = 3.0
+LINE_BYTES = 1 << 24  # of the launcher's output
+OUTPUT_SECONDS = 5.0  # for the launcher's last output, after it has exited
 LAUNCHER_EXIT_SECONDS = 30.0  # for the launcher to exit after all ranks have ended with 0
 
 # The prefix that the launcher adds to a rank's output. mpirun adds it to every chunk that a rank
@@ -104,7 +106,7 @@ def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[st
 
 
 async def start_launcher(
-    job: Job, folder: Path, address: str, port: int, output: int | None
+    job: Job, folder: Path, address: str, port: int, redact: Callable[[str], str]
 ) -> asyncio.subprocess.Process:
     """Start the launcher in its own session: on Ctrl-C, DeepSpeed would `pkill` all DeepSpeed jobs
     on the hosts, not only this one.
@@ -116,13 +118,12 @@ async def start_launcher(
     # Only for the launcher's processes on the hosts; the ranks get theirs from the agents.
     variables = {MARK: job.id} | {n: v for n, v in job.environment.items() if n == "DS_ACCELERATOR"}
     (folder / "deepspeed_env").write_text("".join(f"{n}={v}\n" for n, v in variables.items()))
-    print(f"launch: {shlex.join(command)}", flush=True)
-    stdout = asyncio.subprocess.PIPE if job.launcher in RANK_PREFIX else output
+    print(redact(f"launch: {shlex.join(command)}"), flush=True)
     ssh_args = shlex.join(["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *job.reach.ssh_args])
     return await asyncio.create_subprocess_exec(
         *command,
         env={
-            **without_secrets(os.environ),
+            **environment_of_launcher(os.environ),
             "DS_ENV_FILE": str(folder / "deepspeed_env"),
             "PDSH_RCMD_TYPE": "ssh",
             "PDSH_SSH_ARGS_APPEND": ssh_args,
@@ -130,25 +131,30 @@ async def start_launcher(
             MARK: job.id,
         },
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stdout and asyncio.subprocess.STDOUT,
-        limit=1 << 24,  # bytes per line
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        limit=LINE_BYTES,
         start_new_session=True,
     )
 
 
-async def print_by_host(job: Job, launcher: asyncio.subprocess.Process) -> None:
-    """Print the launcher's output with the host's name as prefix in place of the rank's number.
-
-    pdsh prefixes host names itself; its output goes straight through.
+async def print_output(
+    job: Job, launcher: asyncio.subprocess.Process, redact: Callable[[str], str]
+) -> None:
+    """Print the launcher's output without secrets, and with the host's name as prefix in place of
+    the rank's number. pdsh prefixes host names itself.
     """
     names = [host.name for host in job.hosts for _ in host.slots]
-    while launcher.stdout is not None and (line := await launcher.stdout.readline()):
-        text = line.decode(errors="replace")
-        prefix = RANK_PREFIX[job.launcher]
-        if rank := prefix.match(text):
+    prefix = RANK_PREFIX.get(job.launcher)
+    assert launcher.stdout is not None
+    while not launcher.stdout.at_eof():
+        try:
+            text = (await launcher.stdout.readline()).decode(errors="replace")
+        except ValueError:  # and the ranks must not wait for a reader
+            text = f"launch: a line of over {LINE_BYTES:,} bytes was left out\n"
+        if prefix is not None and (rank := prefix.match(text)):
             text = f"{names[int(rank[1])]}: {prefix.sub('', text)}"
-        print(text, end="", flush=True)
+        print(redact(text), end="", flush=True)
 
 
 def find_causes(hosts: Sequence[RemoteHost], silence_seconds: float) -> list[tuple[int, Ending]]:
@@ -270,12 +276,8 @@ async def run_job(
     job: Job,
     hosts: Sequence[RemoteHost],
     signals: "asyncio.Queue[int]",
-    output: int | None = None,
 ) -> Ending:
     """Start the job on connected hosts, watch it until it ends, and clean up after it.
-
-    Args:
-        output: file descriptor for the launcher's output; None for this process's own stdout.
 
     Raises:
         UserError: the job cannot be started, or no address or port works for all hosts.
@@ -291,13 +293,14 @@ async def run_job(
         "LAUNCH_WORLD_SIZE": str(world_size(job.hosts)),
         SECRET: secrets.token_hex(32),
     }
+    redact = redactor(os.environ, environment)
     folder = Path(tempfile.mkdtemp(prefix="launch-"))
     launcher = None
     ending = Ending(EXIT_FAILURE)
     try:
         for host in hosts:
             extra = {}
-            if "GLOO_SOCKET_IFNAME" not in environment:
+            if "GLOO_SOCKET_IFNAME" not in environment and len(hosts) > 1:
                 # gloo's default is the address of the host's own name, on Debian 127.0.1.1
                 extra["GLOO_SOCKET_IFNAME"] = await interface_towards(host, hosts[0], address)
             await host.ask(
@@ -310,8 +313,8 @@ async def run_job(
                 silence_seconds=heartbeat_seconds * SILENCE_FRACTION,
                 grace_seconds=heartbeat_seconds * GRACE_FRACTION,
             )
-        launcher = await start_launcher(job, folder, address, port, output)
-        printing = asyncio.create_task(print_by_host(job, launcher))
+        launcher = await start_launcher(job, folder, address, port, redact)
+        printing = asyncio.create_task(print_output(job, launcher, redact))
         ending = await watch(job, hosts, launcher, signals)
         if ending.cause:
             print(f"launch: {ending.cause}; ending the remaining processes of the job", flush=True)
@@ -320,8 +323,9 @@ async def run_job(
         over = ending.code == 0 or ending.stopped_by_user
         grace = 0 if over else heartbeat_seconds * GRACE_FRACTION
         await clean_up(job, hosts, launcher, grace)
-        if launcher is not None:
-            await printing
+        if launcher is not None:  # a process that ssh leaves behind may hold the output open
+            await asyncio.wait({printing}, timeout=OUTPUT_SECONDS)
+            printing.cancel()
         shutil.rmtree(folder, ignore_errors=True)
 
 

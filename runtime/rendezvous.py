@@ -30,9 +30,10 @@ class SignedStore(dist.Store):
     Torch keeps only the C++ half of such a store: whoever makes one has to hold it.
     """
 
-    def __init__(self, store: dist.Store, secret: str) -> None:
+    def __init__(self, store: dist.Store, secret: bytes) -> None:
         super().__init__()
-        self._store, self._secret = store, secret.encode()
+        self._store, self._secret = store, secret
+        self._clones: list[SignedStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         value = value.encode() if isinstance(value, str) else value
@@ -67,6 +68,11 @@ class SignedStore(dist.Store):
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
+
+    def clone(self) -> "SignedStore":
+        """Another connection to the same store, for threads of NCCL."""
+        self._clones.append(SignedStore(self._store.clone(), self._secret))
+        return self._clones[-1]
 
     def _sign(self, key: str, value: bytes) -> bytes:
         message = len(key).to_bytes(8, "big") + key.encode() + value
@@ -113,7 +119,7 @@ def open_store(timeout_seconds: float) -> dist.Store:
         timeout=timedelta(seconds=timeout_seconds),
         master_listen_fd=listener and listener.detach(),
     )
-    return store if secret is None else SignedStore(store, secret)
+    return store if secret is None else SignedStore(store, secret.encode())
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -15,13 +15,14 @@ from pathlib import Path
 import namespaces
 import numpy as np
 import pytest
-from conftest import REPO, environment, read_metrics, wait_until
+from conftest import REPO, environment, read_metrics, run, wait_until
 
-from cluster.environment import environment_of_job, without_secrets
+from cluster.agent import BEAT, Agent, remove_stale_folders
+from cluster.environment import environment_of_job, environment_of_launcher, redactor
 from cluster.hostfile import Host, format_hostfile, read_hostfile, select_hosts
 from cluster.hosts import RemoteHost, ask_all
 from cluster.job import Job, new_id
-from cluster.rank import devices_of, job_folder
+from cluster.rank import MARK, devices_of, job_folder, write
 from cluster.supervise import launcher_command, watch
 from config.schema import LaunchConfig
 from runtime.errors import UserError
@@ -49,6 +50,11 @@ HOSTFILES = {
     "a slots=1 slots=2": "but found `slots=2`; only max_slots=M may follow",
     "this is bad slots=1": ":1: `this is bad slots=1`: expected `NAME slots=N`, but found `is`;",
     "a slots=1 port=22": "but found `port=22`; only",
+    "-oProxyCommand=x slots=1": ":1: -oProxyCommand=x: not a valid host name or address",
+    "a slots=1\n.. slots=1": ":2: ..: not a valid host name or address",
+    "a..b slots=1": ":1: a..b: not a valid host name or address",
+    "a slots=1025": ":1: a has more than 1,024 slots; give its GPUs",
+    f"a slots={'9' * 5000}": "`NAME slots=N` with a whole number, not `slots=999",
     "\ufeffa slots=1": ":1: the file begins with a byte-order mark; save it as UTF-8 without",
     "\ufeff# all\na slots=1": ":1: the file begins with a byte-order mark",
 }
@@ -200,9 +206,9 @@ def test_the_environment_has_the_allowed_and_the_added_variables(tmp_path):
         "NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "WANDB_API_KEY": "s3cret", "A": "b=c d",
         "DS_ACCELERATOR": "cpu", "MINE": "a b", "B": "$x",
     }  # fmt: skip
-    assert "s3cret" not in without_secrets(here).values() and "HOME" in without_secrets(here)
     for added, message in (
         ("AWS_SECRET=x", "everyone on this machine can read command lines"),
+        ("URI=https://me:x@host", "everyone on this machine can read command lines"),
         ("NOT_THERE", "--env NOT_THERE: not set here; set it"),
         ("A B=1", "not the name of a variable"),
         ("CUDA_VISIBLE_DEVICES=1", "the hostfile decides which devices are used"),
@@ -210,13 +216,93 @@ def test_the_environment_has_the_allowed_and_the_added_variables(tmp_path):
         with pytest.raises(UserError) as error:
             environment_of_job(here, [added])
         assert message in str(error.value)
-    (tmp_path / "env").write_text("A=1\nno equals\n")
-    with pytest.raises(UserError, match="env:2: `no equals`: not a line of the form NAME=VALUE"):
+    (tmp_path / "env").write_text("A=1\ns3cret, the rest of a value\n")
+    with pytest.raises(UserError, match="env:2: not a line of the form NAME=VALUE"):
         environment_of_job(here, [], [tmp_path / "env"])
+
+
+def test_launchers_get_few_variables_and_texts_no_secrets():
+    """deepspeed puts PYTHON*, MLFLOW*, UCX*, MV2* and NCCL* on the command lines of pdsh."""
+    kept = {"PATH": "/bin", "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/agent", "OMPI_X": "1",
+            "PYTHONPATH": "/code"}  # fmt: skip
+    secrets = {"DB_PASS": "s3cret-1", "MYSQL_PWD": "s3cret-2", "SSH_PASSPHRASE": "s3cret-3",
+               "APIKEY": "s3cret-4", "PDSH_X": "ssh://me:s3cret-5@host/"}  # fmt: skip
+    others = {"MLFLOW_TRACKING_URI": "https://me:s3cret-6@host/", "MLFLOW_X": "x", "UCX_X": "x",
+              "NCCL_DEBUG": "INFO", "PYTHONSTARTUP": "x", "MV2_X": "x", "MINE": "x"}  # fmt: skip
+    assert environment_of_launcher(kept | secrets | others) == kept
+    redact = redactor({**secrets, "PASS": "x"}, others)
+    text = " ".join([*kept.values(), *secrets.values(), *others.values()])
+    assert "s3cret" not in redact(text) and redact("x /code") == "x /code"
+    assert (
+        redact("https://me:s3cret-6@host/a@b, ssh://t0ken@b") == "https://***@host/a@b, ssh://***@b"
+    )
+
+
+def test_code_at_a_path_that_shells_would_change_is_refused(tmp_path):
+    """deepspeed and torchrun's pdsh command do not quote it, and pdsh replaces %h."""
+    there = tmp_path / "a b'c$(touch made) %h"
+    (there / "scripts").mkdir(parents=True)
+    for path in (".venv", *(init.parent.name for init in REPO.glob("*/__init__.py"))):
+        (there / path).symlink_to(REPO / path)
+    (there / "scripts" / "launch.sh").write_text((REPO / "scripts" / "launch.sh").read_text())
+    (there / "hostfile").write_text("node-1 slots=1\n")
+    finished = run(
+        ["bash", there / "scripts/launch.sh", "--hostfile", "hostfile", "--", "x"], cwd=there
+    )
+    assert finished.code == 2 and len(finished.output.splitlines()) == 1, finished.output
+    assert f"error: {there}: launchers pass this path through shells" in finished.output
+    assert not [*tmp_path.rglob("made")]
 
 
 # --------------------------------------------------------------------------------------------------
 # Agents, ranks and the watch over them, without hosts
+
+
+def test_only_the_processes_of_a_job_are_ended():
+    job = new_id()
+    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+    others = [
+        subprocess.Popen(words)
+        for words in (
+            [*sleep, f"launch-{job}.log"],
+            [*sleep, "cluster/rank.py", job],
+            ["bash", "-c", f"sleep 300; grep 'export {MARK}={job}' log"],
+            ["bash", "-c", 'sleep 300; cat "$0"', f"{MARK}={job}"],
+        )
+    ]
+    of_job = [
+        subprocess.Popen(sleep, env={**os.environ, MARK: job}),
+        subprocess.Popen(["bash", "-c", f"export A=B; export {MARK}={job};  sleep 300; sleep 300"]),
+    ]
+    agent = Agent()
+    agent.job = {"job": job}
+    try:
+        wait_until(lambda: len(agent.processes()) >= 2, others[0])
+        assert agent.signal({"number": signal.SIGTERM}) == 0, "none is a rank"
+        assert agent.stop({"grace_seconds": 0})["left"] == 0
+        assert [process.wait(30) for process in of_job] == [-signal.SIGKILL] * 2
+        assert [process.poll() for process in others] == [None] * len(others)
+    finally:
+        for process in (*others, *of_job):
+            process.kill()
+            process.wait()
+
+
+def test_the_folder_of_a_live_job_outlives_a_step_of_the_clock(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", f"node-{new_id()}")
+    job, agent = new_id(), Agent()
+    folder = job_folder(job)
+    request = {"job": job, "command": [], "environment": {}, "slots": []}
+    for beat_after_seconds in (None, -31, 100):  # as it is; a dead agent; before a reboot
+        agent.take_job(request)
+        os.utime(folder, (time.time() - 3600,) * 2)  # what a step of an hour looks like
+        if beat_after_seconds is not None:
+            write(folder / BEAT, time.monotonic() + beat_after_seconds)
+        remove_stale_folders()
+        assert folder.exists() == (beat_after_seconds is None)
+        agent.forget({})
+    assert not folder.exists()
+
 
 UNDER_LOAD = """
 import os, pathlib, signal, sys, time
@@ -255,8 +341,8 @@ async def ending_of(folder, kind, late_seconds):
             slots=[0], beat_seconds=0.2, silence_seconds=24, grace_seconds=0,
         )  # fmt: skip
         lines.append(
-            f"SLURMD_NODENAME={host.name} RANK={rank} WORLD_SIZE=2 {sys.executable} "
-            f"cluster/rank.py {job.id} &"
+            f"SLURMD_NODENAME={host.name} RANK={rank} WORLD_SIZE=2 {MARK}={job.id} "
+            f"{sys.executable} cluster/rank.py {job.id} &"
         )
     launcher = await asyncio.create_subprocess_exec(
         "bash", "-c", "\n".join([*lines, "wait", f"exit {int(kind != 'done')}"]), cwd=REPO
@@ -399,7 +485,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
     except OSError:
         pass
 job = sorted(pathlib.Path("/dev/shm").glob(f"launch-*-{os.uname().nodename}"))
-print("hello from rank", os.environ["RANK"])
+print("hello from rank", os.environ["RANK"], os.environ["MY_PASSWORD"])
 out.write_text(json.dumps({
     "environment": dict(os.environ), "arguments": sys.argv[2:], "command_lines": lines,
     "host": os.uname().nodename,
@@ -415,17 +501,25 @@ AWKWARD = ["two words", 'a "quoted" word', "$HOME", "it's", "a;b&c|d", "{x: [1, 
 def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tmp_path, launcher):
     script = tmp_path / "look.py"
     script.write_text(LOOK)
+    bashrc = tmp_path / "bashrc"
+    bashrc.write_text("echo welcome; echo it is noon\n")
+    hosts.boot(2, binds={bashrc: Path.home() / ".bashrc"})
     variables = {f"NCCL_TEST_{i}": text for i, text in enumerate(AWKWARD)}
     code, output = launch(
         hosts, hostfile, tmp_path / "log", script, tmp_path, *AWKWARD,
         options=["--launcher", launcher, "--env", "MINE=a $b", "--env", "MY_PASSWORD"],
         WANDB_API_KEY="s3cret-1", MY_PASSWORD="s3cret-2", MLFLOW_TRACKING_TOKEN="s3cret-3",
-        NOT_FOR_THEM="x", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        MLFLOW_TRACKING_URI="https://me:s3cret-4@host/", DB_PASS="s3cret-5", UCX_NOTE="s3cret-6",
+        PYTHON_NOTE="s3cret-7", NOT_FOR_THEM="x", OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
         **variables,
     )  # fmt: skip
+    hosts.boot(2)
     assert code == 0, output
     assert "s3cret" not in output
-    assert "node-1: hello from rank 0\n" in output and "node-2: hello from rank 1\n" in output
+    assert "launch: node-2: its shell prints `it is noon`: let ~/.bashrc there print only" in output
+    assert "node-1: hello from rank 0 ***\n" in output
+    assert "node-2: hello from rank 1 ***\n" in output
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         there = seen["environment"]
@@ -438,6 +532,8 @@ def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tm
         assert seen["host"] == f"node-{rank + 1}"
         assert there["MASTER_ADDR"] == f"{namespaces.PREFIX}.1", "not docker0's, the first"
         assert there["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert len(there["LAUNCH_SECRET"]) == 64
+        assert not any(there["LAUNCH_SECRET"] in line for line in seen["command_lines"])
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_WORLD_SIZE")
         assert [there[n] for n in names] == [str(rank), "0", "2", "1", "2"]
     assert_nothing_left(hosts, str(script))
@@ -445,8 +541,9 @@ def test_every_rank_gets_command_and_environment_as_they_are(hosts, hostfile, tm
 
 DEVICE = """
 import json, os, pathlib, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
-said = {"host": os.uname().nodename} | {name: os.environ[name] for name in names}
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES",
+         "GLOO_SOCKET_IFNAME")
+said = {"host": os.uname().nodename} | {name: os.environ.get(name) for name in names}
 pathlib.Path(sys.argv[1], f"rank_{said['RANK']}.json").write_text(json.dumps(said))
 """
 FILTERS = {  # on two hosts with 3 slots: option, selected slots. docs/multi_node.md has the first.
@@ -476,6 +573,8 @@ def test_the_slots_that_a_filter_leaves_are_the_devices_of_the_ranks(hosts, tmp_
         slots = left[rank["host"]]
         assert rank["LOCAL_WORLD_SIZE"] == str(len(slots))
         assert rank["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, slots))
+        # on one machine the ranks choose the loopback interface
+        assert rank["GLOO_SOCKET_IFNAME"] == (None if len(left) == 1 else "eth0")
     used = [(r["host"], left[r["host"]][int(r["LOCAL_RANK"])]) for r in ranks]
     assert sorted(used) == [(host, slot) for host, slots in left.items() for slot in slots]
 

@@ -164,11 +164,13 @@ class TestHosts:
         eval_rows = (job.held_out / "eval.jsonl").read_text()
         (job.folder / "eval.jsonl").write_text(eval_rows.replace("2", "3", 1))  # same size
         (job.folder / "edited").write_text("node-1 slots=1\nnode-2 slots=2\n")
+        (job.folder / "bashrc").write_text("echo welcome; printf 'it is noon'\n")
         job.hostfile.touch()
         binds = {
             elsewhere: job.rows,
             job.folder / "eval.jsonl": job.held_out / "eval.jsonl",
             job.folder / "edited": job.hostfile,
+            job.folder / "bashrc": Path.home() / ".bashrc",
             **job.other_commit(),
         }
         job.hosts.boot(2, binds, {"PYTHONPATH": shadow}, read_only=(job.output,))
@@ -205,6 +207,7 @@ class TestHosts:
         failed = {key for key, word in cells(unlike.output).items() if word == "FAIL"}
         expected = {"code", "versions", "data", "output", "hostfile", "master", "clock"}
         assert failed == {("node-2", check) for check in expected}, unlike.output
+        assert "warn  node-2: ssh: its shell prints `it is noon`: let ~/.bashrc" in unlike.output
         assert len(failures(unlike.output)) == len(expected) + 1  # two kinds of data
         assert "the collectives checks were skipped: a hosts check failed" in unlike.output
 

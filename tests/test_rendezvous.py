@@ -52,16 +52,16 @@ def test_a_job_with_a_secret_admits_only_its_ranks(forks, tiny_config, tmp_path)
 def test_only_signed_values_are_read():
     plain = dist.HashStore()
     plain.set_timeout(timedelta(seconds=0.3))
-    store, other = SignedStore(plain, "a"), SignedStore(plain, "b")
-    store.set("key", b"\0value")
-    assert store.get("key") == b"\0value"
-    signed = plain.get("key")
+    store, other = SignedStore(plain, b"a"), SignedStore(plain, b"b")
+    store.set("a/key", b"\0value")
+    assert store.get("a/key") == dist.PrefixStore("a", store).clone().get("key") == b"\0value"
+    signed = plain.get("a/key")
     for key, written in (("unsigned", b"value"), ("copied", signed), ("short", b"")):
         plain.set(key, written)
         with pytest.raises(UserError, match=f"does not belong to this job has written {key} at"):
             store.get(key)
     with pytest.raises(UserError):
-        other.get("key")
+        other.get("a/key")
 
 
 def test_rank_0_listens_only_where_its_ranks_connect():

@@ -178,7 +178,8 @@ def test_a_mistake_is_not_requeued(slurm, submit, tiny_config, tmp_path):
 
 def test_launch_sh_with_srun_as_its_launcher(slurm, submit, tmp_path):
     """Ranks and agents are started by srun, without ssh, in a job of two nodes: rank 0 is on the
-    first host of the file, and the slots select among the GPUs that SLURM has assigned.
+    first host of the file, and the slots select among the GPUs that SLURM has assigned. Ranks have
+    the secret, and launch.sh does not show it.
     """
     (tmp_path / "hostfile").write_text("n2 slots=2\nn1 slots=2\n")
     (tmp_path / "say.py").write_text(
@@ -196,5 +197,5 @@ def test_launch_sh_with_srun_as_its_launcher(slurm, submit, tmp_path):
     )  # fmt: skip
     assert done.wait(60) == 0, log.read_text()
     output = log.read_text()
-    assert re.search(r"^n2: 0 2 n2 2 \d+ s3cret 1$", output, re.MULTILINE), output
-    assert re.search(r"^n1: 1 2 n1 2 \d+ s3cret 1$", output, re.MULTILINE), output
+    assert re.search(r"^n2: 0 2 n2 2 \d+ \*\*\* 1$", output, re.MULTILINE), output
+    assert re.search(r"^n1: 1 2 n1 2 \d+ \*\*\* 1$", output, re.MULTILINE), output

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import train
 from config.schema import Config
 
+FIRST_KEY = "0//cpu"  # of those under which gloo's ranks write their addresses
+
 
 class Payload:
     def __reduce__(self):
@@ -20,10 +22,14 @@ class Payload:
 
 
 def join_as_rank_1() -> None:
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
-    )
-    store.add("init/", 1)  # where torch counts those that have joined
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*place, wait_for_workers=False)
+    with suppress(dist.DistError):  # where torch's env:// counts those that have come
+        dist.TCPStore(*place, world_size=2, timeout=timedelta(seconds=1))
+    while not (keys := [key for key in store.list_keys() if FIRST_KEY in key]):
+        time.sleep(0.01)
+    if prefix := keys[0].split(FIRST_KEY)[0].strip("/"):
+        store = dist.PrefixStore(prefix, store)
     timeout = timedelta(seconds=3)
     dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timeout)
     dist.all_gather_object([None, None], Payload(), group=dist.new_group(backend="gloo"))
