@@ -95,7 +95,7 @@ BAD_ROWS = {
     "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', {}, ":2: not UTF-8 (byte 10 of the line)"),
     "NUL": (b'{"text": "a"}\n{"text": "\0"}\n', {}, ":2: the row has a NUL byte"),
     "long": ([{"text": "x"}, {"text": "x" * 99}], {"max_row_characters": 50},
-             ":2: over data.max_row_characters (50) with 111"),
+             ":2: over data.max_row_characters (50)"),
 }  # fmt: skip
 
 
