@@ -53,13 +53,6 @@ def write_measured(path: Path, write: Callable[[Any], Any]) -> dict[str, Any]:
     return {"bytes": file.bytes, "xxh3_64": file.digest.hexdigest()}
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names of a folder's files to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def checksum(path: Path) -> str:
     """The 64-bit xxh3 of a file, in hexadecimal."""
     digest = xxhash.xxh3_64()

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from checkpoint.copies import TensorCopies, tensor_bytes
-from checkpoint.files import sync_folder, write_measured
+from checkpoint.files import write_measured
 from checkpoint.find import (
     NodeCheckpoint,
     inspect_checkpoints,
@@ -58,6 +58,7 @@ from checkpoint.run_folder import (
 from checkpoint.shards import layout, progress
 from checkpoint.state import TrainerState, write_state
 from config.schema import CheckpointConfig
+from runtime.disk import sync_folder
 from runtime.errors import UserError, describe
 from runtime.seeding import rng_state
 
