@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from config.schema import DataConfig, Source
 
-CACHE_VERSION = 4  # increase it when the same input is to give other tokens than before
+CACHE_VERSION = 5  # increase it when the same input is to give other tokens than before
 ROWS_PER_WORKER = 10_000
 LEASE_SECONDS = 60.0  # of the lock, which its holder refreshes three times as often
 RAW_ROWS, RAW_CHARACTERS = 1000, 1 << 26  # at most so much of the sources is written at a time
@@ -76,11 +76,13 @@ TOKENIZED = datasets.Features(
         "place": datasets.Value("int64"),  # line of the file, or number of the row in it
         "row": datasets.Value("int64"),  # number among all rows read, the same for split pieces
         "outcome": datasets.Value("int8"),
+        "special": datasets.Value("string"),  # the first special token in the row's own text, or ""
         "reason": datasets.Value("string"),
         "problem": datasets.Value("string"),
     }
 )
-WORKING = ("outcome", "reason", "problem")  # columns that are not kept in the cache
+PLACES = ("special", "file", "place", "row")
+WORKING = ("outcome", "special", "reason", "problem")  # columns that are not kept in the cache
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _tokenize_batch(
     rows = zip(index, *(batch[name] for name in RAW), strict=True)
     for number, source, file, place, text, problem in rows:
         option = options[source]
-        reason = ""
+        reason, specials = "", list[str]()
         try:
             pieces = fit(
                 *render(
@@ -146,6 +148,7 @@ def _tokenize_batch(
                     ),
                     tokenizer,
                     option,
+                    specials,
                 ),
                 option,
             )
@@ -154,7 +157,8 @@ def _tokenize_batch(
                 raise UserError(_bad_row(file, place, str(error), text)) from error
             pieces, reason, problem = [([], [], REJECTED)], error.reason, str(error)
         for ids, mask, outcome in pieces:
-            values = (ids, mask, source, file, place, number, outcome, reason, problem)
+            special = specials[0] if specials else ""
+            values = (ids, mask, source, file, place, number, outcome, special, reason, problem)
             for name, value in zip(TOKENIZED, values, strict=True):
                 out[name].append(value)
     with progress.open("ab") as counter:  # a short append is atomic across workers
@@ -184,6 +188,7 @@ def cache_path(
             CACHE_VERSION,
             [[sources.fingerprint(s), s.format, s.columns, s.ignore_keys, s.roles] for s in given],
             [options.as_chat, options.supervise, options.max_length, options.on_too_long],
+            options.special_tokens_in_text,
             [config.on_bad_row, config.max_row_characters],
             tokenizer.chat_template,
             _backend_state(backend) if backend else sorted(tokenizer.get_vocab().items()),
@@ -355,6 +360,7 @@ def _build_cache(
         **counts,
         "rejected": rejected,
         **describe_masks(rows, tokenizer, config, chat),
+        "special_text": _describe_specials(mapped.select_columns(list(PLACES)), config),
         "tokens": int(lengths.sum(dtype=np.int64)),
         "supervised_tokens": int(supervised.sum(dtype=np.int64)),
         "content": content,
@@ -445,6 +451,24 @@ def _write_rejected(
             text = raw[row["row"]]["text"][:SHOWN_CHARACTERS]
             out.write(json.dumps({**line, "text": text}) + "\n")
     return dict(counts.most_common())
+
+
+def _describe_specials(rows: datasets.Dataset, config: "DataConfig") -> str:
+    """How many rows have text of special tokens, what it became, and where the first is; "" for
+    none.
+    """
+    found = np.flatnonzero([text != "" for text in rows["special"][:]])
+    if not len(found):
+        return ""
+    first = rows[int(found[0])]
+    became = {"escape": "tokenized as plain text", "allow": "WHICH ARE CONTROL TOKENS NOW"}
+    done = became.get(config.special_tokens_in_text, "left out")
+    count = len(set(np.asarray(rows["row"][:])[found].tolist()))
+    return (
+        f"{count:,} rows have special tokens in their text, {done} (data.special_tokens_in_text: "
+        f"{config.special_tokens_in_text}), first {first['special']!r} in "
+        f"{first['file']}:{first['place']}"
+    )
 
 
 def _what_became(outcome: np.ndarray) -> str:
