@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from config.batch_math import scaled_learning_rate, warmup_steps
+from config.yaml_check import compose, read_config_text
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ ACCELERATE_LAUNCH = (
     "deepspeed_moe_layer_cls_names",
     "zero3_init_flag",
 )
+MOST_LEVELS = 50  # of a config's nesting; DeepSpeed's own have 4
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True}}
 
 
@@ -331,24 +333,32 @@ def _same(stated: Any, value: Any) -> bool:
     return math.isclose(stated, value, rel_tol=1e-6) if numbers else stated == value
 
 
-def _read(file: str) -> dict[str, Any]:
+def _read(file: str, named_by: str | None = None) -> dict[str, Any]:
+    text = read_config_text(file, "ds_config: ")
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
         if is_yaml := Path(file).suffix in (".yaml", ".yml"):
+            compose(text, file)
             raw = yaml.safe_load(text)
         else:
-            raw = json.loads(text, object_pairs_hook=partial(_plain_object, file))
-    except OSError as error:
-        raise UserError(f"ds_config: cannot read {file}: {error.strerror}") from error
+            raw = json.loads(
+                text,
+                object_pairs_hook=partial(_plain_object, file),
+                parse_constant=partial(_refuse_constant, file),
+            )
+            _check_depth(raw)
     except json.JSONDecodeError as error:
         raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text") from error
+    except ValueError as error:  # a number of 5,000 digits
+        raise UserError(f"{file}: not JSON: {error}") from error
+    except RecursionError:
+        raise UserError(f"{file}: not a DeepSpeed config: it is nested too deeply") from None
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config has to be an object, not {type(raw).__name__}")
     if is_yaml or "deepspeed_config" in raw:
+        if named_by is not None:  # possibly by itself
+            raise UserError(f"{named_by}: deepspeed_config_file: {file} is not a DeepSpeed config")
         raw = _from_accelerate(file, raw)
     if "bfloat16" in raw:  # DeepSpeed's old name for bf16, which it still reads
         if "bf16" in raw:
@@ -385,6 +395,20 @@ def _plain_object(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _refuse_constant(file: str, name: str) -> None:
+    """Raise UserError for NaN and Infinity, which are not JSON, but which json.loads accepts."""
+    raise UserError(f"{file}: {name} is not JSON; give a number")
+
+
+def _check_depth(value: Any, levels: int = MOST_LEVELS) -> None:
+    """Raise RecursionError for a value nested deeper than `levels`."""
+    if isinstance(value, dict | list):
+        if not levels:
+            raise RecursionError
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, levels - 1)
+
+
 def _from_accelerate(file: str, raw: dict[str, Any]) -> dict[str, Any]:
     """The DeepSpeed config that accelerate makes from its own config.
 
@@ -400,7 +424,7 @@ def _from_accelerate(file: str, raw: dict[str, Any]) -> dict[str, Any]:
     if "zero_optimization" in block:
         return block  # DeepSpeed's own
     if named := block.get("deepspeed_config_file"):
-        return _read(named)
+        return _read(str(named), named_by=file)
     for key in block:
         if key not in (*ACCELERATE, *ACCELERATE_LAUNCH):
             near = difflib.get_close_matches(str(key), [*ACCELERATE, *ACCELERATE_LAUNCH], n=1)

@@ -1,24 +1,33 @@
 """Command line and YAML -> Config: defaults < YAML file < command line; one-line errors."""
 
 import dataclasses
-import difflib
 import json
 import re
+import textwrap
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from config.ds_config import with_schedule
-from config.places import config_files, config_keys, find_key, place_of_key, type_of_key
+from config.places import config_files, find_key, place_of_key, type_of_key
 from config.schema import Config
 from config.validate import check_config
+from config.yaml_check import check_config_text, check_flag, read_config_text, unknown_key
 from runtime.errors import UserError
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+# A value that names a class is never imported nor instantiated, wherever jsonargparse looks for one
+set_parsing_settings(
+    docstring_parse_attribute_docstrings=True,
+    import_path_denylist=["*"],
+    import_path_allowlist=["config.schema"],
+    instantiate_subclass_spec_in_any=False,
+)
+SHOWN_CHARACTERS = 300  # of an error message of jsonargparse, which quotes values
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ def parse_command_line(
     parser.add_argument("--local_rank", type=int, help="Set by the deepspeed launcher; not used.")
     parser.add_class_arguments(Config)
     try:
-        namespace = parser.parse_args(list(argv))
+        namespace = parser.parse_args(_checked(argv))
         sections = parser.instantiate(namespace)
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UserError(_one_line(str(error), argv)) from error
@@ -69,6 +78,29 @@ def parse_command_line(
         check_config(config, argv)
         config = with_schedule(config)
     return CommandLine(config, namespace.dry_run, argv)
+
+
+def _checked(argv: Sequence[str]) -> list[str]:
+    """The arguments with the text of each config file in place of its name, all checked.
+
+    Raises:
+        UserError: a file cannot be read, or a file or flag is refused.
+    """
+    checked = []
+    for before, argument in pairwise(["", *argv]):
+        if argument.startswith("--"):
+            flag, equals, value = argument.partition("=")
+        else:
+            flag, equals, value = before, "", argument
+        if flag == "--config" and value:
+            text = read_config_text(value)
+            check_config_text(text, value)
+            # the comment keeps jsonargparse from taking the text for the name of a file
+            argument = f"{flag}{equals}{text}\n#" if equals else f"{text}\n#"
+        elif flag.startswith("--") and value:
+            check_flag(flag.removeprefix("--"), value)
+        checked.append(argument)
+    return checked
 
 
 def _plain(value: Any) -> Any:
@@ -108,12 +140,12 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
         if value is not None and (expected := _scalar_type(type_of_key(Config, key))):
             problem = f"expected {expected}, got {value!r}"
     else:
-        return f"{config_files(argv)}: {' '.join(message.split())}"
-    if problem == "unknown key" and (
-        near := difflib.get_close_matches(key, config_keys(Config), n=1, cutoff=0.5)
-    ):
-        problem = f"unknown key; did you mean {near[0]}?"
-    return f"{place_of_key(key, argv)}: {key}: {' '.join(problem.split())}"
+        message = textwrap.shorten(message, SHOWN_CHARACTERS, placeholder=" ...")
+        return f"{config_files(argv)}: {message}"
+    if problem == "unknown key":
+        return f"{place_of_key(key, argv)}: {unknown_key(key, Config)}"
+    problem = textwrap.shorten(problem, SHOWN_CHARACTERS, placeholder=" ...")
+    return f"{place_of_key(key, argv)}: {key}: {problem}"
 
 
 def _scalar_type(kind: Any) -> str | None:

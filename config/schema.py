@@ -126,6 +126,11 @@ class DataConfig:
     """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and
     list it in rejected_rows.jsonl.
     """
+    special_tokens_in_text: Literal["escape", "allow", "refuse"] = "escape"
+    """What to do with the text of a special token, such as <|end|>, in a row's own text. escape:
+    tokenize it as plain text; allow: as the token; refuse: a bad row. Such rows are counted and
+    reported. The marks of the chat template always are tokens.
+    """
     max_row_characters: PositiveInt = 8_000_000
     """A row with more characters is a bad one; most likely its file lacks line breaks."""
     batching: Literal["auto", "bucketed", "packed"] = "auto"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from config.parse import CommandLine, parse_command_line
-from config.places import config_keys, require
-from config.schema import DataConfig, Source
+from config.places import require
+from config.schema import DataConfig
 from data.sources import FORMAT_KEYS, OPTIONAL_KEYS, local_files
 from runtime.errors import UserError
 
@@ -37,13 +37,6 @@ def check_sources(data: DataConfig, argv: Sequence[str]) -> None:
         for source in data.sources(key):
             given = (source.path is not None) + (source.hub is not None)
             check(given == 1, f"data.{key}", "a source must have either path or hub")
-            # jsonargparse takes what it cannot parse as objects with these keys for a path
-            check(
-                not (source.path or "").startswith(("[", "{")),
-                f"data.{key}",
-                f"{source.path} is not a list of paths or of objects with the keys "
-                + ", ".join(config_keys(Source)),
-            )
             of_hub = source.subset or source.revision or source.split != "train"
             check(
                 source.hub is not None or not of_hub,

@@ -19,6 +19,7 @@ class RenderOptions:
     on_too_long: str
     ignore_keys: Sequence[str] = ()
     roles: dict[str, str] = field(default_factory=dict)
+    special_tokens_in_text: str = DataConfig.special_tokens_in_text
 
     @classmethod
     def of(cls, config: DataConfig) -> "RenderOptions":

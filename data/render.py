@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from data.messages import canonical_row
 from data.options import RenderOptions
 from data.sources import BadRow
+from data.special_text import encode, special_spans, special_spans_of_chat
 from data.turns import (
     RenderedChat,
     apply_template,
@@ -33,11 +34,17 @@ OUTCOMES = {
 
 
 def render(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", options: RenderOptions
+    row: dict[str, Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: RenderOptions,
+    specials: list[str] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Token ids and loss mask of one parsed row, not truncated; options.format is not "auto".
 
     `mask[t]` says whether token t is a target. Token 0 never is, since nothing predicts it.
+
+    Args:
+        specials: receives the texts of special tokens in the row's own text.
 
     Raises:
         BadRow: a key is missing or of the wrong type, an answer is empty, or the chat template
@@ -45,20 +52,21 @@ def render(
     """
     row = canonical_row(row, options)
     try:
+        specials = [] if specials is None else specials
         if "messages" in row:
-            ids, mask = _render_chat(row, tokenizer, options.supervise)
+            ids, mask = _render_chat(row, tokenizer, options, specials)
         elif "text" in row:
-            ids = _with_start(tokenizer(row["text"])["input_ids"], tokenizer)
-            ids = _with_end(ids, tokenizer)
+            ids = _plain_ids(row["text"], tokenizer, options, specials, start=True, end=True)
+            ids = _with_end(_with_start(ids, tokenizer), tokenizer)
             mask = [True] * len(ids)
         else:
-            prompt = _with_start(tokenizer(row["prompt"])["input_ids"], tokenizer)
+            prompt = _plain_ids(row["prompt"], tokenizer, options, specials, start=True)
+            prompt = _with_start(prompt, tokenizer)
             # A tokenizer that ends every text with eos would put it before the completion.
             if prompt and tokenizer("")["input_ids"][-1:] == [tokenizer.eos_token_id]:
                 prompt = prompt[:-1]
-            completion = _with_end(
-                tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer
-            )
+            completion = _plain_ids(row["completion"], tokenizer, options, specials, end=True)
+            completion = _with_end(completion, tokenizer)
             ids, mask = prompt + completion, [False] * len(prompt) + [True] * len(completion)
     except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair
         raise BadRow("not text", f"the tokenizer refuses it ({_one_line(error)})") from error
@@ -69,6 +77,42 @@ def render(
     if not any(mask):
         raise BadRow("empty answer", "no token is supervised: the answer is empty")
     return ids, mask
+
+
+def _plain_ids(
+    text: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    options: RenderOptions,
+    specials: list[str],
+    start: bool = False,
+    end: bool = False,
+) -> list[int]:
+    """Token ids of a text without a template, with the tokenizer's own start if `start`."""
+    spans = special_spans(tokenizer, text, start, end)
+    plain = _check_specials(text, spans, options, specials)
+    if not tokenizer.is_fast:  # has no offsets
+        return tokenizer(text, add_special_tokens=start, split_special_tokens=bool(plain))[
+            "input_ids"
+        ]
+    return encode(tokenizer, text, plain, start)[0]
+
+
+def _check_specials(
+    text: str, spans: list[tuple[int, int]], options: RenderOptions, specials: list[str]
+) -> list[tuple[int, int]]:
+    """Those of the spans of special tokens that are tokenized as plain text; adds to `specials`.
+
+    Raises:
+        BadRow: there are some, and data.special_tokens_in_text is refuse.
+    """
+    specials += [text[a:b] for a, b in spans]
+    if spans and options.special_tokens_in_text == "refuse":
+        raise BadRow(
+            "text of a special token",
+            f"its text has {specials[-1]!r}, a special token; data.special_tokens_in_text: escape "
+            "tokenizes it as plain text",
+        )
+    return spans if options.special_tokens_in_text == "escape" else []
 
 
 def _with_end(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
@@ -130,8 +174,12 @@ def mask_method(tokenizer: "PreTrainedTokenizerBase", supervise: str) -> str:
 
 
 def _render_chat(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", supervise: str
+    row: dict[str, Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: RenderOptions,
+    specials: list[str],
 ) -> tuple[list[int], list[bool]]:
+    supervise = options.supervise
     given, tools = row["messages"], row.get("tools")
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in given]
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -145,9 +193,16 @@ def _render_chat(
         chat, spans = _located(tokenizer, messages, tools, answers, unweighted)
     else:
         chat, spans = _located(tokenizer, messages, tools, answers, answers)
-    encoded = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = tokens_within(chat.text, encoded["offset_mapping"], spans)
-    return list(encoded["input_ids"]), [not m for m in mask] if supervise == "all" else mask
+    try:
+        own = special_spans_of_chat(chat)
+    except BadRow:
+        if options.special_tokens_in_text != "allow":
+            raise
+        own = []
+    plain = _check_specials(chat.text, own, options, specials)
+    ids, offsets = encode(tokenizer, chat.text, plain, is_added=False)
+    mask = tokens_within(chat.text, offsets, spans)
+    return ids, [not m for m in mask] if supervise == "all" else mask
 
 
 def _located(

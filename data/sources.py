@@ -8,13 +8,13 @@ import glob
 import io
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from config.schema import DataConfig
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ JSON_TYPES = {
     float: "a number", type(None): "null",
 }  # fmt: skip
 ROWS_AT_ONCE = 1000  # rows of Parquet and Arrow files in memory at a time
+CHUNK_CHARACTERS = 1 << 20  # of a JSON list, and of a line that is skipped, in memory at a time
+SHOWN_CHARACTERS = 80  # of a row that is too long, in messages
 
 
 class BadRow(ValueError):
@@ -69,6 +71,13 @@ class BadRow(ValueError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class TooLong(ValueError):
+    """A row has more than data.max_row_characters."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"over data.max_row_characters ({limit:,})")
 
 
 class RawRow(NamedTuple):
@@ -189,29 +198,36 @@ def _from_hub(source: "Source") -> "Dataset":
 
 
 def read_rows(
-    source: "Source", max_row_characters: int = sys.maxsize
+    source: "Source", max_row_characters: int = DataConfig.max_row_characters
 ) -> Iterator[tuple[str, RawRow]]:
     """Yield (file, row) in the order of the files, without blank lines. Parsing is left to the
-    worker processes that tokenize.
+    worker processes that tokenize. Of a longer row than `max_row_characters` only the start is
+    kept; text files are never in memory as a whole, however well they compress.
 
     Raises:
         UserError: a file cannot be read in the format of its extension.
     """
     if source.hub is not None:
-        yield from ((name_of(source), row) for row in _read_dataset(_from_hub(source)))
+        rows = _from_batches(_from_hub(source).with_format("arrow").iter(batch_size=ROWS_AT_ONCE))
+        yield from ((name_of(source), row) for row in _limited(rows, max_row_characters))
         return
     for file in local_files(source.path):
-        reader = _read_folder(file) if Path(file).is_dir() else READERS[_kind(file)](file)
+        read = _read_folder if Path(file).is_dir() else READERS[_kind(file)]
         try:
-            for row in reader:
-                if len(row.text) > max_row_characters:
-                    limit = f"data.max_row_characters ({max_row_characters:,})"
-                    problem = f"over {limit} with {len(row.text):,}"
-                    row = RawRow(row.place, row.text[:80], problem)
+            for row in _limited(read(file, max_row_characters), max_row_characters):
                 yield file, row
-        except (OSError, EOFError, ValueError, RecursionError, _arrow_error()) as error:
+        except (
+            OSError, EOFError, ValueError, OverflowError, RecursionError, _arrow_error()
+        ) as error:  # fmt: skip
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"{file}: cannot be read: {first_line}") from error
+
+
+def _limited(rows: Iterator[RawRow], limit: int) -> Iterator[RawRow]:
+    for row in rows:
+        if len(row.text) > limit:
+            row = RawRow(row.place, row.text[:SHOWN_CHARACTERS], str(TooLong(limit)))
+        yield row
 
 
 def _arrow_error() -> type[Exception]:
@@ -236,15 +252,51 @@ def _open(file: str) -> io.BufferedReader:
     return stream
 
 
-def _read_lines(file: str) -> Iterator[RawRow]:
+class _Lines:
+    """The lines of a file as bytes, without ever holding more than `limit` characters of one.
+
+    Iterating raises TooLong for a longer one, and continues with the next.
+    """
+
+    def __init__(self, stream: io.BufferedReader, limit: int) -> None:
+        self.stream, self.limit = stream, limit
+        self.number = 0
+        self.head = b""
+        """The start of the last line that was too long."""
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> bytes:
+        most_bytes = min(4 * self.limit, 1 << 31)  # UTF-8 has at most 4 bytes per character
+        line = self.stream.readline(most_bytes + 2)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        if len(line) <= most_bytes or line.endswith(b"\n"):
+            return line
+        self.head, rest = line[: 4 * SHOWN_CHARACTERS], line
+        while rest and not rest.endswith(b"\n"):
+            rest = self.stream.readline(CHUNK_CHARACTERS)
+        raise TooLong(self.limit)
+
+
+def _read_lines(file: str, limit: int) -> Iterator[RawRow]:
     first = True
-    with _open(file) as lines:
-        for number, raw in enumerate(lines, start=1):
+    with _open(file) as stream:
+        lines = _Lines(stream, limit)
+        while True:
+            problem = ""
             try:
-                text, problem = raw.decode("utf-8-sig" if number == 1 else "utf-8"), ""
+                raw = next(lines)
+                text = raw.decode("utf-8-sig" if lines.number == 1 else "utf-8")
+            except StopIteration:
+                return
             except UnicodeDecodeError as error:
                 text = raw.decode("utf-8", errors="backslashreplace")
                 problem = f"not UTF-8 (byte {error.start} of the line)"
+            except TooLong as error:
+                text, problem = lines.head.decode("utf-8", errors="ignore"), str(error)
             if text := text.strip():
                 if first and text in ("{", "[", "[{"):
                     cure = (
@@ -256,28 +308,69 @@ def _read_lines(file: str) -> Iterator[RawRow]:
                         f"each row must be on one line, but the JSON spans several: {cure}"
                     )
                 first = False
-                yield RawRow(number, text, problem)
+                yield RawRow(lines.number, text, problem)
 
 
-def _read_json(file: str) -> Iterator[RawRow]:
+def _read_json(file: str, limit: int) -> Iterator[RawRow]:
     """A list of objects or, despite the extension, one object per line."""
     with _open(file) as stream:
         if not stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from _read_lines(file)
+            yield from _read_lines(file, limit)
             return
-        text = stream.read().decode("utf-8-sig").strip()
-    decoder, number, at = json.JSONDecoder(), 0, _skip_space(text, 1)
-    while text[at : at + 1] != "]":
-        end = decoder.raw_decode(text, at)[1]
-        number += 1
-        yield RawRow(number, text[at:end])
-        at = _skip_space(text, end)
-        if text[at : at + 1] == ",":
-            at = _skip_space(text, at + 1)
+        elements = _elements(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), limit)
+        yield from (RawRow(number, text) for number, text in enumerate(elements, start=1))
+
+
+def _elements(stream: io.TextIOBase, limit: int) -> Iterator[str]:
+    """The texts of the elements of a JSON list. In memory are one element and what is read ahead.
+
+    Raises:
+        ValueError: it is not JSON, or an element is too long; its end is not known then.
+    """
+    decoder, text, at, count = json.JSONDecoder(), "", 0, 0
+
+    def read_more() -> bool:
+        nonlocal text, at
+        more = stream.read(max(CHUNK_CHARACTERS, len(text) - at))
+        text, at = text[at:] + more, 0
+        return bool(more)
+
+    def next_sign() -> str:
+        nonlocal at
+        while (at := _skip_space(text, at)) == len(text) and read_more():
+            pass
+        return text[at : at + 1]
+
+    next_sign()
+    at += 1  # the bracket
+    while next_sign() != "]":
+        while True:
+            problem = None
+            try:
+                end = decoder.raw_decode(text, at)[1]
+                if end < len(text):  # otherwise a number may continue
+                    break
+            except json.JSONDecodeError as error:
+                # "-Infinity", the longest word, may be incomplete, and so may a string
+                if error.pos < len(text) - 10 and not error.msg.startswith("Unterminated string"):
+                    raise
+                problem = error
+            if len(text) - at > limit:
+                raise ValueError(f"element {count + 1} of its list is {TooLong(limit)}")
+            if not read_more():
+                if problem is not None:
+                    raise problem
+                break
+        yield text[at:end]
+        at, count = end, count + 1
+        if next_sign() == ",":
+            at += 1
+            next_sign()
         elif text[at : at + 1] != "]":
             raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if at + 1 != len(text):
-        raise json.JSONDecodeError("Extra data", text, at + 1)
+    at += 1
+    if next_sign():
+        raise json.JSONDecodeError("Extra data", text, at)
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -295,11 +388,31 @@ def _dump(row: Any) -> str:
     return text
 
 
-def _read_csv(file: str) -> Iterator[RawRow]:
+class _Records:
+    """The lines of a CSV file as text, with which csv.reader cannot exceed `limit` characters in
+    one record, whose quoted cells may have many lines.
+    """
+
+    def __init__(self, lines: _Lines) -> None:
+        self.lines, self.size = lines, 0
+
+    def __iter__(self) -> "_Records":
+        return self
+
+    def __next__(self) -> str:
+        line = next(self.lines).decode(
+            "utf-8-sig" if self.lines.number == 1 else "utf-8", errors="surrogateescape"
+        )
+        self.size += len(line)
+        if self.size > self.lines.limit + 2:  # the line break does not count
+            raise TooLong(self.lines.limit)
+        return line
+
+
+def _read_csv(file: str, limit: int) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)
-    with io.TextIOWrapper(
-        _open(file), encoding="utf-8-sig", errors="surrogateescape", newline=""
-    ) as lines:
+    with _open(file) as stream:
+        lines = _Records(_Lines(stream, limit))
         # strict: otherwise an unclosed quote would turn the rest of the file into one cell
         head = list(_up_to_header(lines))
         delimiter = _delimiter(head[-1], file) if head else ","
@@ -308,12 +421,14 @@ def _read_csv(file: str) -> Iterator[RawRow]:
         if doubled := [name for name, count in Counter(filter(None, header)).items() if count > 1]:
             raise ValueError(f"its header names column {doubled[0]!r} twice; rename one of them")
         while True:
+            lines.size = 0
             try:
                 cells = next(reader)
             except StopIteration:
                 return
-            except csv.Error as error:
-                yield RawRow(reader.line_num, "", f"not CSV ({error})")
+            except (csv.Error, TooLong) as error:
+                problem = f"not CSV ({error})" if isinstance(error, csv.Error) else str(error)
+                yield RawRow(lines.lines.number, "", problem)
                 continue
             if not cells:
                 continue
@@ -324,7 +439,7 @@ def _read_csv(file: str) -> Iterator[RawRow]:
             text = _dump(row)
             if re.search("[\udc80-\udcff]", "".join(cells)):  # kept by surrogateescape
                 problem = "not UTF-8"
-            yield RawRow(reader.line_num, text, problem)
+            yield RawRow(lines.lines.number, text, problem)
 
 
 def _up_to_header(lines: Iterable[str]) -> Iterator[str]:
@@ -341,44 +456,57 @@ def _delimiter(header: str, file: str) -> str:
     return next((mark for mark in ",;\t" if mark in header), ",")
 
 
-def _read_parquet(file: str) -> Iterator[RawRow]:
+def _read_parquet(file: str, limit: int) -> Iterator[RawRow]:
     import pyarrow.parquet
 
-    parquet = pyarrow.parquet.ParquetFile(file)
+    parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     yield from _from_batches(parquet.iter_batches(batch_size=ROWS_AT_ONCE))
 
 
-def _read_arrow(file: str) -> Iterator[RawRow]:
+def _read_arrow(file: str, limit: int) -> Iterator[RawRow]:
+    yield from _from_batches(_batches(file))
+
+
+def _read_folder(folder: str, limit: int) -> Iterator[RawRow]:
+    """Rows of a folder of Dataset.save_to_disk, whose state.json lists its Arrow files."""
+    try:
+        files = json.loads((Path(folder) / "state.json").read_text())["_data_files"]
+        names = [file["filename"] for file in files]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("its state.json does not list its Arrow files") from None
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ValueError("its state.json lists files outside of it")
+    yield from _from_batches(chain.from_iterable(_batches(f"{folder}/{name}") for name in names))
+
+
+def _batches(file: str) -> Iterator[Any]:
+    """The record batches of an Arrow file.
+
+    It is read rather than memory-mapped: where a map lacks its end, access ends the process.
+    """
     import pyarrow
 
-    with pyarrow.memory_map(file) as stream:
+    with pyarrow.OSFile(file) as stream:
         try:
-            batches: Any = pyarrow.ipc.open_stream(stream)
-        except pyarrow.ArrowInvalid:  # the IPC file format
             reader = pyarrow.ipc.open_file(stream)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        yield from _from_batches(batches)
+        except pyarrow.ArrowInvalid:  # the IPC stream format
+            stream.seek(0)
+            yield from pyarrow.ipc.open_stream(stream)
+            return
+        yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _read_folder(folder: str) -> Iterator[RawRow]:
-    import datasets
-
-    yield from _read_dataset(datasets.load_from_disk(folder))
-
-
-def _read_dataset(dataset: "Dataset") -> Iterator[RawRow]:
-    yield from _from_batches(dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE))
-
-
-def _from_batches(batches: Any) -> Iterator[RawRow]:
+def _from_batches(batches: Iterable[Any]) -> Iterator[RawRow]:
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                yield RawRow(number, _dump(_plain(row)))
-            except UnicodeDecodeError:
-                yield RawRow(number, ascii(row), "not UTF-8")
+        batch.validate(full=True)  # offsets beyond a buffer would read other memory
+        for first in range(0, batch.num_rows, ROWS_AT_ONCE):
+            for row in batch.slice(first, ROWS_AT_ONCE).to_pylist():
+                number += 1
+                try:
+                    yield RawRow(number, _dump(_plain(row)))
+                except UnicodeDecodeError:
+                    yield RawRow(number, ascii(row), "not UTF-8")
 
 
 def _plain(value: Any) -> Any:

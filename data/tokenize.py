@@ -9,11 +9,12 @@ A cache folder has what a rank needs to plan an epoch without reading the tokens
     meta.json           counts for the start-up table, and `content`, a hash of tokens and masks
     rejected_rows.jsonl rows skipped under data.on_bad_row, with reasons
 
-It is written under a temporary name and renamed when complete, so a process that is killed leaves
-no incomplete cache.
+It is written under a temporary name, synced to disk, and renamed when complete, so neither a killed
+process nor a failed machine leaves an incomplete cache.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -29,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import xxhash
-from filelock import FileLock
+from filelock import SoftFileLease
 
 from data import sources
 from data.end_marks import describe_masks
@@ -38,6 +40,7 @@ from data.options import RenderOptions
 from data.plan import permute
 from data.render import OUTCOMES, REJECTED, SPLIT, check_template, fit, render
 from data.sources import BadRow, RawRow
+from runtime.disk import explain, sync_folder, sync_tree
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,10 +48,13 @@ if TYPE_CHECKING:
 
     from config.schema import DataConfig, Source
 
-CACHE_VERSION = 4  # increase it when the same input is to give other tokens than before
+CACHE_VERSION = 5  # increase it when the same input is to give other tokens than before
 ROWS_PER_WORKER = 10_000
+LEASE_SECONDS = 60.0  # of the lock, which its holder refreshes three times as often
+RAW_ROWS, RAW_CHARACTERS = 1000, 1 << 26  # at most so much of the sources is written at a time
 FORMAT_ROWS = 1000  # rows of a source that are searched for one that shows its format
 MEASURED_ROWS = 500  # examples read at a time: with 32,000 tokens each, some 300 MB
+POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 10.0  # between progress lines
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
 
@@ -70,11 +76,13 @@ TOKENIZED = datasets.Features(
         "place": datasets.Value("int64"),  # line of the file, or number of the row in it
         "row": datasets.Value("int64"),  # number among all rows read, the same for split pieces
         "outcome": datasets.Value("int8"),
+        "special": datasets.Value("string"),  # the first special token in the row's own text, or ""
         "reason": datasets.Value("string"),
         "problem": datasets.Value("string"),
     }
 )
-WORKING = ("outcome", "reason", "problem")  # columns that are not kept in the cache
+PLACES = ("special", "file", "place", "row")
+WORKING = ("outcome", "special", "reason", "problem")  # columns that are not kept in the cache
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ def _tokenize_batch(
     rows = zip(index, *(batch[name] for name in RAW), strict=True)
     for number, source, file, place, text, problem in rows:
         option = options[source]
-        reason = ""
+        reason, specials = "", list[str]()
         try:
             pieces = fit(
                 *render(
@@ -140,6 +148,7 @@ def _tokenize_batch(
                     ),
                     tokenizer,
                     option,
+                    specials,
                 ),
                 option,
             )
@@ -148,7 +157,8 @@ def _tokenize_batch(
                 raise UserError(_bad_row(file, place, str(error), text)) from error
             pieces, reason, problem = [([], [], REJECTED)], error.reason, str(error)
         for ids, mask, outcome in pieces:
-            values = (ids, mask, source, file, place, number, outcome, reason, problem)
+            special = specials[0] if specials else ""
+            values = (ids, mask, source, file, place, number, outcome, special, reason, problem)
             for name, value in zip(TOKENIZED, values, strict=True):
                 out[name].append(value)
     with progress.open("ab") as counter:  # a short append is atomic across workers
@@ -178,6 +188,7 @@ def cache_path(
             CACHE_VERSION,
             [[sources.fingerprint(s), s.format, s.columns, s.ignore_keys, s.roles] for s in given],
             [options.as_chat, options.supervise, options.max_length, options.on_too_long],
+            options.special_tokens_in_text,
             [config.on_bad_row, config.max_row_characters],
             tokenizer.chat_template,
             _backend_state(backend) if backend else sorted(tokenizer.get_vocab().items()),
@@ -212,27 +223,75 @@ def tokenize_sources(
         UserError: a row cannot be used (the message has file and line), or a source has no rows.
     """
     target = cache_path(given, tokenizer, config)
-    if target.exists():
-        return target
-    lock = FileLock(f"{target}.lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise UserError(f"data.cache_dir: {config.cache_dir}: {error.strerror}") from error
-    try:
-        if not target.exists():
-            for left in target.parent.glob(f"{target.name}.*/"):  # of a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-            try:
-                _build_cache(given, tokenizer, config, work, announce)
-                os.replace(work / "cache", target)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    finally:
-        lock.release()
+        while not target.exists():
+            with _lease(target) as lease:
+                try:
+                    _tokenize_alone(given, tokenizer, config, target, announce)
+                except Exception:
+                    # If this process was stopped for a minute, another one has taken over and
+                    # deleted what this one had written: wait for that one.
+                    if lease.compromise is None:
+                        raise
+    except UserError:
+        raise
+    except Exception as error:  # datasets and its workers wrap what they raise
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError | UserError):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, OSError):
+            raise UserError(explain(cause, "data.cache_dir", target.parent)) from error
+        raise cause or error from None
     return target
+
+
+@contextlib.contextmanager
+def _lease(target: Path) -> Iterator[SoftFileLease]:
+    """Hold the right to create `target`: a file that is created exclusively and refreshed, because
+    some shared disks lack the system's file locks, or ignore them.
+    """
+    path, seen, since = Path(f"{target}.lock"), None, time.monotonic()
+
+    def is_stuck() -> bool:
+        """Raise PermissionError for a dead process's lock that this user may not remove."""
+        nonlocal seen, since
+        with contextlib.suppress(FileNotFoundError):
+            now = path.stat()
+            if seen != (now.st_ino, now.st_mtime_ns):
+                seen, since = (now.st_ino, now.st_mtime_ns), time.monotonic()
+        if time.monotonic() - since > 3 * LEASE_SECONDS:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return False
+
+    lease = SoftFileLease(path, lease_duration=LEASE_SECONDS, poll_interval=POLL_SECONDS)
+    lease.acquire(cancel_check=is_stuck)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _tokenize_alone(
+    given: list["Source"],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: "DataConfig",
+    target: Path,
+    announce: Callable[[str], None] | None,
+) -> None:
+    """Create `target` unless it exists by now, and nothing else; called while its lock is held."""
+    if target.exists():
+        return
+    for left in target.parent.glob(f"{target.name}.*/"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        _build_cache(given, tokenizer, config, work, announce)
+        sync_tree(work / "cache")
+        os.replace(work / "cache", target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _build_cache(
@@ -301,6 +360,7 @@ def _build_cache(
         **counts,
         "rejected": rejected,
         **describe_masks(rows, tokenizer, config, chat),
+        "special_text": _describe_specials(mapped.select_columns(list(PLACES)), config),
         "tokens": int(lengths.sum(dtype=np.int64)),
         "supervised_tokens": int(supervised.sum(dtype=np.int64)),
         "content": content,
@@ -315,28 +375,22 @@ def _build_cache(
 
 
 def _read_raw(given: list["Source"], config: "DataConfig", work: Path) -> datasets.Dataset:
-    def rows() -> Iterator[dict[str, Any]]:
+    """All rows of the sources, in an Arrow file."""
+    schema, rows, characters = RAW.arrow_schema, list[dict[str, Any]](), 0
+    file = work / "raw.arrow"
+    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
         for number, source in enumerate(given):
             found = False
-            for file, row in sources.read_rows(source, config.max_row_characters):
-                yield {"source": number, "file": file, **row._asdict()}
-                found = True
+            for name, row in sources.read_rows(source, config.max_row_characters):
+                rows.append({"source": number, "file": name, **row._asdict()})
+                found, characters = True, characters + len(row.text)
+                if len(rows) == RAW_ROWS or characters > RAW_CHARACTERS:
+                    writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                    rows, characters = [], 0
             if not found:
                 raise UserError(f"{sources.name_of(source)}: has no rows")
-
-    try:
-        return datasets.Dataset.from_generator(
-            rows,
-            features=RAW,
-            cache_dir=str(work / "raw"),
-            keep_in_memory=False,
-            fingerprint="raw",
-        )
-    except Exception as error:  # datasets wraps whatever the generator raised
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, UserError):
-            cause = cause.__cause__ or cause.__context__
-        raise cause or error from None
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    return datasets.Dataset.from_file(str(file))
 
 
 def _options_of(source: "Source", rows: datasets.Dataset, config: "DataConfig") -> RenderOptions:
@@ -399,6 +453,24 @@ def _write_rejected(
     return dict(counts.most_common())
 
 
+def _describe_specials(rows: datasets.Dataset, config: "DataConfig") -> str:
+    """How many rows have text of special tokens, what it became, and where the first is; "" for
+    none.
+    """
+    found = np.flatnonzero([text != "" for text in rows["special"][:]])
+    if not len(found):
+        return ""
+    first = rows[int(found[0])]
+    became = {"escape": "tokenized as plain text", "allow": "WHICH ARE CONTROL TOKENS NOW"}
+    done = became.get(config.special_tokens_in_text, "left out")
+    count = len(set(np.asarray(rows["row"][:])[found].tolist()))
+    return (
+        f"{count:,} rows have special tokens in their text, {done} (data.special_tokens_in_text: "
+        f"{config.special_tokens_in_text}), first {first['special']!r} in "
+        f"{first['file']}:{first['place']}"
+    )
+
+
 def _what_became(outcome: np.ndarray) -> str:
     counts = {text: int((outcome == code).sum()) for code, (_, text) in OUTCOMES.items()}
     counts["rejected (data.on_bad_row)"] = int((outcome == REJECTED).sum())
@@ -431,14 +503,21 @@ def _progress_lines(
 
 
 def open_cache(path: Path) -> TokenizedRows:
-    """Memory-map a cache folder: only meta.json is read at once."""
-    return TokenizedRows(
-        rows=datasets.load_from_disk(str(path / "rows")).with_format("numpy"),
-        lengths=np.load(path / "lengths.npy", mmap_mode="r"),
-        supervised=np.load(path / "supervised.npy", mmap_mode="r"),
-        meta=json.loads((path / "meta.json").read_text()),
-        folder=path,
-    )
+    """Memory-map a cache folder: only meta.json is read at once.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    try:
+        return TokenizedRows(
+            meta=json.loads((path / "meta.json").read_text()),
+            rows=datasets.load_from_disk(str(path / "rows")).with_format("numpy"),
+            lengths=np.load(path / "lengths.npy", mmap_mode="r"),
+            supervised=np.load(path / "supervised.npy", mmap_mode="r"),
+            folder=path,
+        )
+    except OSError as error:
+        raise UserError(explain(error, "data.cache_dir", path)) from error
 
 
 def hold_out(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -98,6 +99,76 @@ def test_a_mistake_is_one_line_with_key_and_file(tiny_config, case):
     leaf = next(iter(changes)).split("__")[-1]
     lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if f"{leaf}:" in line]
     assert message.replace("LINE", str(lines[-1])) in complaint(path)
+
+
+CLASS = {"class_path": "evil.Evil"}
+BOMB = (
+    "[&a0 [x]" + "".join(f", &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)) + "]"
+)
+HOSTILE = {  # changes of the config, flags -> the message
+    "section": ({"tracking": CLASS}, [], "tracking.class_path: unknown key; did you mean "),
+    "with arguments": ({"checkpoint": {**CLASS, "init_args": {}}}, [], "checkpoint.class_path: "),
+    "text": ({"launch": "evil.Evil"}, [], "launch: is a section, so its keys go below it"),
+    "source": ({"data__train_sources": [CLASS]}, [], "data.train_sources[0].class_path: unknown"),
+    "any value": ({"train__lr_schedule_args": {"a": CLASS}}, [], None),
+    "flag": ({}, ["--model", "evil.Evil"], "model: is a section; set its keys, such as model.name"),
+    "element": ({}, ["--data.train_sources+", str(CLASS)], None),
+    "argument": ({}, ["--train.lr_schedule_args.a", str(CLASS)], None),
+    "bomb": ({"data__eval_sources": BOMB}, [], "its aliases stand for over 100,000 values"),
+    "bomb in a number": ({"train__steps": BOMB}, [], "its aliases stand for over 100,000"),
+    "bomb in a flag": ({}, ["--train.lr_schedule_args.a", BOMB], "its aliases stand for over"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_reading_a_config_runs_nothing_and_ends(tiny_config, tmp_path, monkeypatch, case):
+    changes, flags, message = HOSTILE[case]
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tiny_config(**changes)
+    if message is None:  # a text for somebody else, who takes it for no class either
+        with suppress(UserError):
+            parse(path, *flags)
+    else:
+        assert message in complaint(path, *flags)
+    assert not (tmp_path / "ran").exists() and "evil" not in sys.modules
+
+
+def test_names_of_python_are_unknown_keys(tmp_path):
+    path = tmp_path / "config.yaml"
+    sections = {
+        "": "",
+        "tracking:\n  ": "tracking.",
+        "data:\n  train_sources:\n  - ": "data.train_sources[0].",
+    }
+    for key in ("__class__", "__init__", "__dict__", "__path__", "__orig__", "1", "null", "a b"):
+        for section, name in sections.items():
+            path.write_text(f"{section}{key}: 3\n")
+            said = complaint(path)
+            assert re.search(rf"config.yaml:\d: {re.escape(name + key)}: unknown key", said), said
+
+
+def test_yaml_that_is_no_config_is_one_line(tiny_config, tmp_path):
+    path = tmp_path / "broken.yaml"
+    for text, message in {
+        "": "not a run config, which is a mapping like recipes/demo.yaml",
+        "[1]": "not a run config",
+        "output_dir:\n": "required key",
+        "a: " + "[" * 5_000: "nested too deeply",
+        "model: &a {model: *a}": "its aliases stand for",
+        f"a: {BOMB}": "its aliases stand for",
+        "output_dir: a\noutput_dir: b": "broken.yaml:2: output_dir: occurs twice; remove one",
+        "x" * 1_000_001: "has over 1,000,000 bytes, so it is not a config",
+    }.items():
+        path.write_text(text)
+        assert message in complaint(path), text[:40]
+    path.write_bytes(b"output_dir: \xff")
+    assert complaint(path) == f"{path}: not UTF-8 text (byte 12)"
+    # aliases and merged mappings are fine, and so are strings that look like aliases
+    path = tiny_config(model__ignore_weights=["a{2}&*"])
+    path.write_text(path.read_text().replace("max_length: 256", "<<: {max_length: 256}"))
+    config = parse(path, "--model.ignore_weights", "['a{2}&*', '&a *a']")
+    assert config.model.ignore_weights == ["a{2}&*", "&a *a"] and config.data.max_length == 256
 
 
 def test_null_is_refused_where_a_value_is_needed(tiny_config):
@@ -195,7 +266,10 @@ def test_sources_take_formats_and_columns_of_their_own(tiny_config, tmp_path):
     for source in (plain, own):
         assert (source.ignore_keys, source.roles) == (["a"], {"bot": "assistant"})
     said = complaint(tiny_config(), "--data.train_sources", "[{path: x, wieght: 2}]")
-    assert "is not a list of paths or of objects with the keys path, hub," in said
+    assert said == (
+        "command line: data.train_sources[0].wieght: unknown key; did you mean "
+        "data.train_sources[0].weight?"
+    )
     weighted = [{"path": file, "weight": 1}, {"path": file}]
     assert (
         f"data.train_sources: {file} has no weight, but the first source has one; give either all"
@@ -409,6 +483,30 @@ def test_accelerates_own_config_is_read(tiny_config, tmp_path):
     assert "deepspeed_config.zero_stagee: unknown key; did you mean zero_stage?" in said
     file.write_text("fsdp_config: {}")
     assert "has no deepspeed_config block" in complaint(tiny_config(ds_config=str(file)))
+
+
+UNREADABLE = {
+    "[" * 100_000: "nested too deeply",
+    '{"a": ' + "[" * 900 + "]" * 900 + "}": "nested too deeply",
+    '{"gradient_clipping": NaN}': "NaN is not JSON; give a number",
+    '{"a": ' + "9" * 5_000 + "}": "not JSON: Exceeds the limit",
+    '{"a": 1, "a": 2}': "key a occurs twice in one object",
+    '{"deepspeed_config": {"deepspeed_config_file": "FILE"}}': "is not a DeepSpeed config",
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE, ids=lambda text: text[:30])
+def test_a_hostile_ds_config_is_one_line(tiny_config, tmp_path, text):
+    file = tmp_path / "ds.json"
+    file.write_text(text.replace("FILE", str(file)))
+    said = complaint(tiny_config(ds_config=str(file)))
+    assert str(file) in said and UNREADABLE[text] in said
+
+
+def test_an_accelerate_config_with_exponential_aliases(tiny_config, tmp_path):
+    (tmp_path / "ds.yaml").write_text(f"deepspeed_config: {BOMB}")
+    said = complaint(tiny_config(ds_config=str(tmp_path / "ds.yaml")))
+    assert "ds.yaml: its aliases stand for over 100,000 values" in said
 
 
 @pytest.mark.parametrize(

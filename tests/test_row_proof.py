@@ -93,8 +93,8 @@ def test_generation_marks_around_user_text_are_found(
     """Whether or not the renderer itself refuses such a template."""
     import data.render
 
-    def spoilt(row, tokenizer, options):
-        ids, mask = data.render.render(row, tokenizer, options)
+    def spoilt(row, tokenizer, options, *rest):
+        ids, mask = data.render.render(row, tokenizer, options, *rest)
         return ids, [False, *[True] * (len(ids) - 1)] if row == chat_rows[3] else mask
 
     monkeypatch.setattr("data.tokenize.render", spoilt)

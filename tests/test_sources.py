@@ -5,12 +5,16 @@ import csv
 import datetime
 import gzip
 import json
+import shutil
+import struct
+import sys
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from conftest import write_rows
+from conftest import run, write_rows
 
 from config.schema import Source
 from data.sources import (
@@ -323,3 +327,107 @@ def test_a_bad_row_is_named_wherever_rows_are_read(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:2: not UTF-8"):
         list(texts_of(str(tmp_path / "rows.jsonl")))
+
+
+# --------------------------------------------------------------------------------------------------
+# Hostile files
+
+READ_EACH = """
+import json, resource, sys
+from config.schema import Source
+from data.sources import read_rows
+from runtime.errors import UserError
+
+list(read_rows(Source(path=sys.argv[1])))  # what is imported is no part of the growth
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[2:]:
+    try:
+        said = [row.problem for _, row in read_rows(Source(path=path))]
+    except UserError as error:
+        said = str(error)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+    print(json.dumps([path, said, grown]), flush=True)
+"""
+
+
+def read_in_a_child(good, *paths):
+    """{file name: problems of its rows or the UserError} and MiB by which the peak memory grew."""
+    finished = run([sys.executable, "-c", READ_EACH, good, *paths])
+    assert finished.code == 0, finished
+    lines = [json.loads(line) for line in finished.output.splitlines()]
+    assert [path for path, *_ in lines] == [str(path) for path in paths]
+    return {Path(path).name: said for path, said, _ in lines}, lines[-1][2]
+
+
+def test_a_corrupt_file_is_one_line_and_never_a_signal(tmp_path):
+    """An offset beyond the buffer ended in SIGBUS, a truncated map would."""
+    offsets = struct.pack("<iii", 0, 10, 20)
+    table = pa.table({"text": ["a" * 10, "b" * 10]})
+    datasets.Dataset(table).save_to_disk(tmp_path / "folder")
+    pyarrow.parquet.write_table(table, tmp_path / "good.parquet", write_page_checksum=True)
+    for name, new in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as out, new(out, table.schema) as to:
+            to.write_table(table)
+    bad = []
+    for kind in ("file.arrow", "stream.arrow"):
+        whole = (tmp_path / kind).read_bytes()
+        for name, content in {
+            "offset": whole.replace(offsets, struct.pack("<iii", 0, 10, 2**30)),
+            "negative": whole.replace(offsets, struct.pack("<iii", 0, -1, 20)),
+            "cut": whole[: whole.index(offsets) + 8],
+            "empty": b"",
+        }.items():
+            bad.append(tmp_path / f"{name}-{kind}")
+            bad[-1].write_bytes(content)
+    whole = (tmp_path / "good.parquet").read_bytes()
+    flipped = whole.replace(b"bbbb", b"b\x07bb")
+    for name, content in {"cut": whole[:-9], "flipped": flipped, "short": whole[:12]}.items():
+        bad.append(tmp_path / f"{name}.parquet")
+        bad[-1].write_bytes(content)
+    for name, state in {"outside": '{"_data_files": [{"filename": "../file.arrow"}]}',
+                        "no-list": '{"_data_files": 3}', "no-json": "["}.items():  # fmt: skip
+        shutil.copytree(tmp_path / "folder", bad_folder := tmp_path / name)
+        (bad_folder / "state.json").write_text(state)
+        bad.append(bad_folder)
+    shutil.copytree(tmp_path / "folder", cut := tmp_path / "cut-folder")
+    [data] = cut.glob("*.arrow")
+    data.write_bytes(data.read_bytes()[:200])
+    said, _ = read_in_a_child(tmp_path / "file.arrow", *bad, cut)
+    for path in (*bad, cut):
+        assert f"{path}: cannot be read: " in said[path.name], said
+        assert "\n" not in said[path.name]
+
+
+def test_a_compressed_file_is_read_in_little_memory(tmp_path):
+    """300 kB of gzip are a row of 300 MB, which took 966 MiB."""
+    write_jsonl(tmp_path / "good.jsonl")
+    long = b"x" * 300_000_000
+    paths = [tmp_path / name for name in ("line.jsonl.gz", "element.json.zst", "cell.csv.zst")]
+    good = b'{"text": "a"}'
+    paths[0].write_bytes(gzip.compress(good + b'\n{"text": "' + long + b'"}\n' + good))
+    paths[1].write_bytes(zst(b"[" + good + b', {"text": "' + long[:50_000_000] + b'"}]'))
+    paths[2].write_bytes(zst(b'text\n"' + (b"x" * 99 + b"\n") * 300_000 + b'"\n'))
+    assert paths[0].stat().st_size < 306_000
+    said, grown_mib = read_in_a_child(tmp_path / "good.jsonl", *paths)
+    assert said["line.jsonl.gz"] == ["", "over data.max_row_characters (8,000,000)", ""]
+    assert "element 2 of its list is over data.max_row_characters" in said["element.json.zst"]
+    assert said["cell.csv.zst"][0] == "over data.max_row_characters (8,000,000)"
+    assert grown_mib < 250, grown_mib
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_a_json_list_is_read_in_chunks(tmp_path, monkeypatch, chunk):
+    """Wherever a chunk ends: in a number, a word, an escape, a character of several bytes."""
+    monkeypatch.setattr("data.sources.CHUNK_CHARACTERS", chunk)
+    rows = [{"text": 'a"\\é\u2028', "n": -1234.5e6, "w": [True, None, -0]}, 12345, "s", [], {}]
+    file = tmp_path / "rows.json"
+    for text in (json.dumps(rows), json.dumps(rows, indent=2, ensure_ascii=False) + "\n\n"):
+        file.write_text(text, encoding="utf-8-sig")
+        assert [row for row, _ in read(Source(path=str(file)))] == rows
+        for cut in range(1, len(text.rstrip())):
+            file.write_text(text[:cut])
+            with pytest.raises(UserError, match="cannot be read: "):
+                read(Source(path=str(file)))
+    file.write_text('["' + "x" * 500 + '"]')
+    with pytest.raises(UserError, match=r"element 1 of its list is over .* \(50\)"):
+        read(Source(path=str(file)), 50)

@@ -4,9 +4,13 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +18,8 @@ from conftest import REPO, environment, wait_until, write_rows
 
 from config.schema import DataConfig, Source
 from data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
-from runtime.errors import UserError
+from runtime.errors import UserError, exit_on_error
+from tracking.console import quieten_libraries
 
 
 def data_config(tmp_path, rows, **changes):
@@ -95,7 +100,7 @@ BAD_ROWS = {
     "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', {}, ":2: not UTF-8 (byte 10 of the line)"),
     "NUL": (b'{"text": "a"}\n{"text": "\0"}\n', {}, ":2: the row has a NUL byte"),
     "long": ([{"text": "x"}, {"text": "x" * 99}], {"max_row_characters": 50},
-             ":2: over data.max_row_characters (50) with 111"),
+             ":2: over data.max_row_characters (50)"),
 }  # fmt: skip
 
 
@@ -283,30 +288,65 @@ def test_weights_are_not_part_of_the_cache(tmp_path, sample_tokenizer):
 # Killed and concurrent processes
 
 
-SCRIPT = """
-import sys
-from transformers import AutoTokenizer
-from data.tokenize import tokenize_sources
-from config.schema import DataConfig
+class Tokenizing:
+    """tokenize_sources and open_cache in a forked process, which ends as commands do."""
 
-config = DataConfig(train_sources=[sys.argv[1]], cache_dir=sys.argv[2], workers=2)
-tokenizer = AutoTokenizer.from_pretrained("data/sample/model")
-print(tokenize_sources(config.sources("train_sources"), tokenizer, config), flush=True)
-"""
+    def __init__(self, config, tokenizer, folder, user=None):
+        self.out = folder / f"out-{time.monotonic_ns()}"
+        self.errors = self.out.with_suffix(".errors")
+        self.pid, self.returncode = os.fork(), None
+        if self.pid == 0:
+            os.setsid()
+            sys.stdout, sys.stderr = self.out.open("w"), self.errors.open("w")
+            if user is not None:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            code = 0
+            try:
+                exit_on_error(partial(self._tokenize, config, tokenizer))
+            except SystemExit as end:
+                code = end.code
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _tokenize(self, config, tokenizer):
+        announce = partial(print, file=sys.stderr, flush=True)
+        path = tokenize_sources(config.sources("train_sources"), tokenizer, config, announce)
+        open_cache(path)
+        print(path, flush=True)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, seconds=120):
+        deadline = time.monotonic() + seconds
+        while self.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self.returncode, self.out.read_text(), self.errors.read_text()
 
 
-def start_tokenizing(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, tmp_path / "rows.jsonl", tmp_path / "cache"]
-    return subprocess.Popen(
-        [str(c) for c in command], cwd=REPO, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+@pytest.fixture
+def start_tokenizing(tmp_path, sample_tokenizer):
+    quieten_libraries(is_first=False)
+
+    def start(cache="cache", folder=tmp_path, user=None):
+        rows = str(tmp_path / "rows.jsonl")
+        config = DataConfig(train_sources=[rows], cache_dir=str(tmp_path / cache), workers=2)
+        return Tokenizing(config, sample_tokenizer, folder, user)
+
+    return start
 
 
-def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer):
+def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer, start_tokenizing):
     write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(6_000)])
     cache = tmp_path / "cache"
-    killed = start_tokenizing(tmp_path)
+    killed = start_tokenizing()
     wait_until(lambda: list(cache.glob("*/progress")), killed)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
@@ -314,12 +354,148 @@ def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer)
     assert len([p for p in cache.iterdir() if p.is_dir()]) == 1, "what it had written so far"
 
     # Two that start at the same time share one cache; what the killed one left is deleted.
-    both = [start_tokenizing(tmp_path) for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert outputs[0][0] == outputs[1][0]
-    folders = [p for p in cache.iterdir() if p.is_dir()]
-    assert [str(f) for f in folders] == [outputs[0][0].strip()]
+    ended = [process.wait() for process in [start_tokenizing() for _ in range(2)]]
+    assert [code for code, *_ in ended] == [0, 0], ended
+    assert ended[0][1] == ended[1][1]
+    folders = list(cache.iterdir())
+    assert [str(f) for f in folders] == [ended[0][1].strip()]
     data = open_cache(folders[0])
     assert len(data) == 6_000
     assert sample_tokenizer.decode(data.rows[17]["input_ids"]).startswith("row 17 row 17")
+
+
+def test_a_process_that_was_stopped_leaves_the_cache_to_another(
+    tmp_path, start_tokenizing, monkeypatch
+):
+    monkeypatch.setattr("data.tokenize.LEASE_SECONDS", 1.0)
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(4_000)])
+    cache = tmp_path / "cache"
+    stopped = start_tokenizing()
+    wait_until(lambda: list(cache.glob("*/progress")), stopped)
+    os.killpg(stopped.pid, signal.SIGSTOP)
+    ended = [start_tokenizing().wait()]
+    os.killpg(stopped.pid, signal.SIGCONT)
+    ended.append(stopped.wait())
+    assert [code for code, *_ in ended] == [0, 0], ended
+    assert ended[0][1] == ended[1][1]
+    [folder] = cache.iterdir()
+    assert len(open_cache(folder)) == 4_000
+
+
+FLOCK = """
+#include <errno.h>
+int flock(int file, int operation) {
+    if (FAILS) errno = ENOLCK;
+    return FAILS ? -1 : 0;
+}
+"""
+SCRIPT = """
+import sys
+from functools import partial
+from transformers import AutoTokenizer
+from config.schema import DataConfig
+from data.tokenize import tokenize_sources
+
+config = DataConfig(train_sources=[sys.argv[1]], cache_dir=sys.argv[2], workers=2)
+tokenizer = AutoTokenizer.from_pretrained("data/sample/model")
+announce = partial(print, flush=True)
+tokenize_sources(config.sources("train_sources"), tokenizer, config, announce)
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc builds the shim")
+def test_the_lock_holds_where_flock_does_not(tmp_path):
+    """On some shared disks flock always succeeds; on NFS without lockd it fails with ENOLCK."""
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(2_000)])
+    (tmp_path / "flock.c").write_text(FLOCK)
+    both = []
+    for fails in (0, 1):
+        shim = tmp_path / f"flock-{fails}.so"
+        build = ["gcc", "-shared", "-fPIC", f"-DFAILS={fails}", "-o", shim, tmp_path / "flock.c"]
+        subprocess.run(build, check=True)
+        command = [sys.executable, "-c", SCRIPT, tmp_path / "rows.jsonl", tmp_path / "cache"]
+        both.append(subprocess.Popen(
+            command, cwd=REPO, env={**environment(), "LD_PRELOAD": str(shim)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ))  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("tokenized 2,000 rows" in out for out, _ in outputs) == 1, outputs
+    [folder] = (tmp_path / "cache").iterdir()
+    assert len(open_cache(folder)) == 2_000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_a_file_of_another_user_is_named_with_its_owner(
+    tmp_path, sample_tokenizer, start_tokenizing, monkeypatch
+):
+    monkeypatch.setattr("data.tokenize.LEASE_SECONDS", 0.3)
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's are for their owner only
+        folder.chmod(0o755)
+    cache = tmp_path / "cache"
+    write_rows(tmp_path / "rows.jsonl", [SHORT])
+    config = data_config(tmp_path, [SHORT], max_length=2048, workers=2)
+    ours = path_of(config, sample_tokenizer)
+    lock = Path(f"{ours}.lock")
+
+    def refused(path, mode):
+        code, _, errors = start_tokenizing(user=65534).wait()
+        assert code == 2 and len(errors.splitlines()) == 1, errors
+        belongs = f"error: data.cache_dir: {path} belongs to root and has mode {mode}, so"
+        assert errors.startswith(belongs) and "let root run `chmod -R go+rwX`" in errors
+
+    cache.mkdir(mode=0o700)
+    refused(cache, "0700")
+    cache.chmod(0o755)
+    refused(cache, "0755")
+    cache.chmod(0o1777)
+    lock.write_text("held by a process that is dead\n")
+    lock.chmod(0o600)
+    refused(lock, "0600")
+    lock.unlink()
+    tokenize(config, sample_tokenizer)
+    (ours / "meta.json").chmod(0o600)
+    refused(ours / "meta.json", "0600")
+    ours.chmod(0o700)
+    refused(ours, "0700")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("size", ["4k", "300k", "1100k", "2m"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, start_tokenizing, size):
+    """Full while the rows are read, while they are tokenized, and while they are saved."""
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"row {i} " * 40} for i in range(2_000)])
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    try:
+        code, _, errors = start_tokenizing("disk/cache").wait()
+        left = list(disk.glob("cache/*"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert code == 2 and left == [], errors
+    [line] = errors.splitlines()
+    assert line.startswith(f"error: data.cache_dir: cannot write {disk}/cache: "), line
+    assert "No space left on device" in line and "make room there" in line
+
+
+def test_a_cache_is_on_disk_before_it_has_its_name(tmp_path, sample_tokenizer, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        events.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        events.append(f"renamed {source}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    path = tokenize(data_config(tmp_path, [SHORT]), sample_tokenizer)
+    [rename] = [i for i, event in enumerate(events) if event.endswith("/cache")
+                and event.startswith("renamed ")]  # fmt: skip
+    work = events[rename].removeprefix("renamed ")
+    files = {str(file.relative_to(path)) for file in path.rglob("*")}
+    assert {f"{work}/{file}" for file in files} | {work} <= set(events[:rename])
+    assert "rows/state.json" in files and events[rename + 1] == str(path.parent)

@@ -97,6 +97,7 @@ def startup_table(
         f"data.max_length {data.max_length:,}: {long_rows or 'none'}" + _shared_files(data),
         **_sources(train_plan),
         **_rejected(train_plan, eval_plan),
+        **_special_text(train_plan, eval_plan),
         "held out": f"{len(eval_plan.data):,} examples" if eval_plan else "none: no evaluation",
         "tokens": f"{of_epoch:,} per epoch, {round(supervised * of_epoch):,} supervised "
         f"({supervised:.0%}{masks}), padding adds {padding:.1%}{of_steps}",
@@ -193,6 +194,12 @@ def _rejected(*plans: DataPlan | None) -> dict[str, str]:
         return {}
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common())
     return {"bad rows": f"{counts.total():,} left out: {reasons} (rejected_rows.jsonl)"}
+
+
+def _special_text(*plans: DataPlan | None) -> dict[str, str]:
+    found = dict.fromkeys(p.data.meta["special_text"] for p in plans if p)
+    text = "; ".join(filter(None, found))
+    return {"special tokens": text} if text else {}
 
 
 def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan | None]) -> None:
