@@ -1,21 +1,85 @@
-# Sourced by demo.sh and test.sh: installs requirements.txt into .venv, unless that has been done,
+# Sourced by demo.sh and test.sh: installs the requirements into .venv, unless that has been done,
 # and puts .venv on PATH. An interrupted install is repeated.
-#   PYTHON=python3.12 ./scripts/demo.sh     uses another interpreter
-PYTHON=${PYTHON:-python3}
-if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-  echo "error: $PYTHON is not Python 3.10 or newer; install it, or set PYTHON to another one" >&2
+#   PYTHON=python3.12 ./scripts/demo.sh     makes .venv with another interpreter
+#   NO_LOCK=1 ./scripts/demo.sh             installs requirements.txt, without hashes
+#
+# torch comes first, from the one index that pip or uv is set up for, unless .venv has it already.
+# requirements.lock has the versions and hashes of everything else. A new .venv is made by uv where
+# it is installed. Nothing of an existing .venv is deleted, and one that is a link is only read.
+setup_failed() {
+  echo "error: $1" >&2
   exit 2
-fi
-stamp=".venv/installed"
-wanted="$(sha256sum < requirements.txt)"
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  echo "installing requirements.txt into .venv (a minute or more) ..."
-  if [ ! -x .venv/bin/pip ] && ! "$PYTHON" -m venv --clear .venv; then
-    echo "error: $PYTHON cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2
-    exit 2
+}
+
+# Whether .venv, which is not ours to install into, has the versions of requirements.txt.
+has_requirements() {
+  .venv/bin/python - 2>/dev/null <<'EOF'
+from importlib.metadata import version
+from packaging.requirements import Requirement
+for line in open("requirements.txt", encoding="utf-8"):
+    if text := line.split("#")[0].strip():
+        wanted = Requirement(text)
+        if wanted.marker is None or wanted.marker.evaluate():
+            assert wanted.specifier.contains(version(wanted.name), prereleases=True)
+EOF
+}
+
+make_venv() {
+  local python=${PYTHON:-python3}
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    setup_failed "$python is not Python 3.10 or newer; install it, or set PYTHON to another one"
   fi
-  .venv/bin/pip install --quiet --no-input --disable-pip-version-check -r requirements.txt
-  echo "$wanted" > "$stamp"
+  mkdir -p .venv
+  touch "$stamp" # so that after an interruption the folder is known to be ours
+  if command -v uv > /dev/null; then
+    uv venv --quiet --allow-existing --python "$python" .venv ||
+      setup_failed "uv cannot create a virtual environment with $python"
+  else
+    "$python" -m venv .venv ||
+      setup_failed "$python cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv"
+  fi
+}
+
+install_requirements() {
+  local install=(.venv/bin/pip install --quiet --no-input --disable-pip-version-check)
+  local check=(.venv/bin/pip check --disable-pip-version-check)
+  if [ ! -x .venv/bin/pip ]; then
+    install=(uv pip install --quiet --python .venv/bin/python)
+    check=(uv pip check --quiet --python .venv/bin/python)
+  fi
+  local lock=(--require-hashes --no-deps -r requirements.lock)
+  case "${NO_LOCK:+no lock} $(uname -sm)" in
+    " Linux x86_64" | " Linux aarch64") ;;
+    *)
+      echo "requirements.lock is not used (NO_LOCK, or not Linux on x86_64 or aarch64): no hashes are checked"
+      lock=(-r requirements.txt)
+      ;;
+  esac
+  "${install[@]}" "$(grep -o '^torch==[^ ;#]*' requirements.txt)" ||
+    setup_failed "cannot install torch (see above); install it into .venv from the index that has it, then run this again"
+  "${install[@]}" "${lock[@]}" ||
+    setup_failed "cannot install ${lock[-1]} (see above); if hashes differ, the index serves other files than the lock \
+names: use another index, renew the lock from this one with scripts/lock.sh, or set NO_LOCK=1 to check no hashes"
+  "${check[@]}" >&2 ||
+    setup_failed "the packages in .venv do not fit together (see above); remove those that the template does not need, or .venv"
+}
+
+stamp=.venv/installed
+wanted="$(cat requirements.txt requirements.lock | sha256sum)"
+if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
+  if [ -L .venv ]; then
+    has_requirements || setup_failed ".venv is a link to $(readlink .venv), which does not have the versions of \
+requirements.txt; install them there, or remove the link (rm .venv) and run this again"
+  elif [ -e .venv ] && [ ! -f "$stamp" ] && [ ! -x .venv/bin/pip ] &&
+    ! { [ -x .venv/bin/python ] && command -v uv > /dev/null; }; then
+    has_requirements || setup_failed ".venv was not made by this script and has no bin/pip to install with; install uv, \
+or rename .venv and run this again"
+  else
+    echo "installing the requirements into .venv (a minute or more) ..."
+    [ -x .venv/bin/pip ] || { [ -e .venv ] && [ ! -f "$stamp" ]; } || make_venv
+    install_requirements
+    echo "$wanted" > "$stamp"
+  fi
 fi
 export PATH="$PWD/.venv/bin:$PATH"
 export VIRTUAL_ENV="$PWD/.venv"

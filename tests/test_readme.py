@@ -16,7 +16,10 @@ SECTIONS = "model|data|train|checkpoint|tracking|distributed|launch"
 README = (REPO / "README.md").read_text()
 
 
-NOT_IN_THE_TREE = {"README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "requirements.txt"}
+NOT_IN_THE_TREE = {
+    "README.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "pyproject.toml", "requirements.txt",
+    "requirements.lock",
+}  # fmt: skip
 """Files that every repository has at its top level; names that begin with a dot are not listed."""
 
 
