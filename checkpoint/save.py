@@ -62,7 +62,6 @@ from checkpoint.run_folder import (
 from checkpoint.shards import layout, progress
 from checkpoint.state import TrainerState, write_state
 from config.schema import CheckpointConfig
-from runtime.disk import sync_folder
 from runtime.errors import UserError, describe
 from runtime.files import sync_folder
 from runtime.seeding import rng_state

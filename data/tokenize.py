@@ -40,7 +40,7 @@ from data.options import RenderOptions
 from data.plan import permute
 from data.render import OUTCOMES, REJECTED, SPLIT, check_template, fit, render
 from data.sources import BadRow, RawRow
-from runtime.disk import explain, sync_folder, sync_tree
+from runtime.files import explain, sync_folder, sync_tree
 from runtime.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,7 +1,9 @@
-"""Files and folders that are written whole or not at all."""
+"""Files and folders that are written whole or not at all, and why a folder cannot be used."""
 
 import os
+import pwd
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,3 +73,34 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"cannot write {out}: {describe(error)}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def explain(error: OSError, key: str, folder: Path) -> str:
+    """One line: why `folder`, given by the config key `key`, cannot be used, and what to do.
+
+    Without permission it names the file in the way and its owner: a folder that two users share
+    has the files of both.
+    """
+    if not isinstance(error, PermissionError):
+        cure = f"make room there, or set {key} to a folder on another disk"
+        return f"{key}: cannot write {folder}: {describe(error)}; {cure}"
+    path = Path(error.filename or folder)
+    while not _is_seen(path) and path != path.parent:
+        path = path.parent
+    about = path.stat()
+    try:
+        owner = pwd.getpwuid(about.st_uid).pw_name
+    except KeyError:
+        owner = f"user {about.st_uid}"
+    return (
+        f"{key}: {path} belongs to {owner} and has mode {stat.S_IMODE(about.st_mode):04o}, so this "
+        f"process may not use it; let {owner} run `chmod -R go+rwX` on {folder} (with umask 000 "
+        f"from then on), delete it if nobody needs it, or set {key} to a folder of your own"
+    )
+
+
+def _is_seen(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
