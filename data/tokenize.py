@@ -40,8 +40,8 @@ from data.options import RenderOptions
 from data.plan import permute
 from data.render import OUTCOMES, REJECTED, SPLIT, check_template, fit, render
 from data.sources import BadRow, RawRow
-from runtime.files import explain, sync_folder, sync_tree
 from runtime.errors import UserError
+from runtime.files import explain, sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
