@@ -163,11 +163,16 @@ def test_scancel_saves_and_the_next_of_an_array_resumes(slurm, submit, tiny_conf
 
 
 def test_a_mistake_is_not_requeued(slurm, submit, tiny_config, tmp_path):
-    job = submit(tiny_config(), "--train.nonsense", "1")
+    there = tmp_path / "a b'c$(touch made) %h"  # where the code may be
+    there.mkdir()
+    for path in REPO.iterdir():
+        (there / path.name).symlink_to(path)
+    job = submit(tiny_config(), "--train.nonsense", "1", options=[f"--chdir={there}"])
     log = tmp_path / f"slurm-{job}.out"
     assert wait_for_end(slurm, job, log) == ("FAILED", "2:0")
     assert slurm.job(job)["Restarts"] == "0"
     assert "error: command line: train.nonsense: unknown key" in log.read_text()
+    assert not [*tmp_path.rglob("made")]
     uneven = submit(tiny_config(), options=["--gpus-per-node=2"])
     log = tmp_path / f"slurm-{uneven}.out"
     assert wait_for_end(slurm, uneven, log) == ("FAILED", "2:0")
