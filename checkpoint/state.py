@@ -12,6 +12,7 @@ from config.ds_config import zero_stage
 from config.parse import dump_config
 from data.data_plan import DataPlan
 from data.plan_change import PlanRecord
+from model.hub import commits
 from model.optimizer import optimization_of
 from model.setup import Setup
 
@@ -37,6 +38,8 @@ class RunIdentity:
     """Settings that a resumed run has to share, by run config key."""
     schedule: dict[str, Any] | None = None
     """model.optimizer.Schedule; known once the run knows where it starts."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """What comes from the hub, see model.hub.commits; not compared."""
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
@@ -50,6 +53,7 @@ class RunIdentity:
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,
             optimization=optimization_of(config.train, plan.mean_batch),
+            commits=commits(config),
         )
 
 
