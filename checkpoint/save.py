@@ -258,6 +258,7 @@ class Saver:
             "optimizer": type(optimizer).__name__,
             "plan_hash": state.run.plan_hash,
             "config_hash": state.run.config_hash,
+            "commits": state.run.commits,
             "versions": {name: version(name) for name in PACKAGES},
         }
         manifest = {"made_by": made_by, "files": dict(sorted(files.items()))}

@@ -14,6 +14,7 @@ from config.ds_config import zero_stage
 from config.parse import dump_config
 from data.data_plan import DataPlan
 from data.plan_change import PlanChange, PlanRecord
+from model.hub import commits
 from model.optimizer import Schedule, optimization_of
 from model.setup import Setup
 
@@ -39,6 +40,8 @@ class RunIdentity:
     """Settings that a resumed run has to share, by run config key."""
     schedule: Schedule | None = None
     """Known once the run knows where it starts."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """What comes from the hub, see model.hub.commits; not compared."""
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
@@ -52,6 +55,7 @@ class RunIdentity:
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,
             optimization=optimization_of(config.train, plan.mean_batch),
+            commits=commits(config),
         )
 
 

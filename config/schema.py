@@ -45,7 +45,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """Hub id or folder of the tokenizer; default: model.name_or_path."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the hub; the run folder's resolved_config.yaml has the commit."""
+    tokenizer_revision: str | None = None
+    """The same of model.tokenizer; default: model.revision."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or the name of a bundled one: alpaca,
     chatml, llama3, plain, zephyr."""

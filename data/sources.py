@@ -63,6 +63,9 @@ CHUNK_CHARACTERS = 1 << 20  # of a JSON list, and of a line that is skipped, in 
 SHOWN_CHARACTERS = 80  # of a row that is too long, in messages
 
 
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
 class BadRow(ValueError):
     """A row that cannot be used. `reason` is one of a few short texts, by which skipped rows are
     counted; the message has the details.
@@ -185,12 +188,34 @@ def _from_hub(source: "Source") -> "Dataset":
     import datasets
 
     try:
-        return datasets.load_dataset(
+        found = datasets.load_dataset(
             source.hub, source.subset, split=source.split, revision=source.revision
         )
     except Exception as error:  # hub, network and file formats each raise their own
         first_line = next((line for line in str(error).splitlines() if line.strip()), "no reason")
         raise UserError(f"cannot load {name_of(source)} from the hub: {first_line}") from error
+    commit = _commit_of(found)
+    if commit and COMMIT.fullmatch(source.revision or "") and commit != source.revision:
+        raise UserError(  # without network, `datasets` takes the newest commit that it has
+            f"cannot load {name_of(source)} from the hub: the newest commit in the cache is "
+            f"{commit}; connect to the hub, or set its revision to that commit"
+        )
+    return found
+
+
+def loaded_commit(source: "Source") -> str | None:
+    """The commit of a hub data set, as it is loaded; its revision if there is none.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    return _commit_of(_from_hub(source)) or source.revision
+
+
+def _commit_of(dataset: "Dataset") -> str | None:
+    """`datasets` prepares OWNER/NAME in a folder OWNER___NAME/SUBSET/VERSION/COMMIT."""
+    folders = [Path(file["filename"]).parent.name for file in dataset.cache_files]
+    return next(filter(COMMIT.fullmatch, folders), None)
 
 
 # --------------------------------------------------------------------------------------------------

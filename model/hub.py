@@ -1,9 +1,19 @@
-"""Load from the hub or a folder, with a one-line error for any failure."""
+"""Load from the hub or a folder, with a one-line error for any failure, and name the commits of the
+hub that were loaded.
+"""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from config.schema import Config
+from huggingface_hub import try_to_load_from_cache
+
+from config.schema import Config, Source
+from data.sources import COMMIT, loaded_commit
 from runtime.errors import UserError
+
+CONFIG_FILES = ("config.json",)
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def from_hub(load: Any, key: str, name: str, run_config: Config, /, **options: Any) -> Any:
@@ -16,15 +26,95 @@ def from_hub(load: Any, key: str, name: str, run_config: Config, /, **options: A
         UserError: loading failed.
     """
     model = run_config.model
+    revision = _tokenizer_revision(run_config) if key == "model.tokenizer" else model.revision
+    cure = "read that code, then set model.trust_remote_code: true"
+    trust = model.trust_remote_code
+    return load_pretrained(load, name, f"{key}: ", cure, trust, revision=revision, **options)
+
+
+def load_pretrained(
+    load: Any,
+    name: Any,
+    where: str = "",
+    cure: str = "this command never runs it",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Call `load(name, ...)`; code that comes with a model only runs if it is trusted, and nobody
+    is asked.
+
+    Raises:
+        UserError: loading failed.
+    """
     try:
-        return load(
-            name, revision=model.revision, trust_remote_code=model.trust_remote_code, **options
-        )
+        return load(name, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
-        raise UserError(f"{key}: cannot load {name}: {first_line(error)}") from error
+        reason = first_line(error)
+        if not trust_remote_code and "custom code" in reason:
+            reason = f"it needs Python code that comes with it; {cure}"
+        raise UserError(f"{where}cannot load {name}: {reason}") from error
 
 
 def first_line(error: Exception) -> str:
     return next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Commits
+
+
+def pin_revisions(config: Config) -> Config:
+    """The config with the commits that were loaded in place of branches and tags. Folders have
+    none. Model config and tokenizer have been loaded; data sets of the hub are loaded here.
+
+    Raises:
+        UserError: a data set cannot be loaded.
+    """
+    model, data = config.model, config.data
+    pinned = replace(
+        model,
+        revision=_commit(model.name_or_path, model.revision, CONFIG_FILES),
+        tokenizer_revision=_commit(model.tokenizer, _tokenizer_revision(config), TOKENIZER_FILES),
+    )
+    sources = {
+        key: [
+            replace(s, revision=loaded_commit(s)) if isinstance(s, Source) and s.hub else s
+            for s in getattr(data, key)
+        ]
+        for key in ("train_sources", "eval_sources")
+    }
+    return replace(config, model=pinned, data=replace(data, **sources))
+
+
+def commits(config: Config) -> dict[str, str]:
+    """For what a pinned config takes from the hub: its key -> NAME@COMMIT."""
+    found = {
+        "model.name_or_path": (config.model.name_or_path, config.model.revision),
+        "model.tokenizer": (config.model.tokenizer, config.model.tokenizer_revision),
+    }
+    for key in ("train_sources", "eval_sources"):
+        for i, source in enumerate(getattr(config.data, key)):
+            if isinstance(source, Source) and source.hub:
+                found[f"data.{key}[{i}]"] = (source.hub, source.revision)
+    return {
+        key: f"{name}@{revision}"
+        for key, (name, revision) in found.items()
+        if name and revision and COMMIT.fullmatch(revision)
+    }
+
+
+def _tokenizer_revision(config: Config) -> str | None:
+    return (config.model.tokenizer and config.model.tokenizer_revision) or config.model.revision
+
+
+def _commit(name: str | None, revision: str | None, files: tuple[str, ...]) -> str | None:
+    """The commit of a model of the hub that has been loaded, otherwise `revision`."""
+    if name is None:
+        return None
+    for file in () if Path(name).is_dir() else files:
+        found = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent.name  # models--OWNER--NAME/snapshots/COMMIT/config.json
+    return revision

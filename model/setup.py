@@ -12,6 +12,7 @@ from config.schema import Config
 from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.plan import Budget
 from model.architecture import check_model_fits, hidden_size, linear_cost
+from model.hub import commits, pin_revisions
 from model.load import best_precision, load_model_config, load_tokenizer
 from model.optimizer import make_schedule
 from model.packing import resolve_batching
@@ -24,7 +25,7 @@ class Setup:
     """Config, tokenizer and architecture, with the settings that follow from them resolved."""
 
     config: Config
-    """With data.batching and model.attn_implementation resolved."""
+    """With data.batching, model.attn_implementation and revisions on the hub resolved."""
     tokenizer: PreTrainedTokenizerBase
     model_config: PretrainedConfig
     precision: str
@@ -56,6 +57,8 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     """
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config), first_on_machine=True)
     model_config = run_on_all_ranks(ranks, lambda: load_model_config(config), first_on_machine=True)
+    config = run_on_all_ranks(ranks, lambda: pin_revisions(config), first_on_machine=True)
+    require_same(ranks, "the hub's commit", ",".join(commits(config).values()))
     precision = resolve_precision(config, best_precision(ranks.device))
     ds_config = merge_ds_config(config, precision, hidden_size(model_config))
     for note in check_with_deepspeed(config, ds_config):

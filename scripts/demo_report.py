@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.run_folder import list_complete
+from model.hub import load_pretrained
 from runtime.errors import UserError, exit_on_error
 from runtime.seeding import seed_everything
 from scripts.exact_match import ask, read_conversations
@@ -30,13 +31,12 @@ def main() -> None:
     losses = [line["eval_loss"] for line in lines if line["kind"] == "eval"]
     steps = [line for line in lines if line["kind"] == "train"]
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, model_folder)
     conversations = read_conversations(config["data"]["eval_sources"][0])
     seed_everything(config["train"]["seed"])  # for the random weights that the run started from
-    untrained = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(config["model"]["name_or_path"])
-    )
-    trained = AutoModelForCausalLM.from_pretrained(model_folder)
+    architecture = load_pretrained(AutoConfig.from_pretrained, config["model"]["name_or_path"])
+    untrained = load_pretrained(AutoModelForCausalLM.from_config, architecture)
+    trained = load_pretrained(AutoModelForCausalLM.from_pretrained, model_folder)
     answers = [ask(model, tokenizer, conversations) for model in (untrained, trained)]
     right = [sum(answer.is_right for answer in of_model) for of_model in answers]
 

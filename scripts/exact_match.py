@@ -108,12 +108,14 @@ def main() -> None:
     # slow to import, so after the arguments are checked
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from model.hub import load_pretrained
     from tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
 
-    model = AutoModelForCausalLM.from_pretrained(args.model)
-    answers = ask(model, AutoTokenizer.from_pretrained(args.model), conversations)
+    model = load_pretrained(AutoModelForCausalLM.from_pretrained, args.model)
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, args.model)
+    answers = ask(model, tokenizer, conversations)
     for conversation, answer in list(zip(conversations, answers, strict=True))[: args.show]:
         print(f"asked:    {conversation[-2]['content']}\nexpected: {answer.expected}\n"
               f"said:     {answer.said}\n")  # fmt: skip

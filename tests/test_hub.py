@@ -1,0 +1,111 @@
+"""What is taken from the hub, and code that comes with models.    pytest tests/test_hub.py"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from conftest import strategy, write_rows
+
+from config.schema import Source
+from data.check_sources import parse_with_sources
+from data.sources import loaded_commit
+from model.load import load_model_config
+from runtime.errors import UserError
+from scripts import demo_report, exact_match
+
+COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20
+
+
+@pytest.fixture
+def hub(tmp_path, tiny_model, chat_rows):
+    """Environment variables of a cache with the model org/tiny and the data set org/rows."""
+    repo = tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(tiny_model, repo / "snapshots" / COMMIT)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    prepared = tmp_path / "datasets" / "org___rows" / "default" / "0.0.0" / ROWS_COMMIT
+    rows = datasets.Dataset.from_list(chat_rows)
+    rows.save_to_disk(tmp_path / "saved")
+    prepared.mkdir(parents=True)
+    [arrow] = (tmp_path / "saved").glob("*.arrow")
+    shutil.copy(arrow, prepared / "rows-train.arrow")
+    info = json.loads((tmp_path / "saved" / "dataset_info.json").read_text())
+    split = {"name": "train", "num_examples": len(rows), "dataset_name": "rows"}
+    info |= {"config_name": "default", "dataset_name": "rows", "version": "0.0.0",
+             "splits": {"train": split}}  # fmt: skip
+    (prepared / "dataset_info.json").write_text(json.dumps(info))
+    return {"HUB_CACHE": str(tmp_path / "hub"), "DATASETS_CACHE": str(tmp_path / "datasets")}
+
+
+def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):
+    path = tiny_config(
+        model="org/tiny", model__revision="main", train__epochs=None, train__steps=1,
+        data__train_sources=[{"hub": "org/rows", "revision": "main"}],
+        ds_config=str(strategy(tmp_path, "zero1")),
+    )  # fmt: skip
+
+    def train():
+        return forks.train(path, module="hub_cache", ranks=2, **hub)
+
+    finished = train()
+    assert finished.code == 0, finished.output
+    resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
+    assert resolved["model"]["revision"] == COMMIT
+    assert resolved["data"]["train_sources"][0]["revision"] == ROWS_COMMIT
+    manifest = tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json"
+    assert json.loads(manifest.read_text())["made_by"]["commits"] == {
+        "model.name_or_path": f"org/tiny@{COMMIT}",
+        "data.train_sources[0]": f"org/rows@{ROWS_COMMIT}",
+    }
+    finished = train()  # `main` in the config, a commit in the checkpoint
+    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+
+
+def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
+    """Without network `datasets` takes the newest commit that it has."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path(hub["DATASETS_CACHE"]))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    for revision in (None, "main", ROWS_COMMIT):
+        assert loaded_commit(Source(hub="org/rows", revision=revision)) == ROWS_COMMIT
+    with pytest.raises(UserError, match=f"newest commit in the cache is {ROWS_COMMIT}; connect"):
+        loaded_commit(Source(hub="org/rows", revision="b" * 40))
+
+
+CODE = "open({!r}, 'w')\nclass Evil: ...\n"
+
+
+def test_code_that_comes_with_a_model_never_runs_nor_asks(tmp_path, tiny_config, tiny_model):
+    """Whatever loads it; standard input is a terminal's, where transformers would ask."""
+    folder = tmp_path / "evil"
+    shutil.copytree(tiny_model, folder)
+    (folder / "evil.py").write_text(CODE.format(str(tmp_path / "ran")))
+    classes = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    architecture = json.loads((folder / "config.json").read_text())
+    architecture |= {"auto_map": classes, "model_type": "evil"}
+    (folder / "config.json").write_text(json.dumps(architecture))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": [
+        {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}])  # fmt: skip
+    (tmp_path / "run").mkdir()
+    config = {"data": {"eval_sources": [str(rows)]}, "train": {"seed": 1},
+              "model": {"name_or_path": str(folder)}}  # fmt: skip
+    (tmp_path / "run" / "resolved_config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    run_config = parse_with_sources(["--config", str(tiny_config(model=folder))]).config
+    for script, argv in (
+        (exact_match, ["exact_match.py", str(folder), str(rows)]),
+        (demo_report, ["demo_report.py", str(tmp_path / "run"), str(tiny_model)]),
+        (None, []),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as caught:
+            patch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+            patch.setattr(sys, "argv", argv)
+            script.main() if script else load_model_config(run_config)
+        cure = "this command never runs it" if script else "set model.trust_remote_code: true"
+        said = str(caught.value)
+        assert f"cannot load {folder}: it needs Python code that comes with it; " in said, said
+        assert cure in said and "\n" not in said
+    assert not (tmp_path / "ran").exists()
