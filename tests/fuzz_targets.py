@@ -10,6 +10,7 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -459,8 +460,8 @@ def shards_target() -> Target:
     return Target(cases(), read)
 
 
-TARGETS: dict[str, Callable[[], Target]] = {
-    "hostfile": hostfile_target,
+TARGETS: dict[str, Callable[[], Target]] = {  # cluster/ may have been deleted
+    **({"hostfile": hostfile_target} if find_spec("cluster") else {}),
     "config": config_target,
     "rows": rows_target,
     "state": state_target,
