@@ -20,7 +20,8 @@ for line in open("requirements.txt", encoding="utf-8"):
     if text := line.split("#")[0].strip():
         wanted = Requirement(text)
         if wanted.marker is None or wanted.marker.evaluate():
-            assert wanted.specifier.contains(version(wanted.name), prereleases=True)
+            if not wanted.specifier.contains(version(wanted.name), prereleases=True):
+                raise SystemExit(1)
 EOF
 }
 
@@ -41,8 +42,9 @@ make_venv() {
 }
 
 install_requirements() {
-  local install=(.venv/bin/pip install --quiet --no-input --disable-pip-version-check)
-  local check=(.venv/bin/pip check --disable-pip-version-check)
+  # not bin/pip: in a copied checkout its first line names the interpreter of the original
+  local pip=(.venv/bin/python -m pip --disable-pip-version-check)
+  local install=("${pip[@]}" install --quiet --no-input) check=("${pip[@]}" check)
   if [ ! -x .venv/bin/pip ]; then
     install=(uv pip install --quiet --python .venv/bin/python)
     check=(uv pip check --quiet --python .venv/bin/python)
