@@ -220,7 +220,8 @@ def tokenize_sources(
         announce: receives a progress line every few seconds.
 
     Raises:
-        UserError: a row cannot be used (the message has file and line), or a source has no rows.
+        UserError: a row cannot be used (the message has file and line), a source has no rows, or
+            data.cache_dir cannot be written.
     """
     target = cache_path(given, tokenizer, config)
     try:
@@ -232,7 +233,7 @@ def tokenize_sources(
                 except Exception:
                     # If this process was stopped for a minute, another one has taken over and
                     # deleted what this one had written: wait for that one.
-                    if lease.compromise is None:
+                    if lease.is_lock_held_by_us:
                         raise
     except UserError:
         raise
@@ -517,7 +518,7 @@ def open_cache(path: Path) -> TokenizedRows:
             folder=path,
         )
     except OSError as error:
-        raise UserError(explain(error, "data.cache_dir", path)) from error
+        raise UserError(explain(error, "data.cache_dir", path.parent)) from error
 
 
 def hold_out(

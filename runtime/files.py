@@ -94,8 +94,8 @@ def explain(error: OSError, key: str, folder: Path) -> str:
         owner = f"user {about.st_uid}"
     return (
         f"{key}: {path} belongs to {owner} and has mode {stat.S_IMODE(about.st_mode):04o}, so this "
-        f"process may not use it; let {owner} run `chmod -R go+rwX` on {folder} (with umask 000 "
-        f"from then on), delete it if nobody needs it, or set {key} to a folder of your own"
+        f"process may not use it; let {owner} run `chmod -R g+rwX {folder}` (with a common group, "
+        f"and umask 002 from then on), or set {key} to a folder of your own"
     )
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     conversations = read_conversations(config["data"]["eval_sources"][0])
     seed_everything(config["train"]["seed"])  # for the random weights that the run started from
     architecture = load_pretrained(AutoConfig.from_pretrained, config["model"]["name_or_path"])
-    untrained = load_pretrained(AutoModelForCausalLM.from_config, architecture)
+    untrained = AutoModelForCausalLM.from_config(architecture, trust_remote_code=False)
     trained = load_pretrained(AutoModelForCausalLM.from_pretrained, model_folder)
     answers = [ask(model, tokenizer, conversations) for model in (untrained, trained)]
     right = [sum(answer.is_right for answer in of_model) for of_model in answers]

@@ -442,7 +442,7 @@ def test_a_file_of_another_user_is_named_with_its_owner(
         code, _, errors = start_tokenizing(user=65534).wait()
         assert code == 2 and len(errors.splitlines()) == 1, errors
         belongs = f"error: data.cache_dir: {path} belongs to root and has mode {mode}, so"
-        assert errors.startswith(belongs) and "let root run `chmod -R go+rwX`" in errors
+        assert errors.startswith(belongs) and f"let root run `chmod -R g+rwX {cache}" in errors
 
     cache.mkdir(mode=0o700)
     refused(cache, "0700")
