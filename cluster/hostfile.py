@@ -141,7 +141,7 @@ def select_hosts(hosts: Sequence[Host], include: str, exclude: str) -> list[Host
         name, colon, slots = part.partition(":")
         if name not in known:
             raise UserError(f"{option} {part}: no such host in the hostfile ({', '.join(known)})")
-        if colon and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", slots):
+        if colon and not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", slots):
             raise UserError(f"{option} {part}: write slots as numbers with commas: {name}:0,2")
         wanted = {int(s) for s in slots.split(",")} if colon else set()
         if unknown := wanted - set(known[name].slots):

@@ -442,7 +442,10 @@ def _read_csv(file: str, limit: int) -> Iterator[RawRow]:
         head = list(_up_to_header(lines))
         delimiter = _delimiter(head[-1], file) if head else ","
         reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
-        header = next(filter(None, reader), [])
+        try:
+            header = next(filter(None, reader), [])
+        except csv.Error as error:
+            raise ValueError(f"its header is not CSV ({error})") from error
         if doubled := [name for name, count in Counter(filter(None, header)).items() if count > 1]:
             raise ValueError(f"its header names column {doubled[0]!r} twice; rename one of them")
         while True:

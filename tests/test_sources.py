@@ -197,6 +197,7 @@ REFUSED = {
     "utf-16.csv": ("prompt,completion\na,b\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     "utf-16.jsonl": ('{"text": "a"}\n'.encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
     "utf-16.json": ('[{"text": "a"}]'.encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8"),
+    "quote.csv": (b'text,"id"x\na,1\n', "its header is not CSV"),
     "twice.csv": (b"text,id,text\na,1,b\n", "its header names column 'text' twice"),
     "pretty.json": (b'{\n  "data": [\n  ]\n}', "jq -c . OLD > NEW.jsonl"),
     "cut.json": (b'[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
