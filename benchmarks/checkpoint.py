@@ -213,11 +213,11 @@ def child(role: str, folder: Path) -> None:
             (folder / "resume.json").write_text(json.dumps({"load_s": round(seconds, 1)}))
         sys.exit(0)
 
-    load = train.load_checkpoint
+    load = train.load_start
     if role == "save":
         train.Saver = partial(TimedSaver, folder)
     else:
-        train.load_checkpoint = load_and_exit
+        train.load_start = load_and_exit
     train.main(parse_command_line(["--config", str(folder / "config.yaml")]).config, dry_run=False)
 
 
@@ -230,6 +230,7 @@ class TimedSaver:
         from checkpoint.save import Saver
 
         self.folder, self.saver = folder, Saver(*args, **options)
+        self.nodes = self.saver.nodes
         self.saves: list[dict[str, Any]] = []
         self.pending: dict[str, Any] | None = None
 
@@ -242,7 +243,7 @@ class TimedSaver:
         is_async = len(self.saves) % 2 == 1
         self.saver.config = replace(self.saver.config, async_save=is_async)
         dist.barrier()
-        self.pending = {"async": is_async, "step": state.global_step, "steps_meanwhile": 0}
+        self.pending = {"async": is_async, "step": state.progress.step, "steps_meanwhile": 0}
         self.waited_before = self.saver.waited_seconds
         self.began = time.perf_counter()
         self.saver.save(state)
