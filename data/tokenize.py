@@ -40,7 +40,7 @@ from data.options import RenderOptions
 from data.plan import permute
 from data.render import OUTCOMES, REJECTED, SPLIT, check_template, fit, render
 from data.sources import BadRow, RawRow
-from runtime.errors import UserError
+from runtime.errors import UserError, describe
 from runtime.files import explain, sync_folder, sync_tree
 
 if TYPE_CHECKING:
@@ -366,6 +366,7 @@ def _build_cache(
         "supervised_tokens": int(supervised.sum(dtype=np.int64)),
         "content": content,
         "tokenize_seconds": round(time.perf_counter() - began, 1),
+        "bytes": {str(f.relative_to(cache)): f.stat().st_size for f in _files(cache)},
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
     if announce:
@@ -507,18 +508,32 @@ def open_cache(path: Path) -> TokenizedRows:
     """Memory-map a cache folder: only meta.json is read at once.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or has another size than when it was written: reading a
+            truncated file that is mapped would end the process.
     """
     try:
+        meta = json.loads((path / "meta.json").read_text())
+        for name, size in meta["bytes"].items():
+            if (found := (path / name).stat().st_size) != size:
+                raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")
         return TokenizedRows(
-            meta=json.loads((path / "meta.json").read_text()),
+            meta=meta,
             rows=datasets.load_from_disk(str(path / "rows")).with_format("numpy"),
             lengths=np.load(path / "lengths.npy", mmap_mode="r"),
             supervised=np.load(path / "supervised.npy", mmap_mode="r"),
             folder=path,
         )
-    except OSError as error:
+    except PermissionError as error:
         raise UserError(explain(error, "data.cache_dir", path.parent)) from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"data.cache_dir: {path} is damaged ({describe(error)}); delete it, and the rows are "
+            "tokenized again"
+        ) from error
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def hold_out(

@@ -141,6 +141,26 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
     assert path_of(config, sample_tokenizer) != path
 
 
+def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
+    """Mapping a truncated file and reading behind its end would end the process with SIGBUS."""
+    folder = build(tmp_path, sample_tokenizer, chat_rows).folder
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert {"meta.json", "lengths.npy"} < {path.name for path in files} and len(files) >= 6
+    for path in files:
+        content = path.read_bytes()
+        for damaged in {content[: len(content) // 2], None} - {content}:
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            with pytest.raises(UserError, match=r"is damaged \(.*\); delete it, and the rows"):
+                open_cache(folder)
+        path.write_bytes(content)
+    (folder / "meta.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is damaged"):
+        open_cache(folder)
+
+
 def test_the_cache_key_has_special_tokens_and_no_transient_state(tmp_path, sample_tokenizer):
     config = data_config(tmp_path, [SHORT])
     tokenizer = copy.deepcopy(sample_tokenizer)
