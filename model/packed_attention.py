@@ -99,9 +99,10 @@ def packed_attention(
         position_ids = torch.arange(query.shape[2], device=query.device)[None]
     if (bounds := _bounds.get(position_ids)) is None:
         bounds = _bounds[position_ids] = Bounds.of(position_ids)
-    call = AttentionCall(query, key, value, None, dropout, options)
-    if query.is_cuda and len(query) == 1 and not kernel_problem(call, query.dtype):
-        return _varlen_attention(query, key, value, bounds, **options), None
+    if query.is_cuda and len(query) == 1:
+        call = AttentionCall(query, key, value, None, dropout, options)
+        if not kernel_problem(call, query.dtype):
+            return _varlen_attention(query, key, value, bounds, **options), None
     outputs = []
     for states in zip(*(x.split(bounds.lengths, dim=2) for x in (query, key, value)), strict=True):
         tokens = states[0].shape[2]
@@ -182,8 +183,9 @@ def _varlen_attention(
         longest,
         longest,
         scale=scaling,
-        # the tokens before the query's own; -1: all of them
+        # tokens before and after the query's own; -1: all of them
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        # torch 2.11 takes grouped heads without it
         **({"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}),
     )
     return output[None]

@@ -54,7 +54,7 @@ def resolve_batching(
         chosen, why = "bucketed", f"{attention} computes scores between packed examples too"
     elif unusable:
         chosen, why = "bucketed", f"packing needs a dense mask: {unusable}"
-    elif device.type == "cuda" and (slow := kernel_problem(calls[0], DTYPES[precision])):
+    elif device.type == "cuda" and (slow := _kernel_problem(calls, DTYPES[precision])):
         chosen, why = "bucketed", slow
     else:
         chosen, why = "packed", "no padding, no scores between examples"
@@ -121,6 +121,11 @@ def _attention_problem(
         if call.attention_mask is not mask or call.options.get("position_bias") is not None:
             return f"{name} has attention with a mask or a bias of its own"
     return None
+
+
+def _kernel_problem(calls: list[AttentionCall], dtype: torch.dtype) -> str | None:
+    """Why torch's varlen kernel cannot do all of these calls; None if it can."""
+    return next((problem for call in calls if (problem := kernel_problem(call, dtype))), None)
 
 
 def _packing_problem(skeleton: nn.Module, packed_tokens: int) -> str | None:

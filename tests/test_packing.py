@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import write_rows
+from conftest import read_metrics, strategy, write_rows
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -164,6 +164,33 @@ def test_packed_and_bucketed_give_the_same_loss_and_gradients(name, rows):
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     for n, gradient in gradients.items():
         assert (gradient - expected_gradients[n]).norm() < 1e-5 * gradient.norm() + 1e-9, n
+
+
+def test_an_epoch_has_the_same_losses_packed_and_bucketed(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    """gpt-oss, with sinks and windows of 5 tokens, under ZeRO 3, recomputing activations; auto is
+    packed.
+    """
+    folder = tmp_path / "model"
+    FAMILIES["gpt_oss, sinks, sliding window"].save_pretrained(folder)
+    sample_tokenizer.save_pretrained(folder)
+    losses = {}
+    for batching in ("auto", "bucketed"):
+        run = tmp_path / batching
+        config = tiny_config(
+            model=folder, model__from_config=True, data__batching=batching, output_dir=str(run),
+            data__micro_batch_tokens=400, model__activation_checkpointing=True,
+            train__epochs=1, ds_config=str(strategy(tmp_path, "zero3")),
+        )  # fmt: skip
+        finished = forks.train(config, ranks=2)
+        assert finished.code == 0, finished.output
+        steps = read_metrics(run)
+        assert all((step["padding_efficiency"] == 1) == (batching == "auto") for step in steps)
+        losses[batching] = [step["loss"] for step in steps]
+        losses[batching] += [evaluation["eval_loss"] for evaluation in read_metrics(run, "eval")]
+    assert len(losses["auto"]) == 8
+    np.testing.assert_allclose(losses["auto"], losses["bucketed"], rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
