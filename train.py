@@ -224,7 +224,8 @@ def train_step(
     ranks, known from the plan, backward on sum_CE * W / N in every micro-batch gives exactly the
     gradient of the mean over tokens, for any W and number of micro-steps. The router loss, one
     value per micro-batch, is averaged in the same way, weighted by tokens without padding.
-    Nothing here waits for the device before the end of the step.
+    Nothing here waits for the device before the end of the step, except packed examples, once per
+    micro-batch, for their bounds.
 
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for

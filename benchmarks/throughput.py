@@ -2,12 +2,13 @@
 
     deepspeed --num_gpus 2 benchmarks/throughput.py [--lengths LENGTHS.npy] [--steps 20] [--json]
 
-Feeds: `bucketed` and `packed`, this repository's step plans; `random`, fixed-size batches in random
+Feeds: `packed` and `bucketed`, this repository's step plans; `random`, fixed-size batches in random
 order; `group_by_length`, fixed-size batches in the order of transformers' LengthGroupedSampler,
-assigned to ranks as Trainer does. All feeds have the same examples, global batch and number of
-micro-steps, and run train.py's train step under ZeRO-2. They alternate step by step, so that other
-load on the machine affects all of them alike. The fixed-size feeds may use as much memory as their
-largest batch needs.
+assigned to ranks as Trainer does. Packed examples get model/packed_attention.py, the others what
+transformers chooses. All feeds have the same examples, global batch and number of micro-steps, and
+run train.py's train step under ZeRO-2. They alternate step by step, so that other load on the
+machine affects all of them alike. The fixed-size feeds may use as much memory as their largest
+batch needs.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from data.loader import load_steps
 from data.plan import Budget, Contents, StepPlan, plan_step
 from model.architecture import linear_cost
 from model.loss import SupervisedLoss
+from model.packed_attention import PACKED_EXAMPLES
 from runtime.errors import UserError, exit_on_error
 from runtime.process_group import Ranks, process_group
 from train import train_step  # the train step that is measured
@@ -108,6 +110,10 @@ class Sampled:
     def steps_per_epoch(self) -> int:
         return len(self.order)
 
+    def locate(self, k: int) -> tuple[None, int, int]:
+        """Like DataPlan.locate; all steps are of the first epoch."""
+        return None, 0, int(self.order[k])
+
     def step(self, k: int) -> StepPlan:
         return self.feed.step(int(self.order[k]))
 
@@ -123,9 +129,9 @@ def main() -> None:
     parser.add_argument("--max_length", type=int, default=1024)
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--feeds", default="bucketed,bucketed_window_4,random,group_by_length")
+    parser.add_argument("--feeds", default="packed,bucketed,group_by_length,random")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--attn_implementation")
+    parser.add_argument("--attn_implementation", help="of the feeds with padding")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -178,6 +184,9 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> dict:
     for k in range(total):
         for name, steps in feeds.items():
             batch = next(steps)
+            model.set_attn_implementation(
+                PACKED_EXAMPLES if name == "packed" else args.attn_implementation
+            )
             torch.distributed.barrier()
             began = time.perf_counter()
             train_step(engine, loss, batch, ranks)

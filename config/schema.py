@@ -55,7 +55,9 @@ class ModelConfig:
     """Token of the tokenizer that ends an answer; default: its eos token and what its chat template
     writes. Added after the last turn if the template writes no end token there."""
     attn_implementation: str | None = None
-    """sdpa, eager, flash_attention_2 ...; default: chosen by transformers."""
+    """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
+    model/packed_attention.py, for packed examples.
+    """
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about 1/3 more compute, far less memory."""
     trust_remote_code: bool = False
@@ -137,7 +139,8 @@ class DataConfig:
     """A row with more characters is a bad one; most likely its file lacks line breaks."""
     batching: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: a micro-batch is padded examples of similar length; packed: examples concatenated
-    without padding; auto: packed if the attention implementation has a kernel for it.
+    without padding; auto: packed if the model can attend within each example alone, on CUDA in bf16
+    or fp16 by torch's varlen kernel.
     """
     micro_batch_tokens: PositiveInt = 16384
     """Memory budget: most tokens, including padding, in one micro-batch of one rank."""

@@ -86,18 +86,19 @@ def main() -> None:
             raise UserError(f"{name}: no such folder: {file.parent}")
         if file and (file.suffix != suffix or file.is_dir()):
             raise UserError(f"{name}: {file} does not end in {suffix}")
-    config = parse_with_sources(rest, prog="inspect_data.py").config
+    asked = parse_with_sources(rest, prog="inspect_data.py").config
 
     from tracking.console import quieten_libraries
     from tracking.startup import open_plans
 
     quieten_libraries(is_first=True)
-    config, tokenizer, plan, eval_plan = open_plans(config, ranks[0])
+    config, tokenizer, plan, eval_plan = open_plans(asked, ranks[0])
     print_counts("training examples", plan)
     if eval_plan:
         print_counts("held-out examples", eval_plan)
     print_examples(plan, tokenizer, args.show, args.color)
-    print_plans(plan, ranks, config.data.batching)
+    on_cpu = " (data.batching auto, resolved for CPU)" if asked.data.batching == "auto" else ""
+    print_plans(plan, ranks, config.data.batching + on_cpu)
     if args.html:
         args.html.write_text(page(plan, tokenizer, args.show), encoding="utf-8")
         print(f"\n{args.html}: the first {min(args.show, len(plan.data)):,} examples")
@@ -215,8 +216,7 @@ def planned(plan: "DataPlan", world_size: int) -> "list[StepPlan]":
 def print_plans(plan: "DataPlan", ranks: list[int], batching: str) -> None:
     """Print padding and balance for several world sizes."""
     steps = min(PLANNED_STEPS, plan.steps_per_epoch)
-    print(f"\nplanned, {batching}, {steps} steps of {plan.steps_per_epoch:,} per epoch", end="")
-    print(" (data.batching auto is resolved for CPU here)" if batching == "bucketed" else "")
+    print(f"\nplanned, {batching}, {steps} steps of {plan.steps_per_epoch:,} per epoch")
     print(
         "  ranks   examples/step  tokens/step  micro-steps  padding adds  waiting adds  efficiency"
     )

@@ -1,4 +1,4 @@
-"""benchmarks/plan.py from the command line.    pytest tests/test_benchmark_plan.py"""
+"""The scripts of benchmarks/ from the command line.    pytest tests/test_benchmark_plan.py"""
 
 import importlib.util
 import json
@@ -29,10 +29,10 @@ KEYS = {
 SMALL = ("--world", 2, "--micro_batch_tokens", 1024)
 
 
-def bench(*args, cwd=REPO):
+def bench(*args, cwd=REPO, script=SCRIPT):
     """Exit code, stdout, stderr."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, args)],
+        [sys.executable, script, *map(str, args)],
         cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -222,3 +222,16 @@ def test_targets_on_real_lengths(tmp_path, mode, window, world, efficiency):
     assert found["efficiency"] >= efficiency
     assert found["deff"] <= 1.2
     assert found["dropped"] == found["duplicated"] == 0
+
+
+@pytest.mark.launch
+def test_all_feeds_train_in_one_run():
+    feeds = ["packed", "bucketed", "bucketed_window_4", "group_by_length", "random"]
+    sizes = ["--global_batch_size", 8, "--micro_batch_tokens", 600, "--max_length", 256]
+    script = REPO / "benchmarks" / "throughput.py"
+    code, out, err = bench(*sizes, "--steps", 1, "--feeds", ",".join(feeds), script=script)
+    assert code == 0, err
+    found = json.loads(out[out.index("{") :])
+    assert list(found["tokens_per_s"]) == feeds and list(found["packed_over"]) == feeds[1:]
+    padding = found["padding_efficiency"]
+    assert padding["packed"] == 1 > padding["bucketed"] > padding["random"]
