@@ -2,11 +2,12 @@
 
     python benchmarks/gpu.py --out FOLDER [--minutes 9] [--only NAME,...] [--continue] [--toy]
 
-Runs the CHECKS, in order of value, each in a process of its own with a time limit. A check that
-fails does not stop the others. After each one, results.json and table.txt in FOLDER are written
-again; a failed check has its problems there and the last lines of its output. When --minutes are
-over, the check that is running is stopped, and --continue runs what is missing, in another call or
-on another day. --only runs the named checks again and keeps the other results.
+Runs the CHECKS, in order of value, each in a process of its own with a time limit; those that
+measure time run alone. A check that fails does not stop the others. After each one, results.json
+and table.txt in FOLDER are written again; a failed check has its problems there, and the last lines
+of its output. When --minutes are over, what is running is stopped, and --continue runs what has no
+result yet, in another call or on another day. --only runs the named checks again and keeps the
+other results.
 
 Needs one GPU, about 10 GB of disk and no network. benchmarks/wheels.py collects what a CUDA image
 without a network lacks. --toy runs every check at toy size on CPU, to test this file; its figures
@@ -25,6 +26,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ from runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 REPO = Path(__file__).resolve().parent.parent
 TAIL_LINES = 30
 WIDTH = 120  # columns; outside of a terminal rich would assume 80
-LEAST_SECONDS = 15  # a check is not started with less time than this
+LEAST = 15  # seconds: a check is not started with less time than this
+AT_ONCE = 3  # checks that measure no time
 SHOWN = {"passed": "passed", "failed": "FAILED", None: "not run"}
 
 
@@ -76,22 +79,30 @@ def run_checks(todo: list[Check], report: dict[str, Any], args: argparse.Namespa
     # not the usual folder: a compiler that is stopped leaves a lock there, on which others wait
     os.environ["TORCH_EXTENSIONS_DIR"] = str(scratch / "torch_extensions")
     place = Place(scratch, args.toy, args.micro_batch_tokens)
-    deadline = time.monotonic() + 60 * args.minutes
+    end = time.monotonic() + 60 * args.minutes
+    waiting, running = list(todo), []
     try:
-        for check in todo:
-            seconds_left = deadline - time.monotonic()
-            if seconds_left < LEAST_SECONDS:
+        while waiting or running:
+            while waiting and may_start(waiting[0], running) and end > time.monotonic() + LEAST:
+                running.append(Running(waiting.pop(0), place, end))
+            if not running:
                 return
-            print(f"{check.name}: {check.about} ...", flush=True)
-            result = run_check(check, place, seconds_left)
-            if result is None:  # stopped by the end of --minutes, not by its own limit
-                return
-            report["checks"][check.name] = result
-            write_report(args.out, report)
-            for problem in result["problems"]:
-                print(f"  FAILED: {problem}", flush=True)
+            first_end = min(check.end for check in running)
+            wait([c.process.sentinel for c in running], max(0, first_end - time.monotonic()))
+            for check in [check for check in running if check.is_over]:
+                running.remove(check)
+                if (result := check.finish()) is not None:
+                    report["checks"][check.name] = result
+                    write_report(args.out, report)
     finally:
+        for check in running:
+            check.stop()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def may_start(check: Check, running: list["Running"]) -> bool:
+    alone = check.alone or any(other.check.alone for other in running)
+    return not running or (not alone and len(running) < AT_ONCE)
 
 
 def chosen(only: str | None) -> list[Check]:
@@ -145,46 +156,63 @@ def prepare(toy: bool) -> None:
         raise UserError("no CUDA device was found; --toy runs every check at toy size on CPU")
 
 
-def run_check(check: Check, place: Place, seconds_left: float) -> dict[str, Any] | None:
-    """Run one check in a process of its own.
+class Running:
+    """A check in a process of its own."""
 
-    Returns:
-        Its entry in results.json; None if `seconds_left` ended it before its own limit.
-    """
-    folder = place.folder / check.name
-    folder.mkdir()
-    context = multiprocessing.get_context(place.method)
-    process = context.Process(target=in_child, args=(check, replace(place, folder=folder)))
-    began = time.monotonic()
-    process.start()
-    try:
-        process.join(min(check.limit_seconds, seconds_left))
-        was_stopped = process.exitcode is None
-    finally:  # also the processes that it has started
+    def __init__(self, check: Check, place: Place, end: float) -> None:
+        """Start it.
+
+        Args:
+            end: time.monotonic() when no check may run any more.
+        """
+        print(f"{check.name}: {check.about} ...", flush=True)
+        self.check, self.name, self.folder = check, check.name, place.folder / check.name
+        self.folder.mkdir()
+        self.began = time.monotonic()
+        self.end = min(self.began + check.limit_seconds, end)
+        self.cut_short = end < self.began + check.limit_seconds
+        context = multiprocessing.get_context(place.method)
+        here = replace(place, folder=self.folder)
+        self.process = context.Process(target=in_child, args=(check, here))
+        self.process.start()
+
+    @property
+    def is_over(self) -> bool:
+        return self.process.exitcode is not None or time.monotonic() >= self.end
+
+    def stop(self) -> None:
+        """End what is left of it: the process, and those that it has started."""
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    if was_stopped and seconds_left < check.limit_seconds:
-        return None
-    log, answer = folder / "log.txt", folder / "finding.json"
-    if answer.is_file():
-        finding = Finding(**json.loads(answer.read_text()))
-    elif was_stopped:
-        finding = Finding("", problems=[f"not finished after {check.limit_seconds} s"])
-    else:
-        finding = Finding("", problems=[f"ended with exit code {process.exitcode}"])
-    result = {
-        "status": "failed" if finding.problems else "passed",
-        "seconds": round(time.monotonic() - began, 1),
-        "summary": finding.summary,
-        "problems": finding.problems,
-        "figures": finding.figures,
-    }
-    if finding.problems and log.is_file():
-        result["output_tail"] = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    shutil.rmtree(folder)
-    return result
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+    def finish(self) -> dict[str, Any] | None:
+        """Its entry in results.json; None if --minutes ended it before its own limit."""
+        was_stopped = self.process.exitcode is None
+        self.stop()
+        if was_stopped and self.cut_short:
+            return None
+        log, answer = self.folder / "log.txt", self.folder / "finding.json"
+        if answer.is_file():
+            finding = Finding(**json.loads(answer.read_text()))
+        elif was_stopped:
+            finding = Finding("", problems=[f"not finished after {self.check.limit_seconds} s"])
+        else:
+            finding = Finding("", problems=[f"ended with exit code {self.process.exitcode}"])
+        result = {
+            "status": "failed" if finding.problems else "passed",
+            "seconds": round(time.monotonic() - self.began, 1),
+            "summary": finding.summary,
+            "problems": finding.problems,
+            "figures": finding.figures,
+        }
+        if finding.problems and log.is_file():
+            result["output_tail"] = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        for problem in finding.problems:
+            print(f"{self.name}: FAILED: {problem}", flush=True)
+        shutil.rmtree(self.folder)
+        return result
 
 
 def in_child(check: Check, place: Place) -> None:

@@ -78,6 +78,8 @@ class Check:
     about: str
     limit_seconds: int
     work: Callable[[Place], Finding]
+    alone: bool = False
+    """Not beside other checks, because it measures time."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def compare_precisions(place: Place, files: dict[str, str]) -> Finding:
     """
     reference, *runs = precision_runs(place, files)
     ended = run_all(
-        {run.folder.name: run for run in (reference, *runs)}, place.method, 2 if place.toy else 4
+        {run.folder.name: run for run in (reference, *runs)}, place.method, 2 if place.toy else 5
     )
     print_tails(ended)
     exact = ended.pop("fp32")
@@ -451,17 +453,17 @@ def check_saves(place: Place) -> Finding:
         checkpoint={"every_steps": 4, "async_save": True, "keep_last": 1},
     )  # fmt: skip
     blocking = changed(config, checkpoint__async_save=False)
-    killed = TrainingRun(place.folder / "killed", config, kill_at_step=9)
-    ended = {}
-    for name, run in (
-        ("uninterrupted", TrainingRun(place.folder / "uninterrupted", config)),
-        ("blocking", TrainingRun(place.folder / "blocking", blocking)),
-        ("killed", killed),
-        ("resumed", TrainingRun(killed.folder, config)),
-    ):
-        ended[name] = run_one(run, place.method)
-        if name != "killed" and name != "resumed":
-            shutil.rmtree(run.output_dir / "checkpoints", ignore_errors=True)  # a few GB
+    first = {
+        "uninterrupted": TrainingRun(place.folder / "uninterrupted", config),
+        "killed": TrainingRun(place.folder / "killed", config, kill_at_step=9),
+    }
+    then = {
+        "blocking": TrainingRun(place.folder / "blocking", blocking),
+        "resumed": TrainingRun(place.folder / "killed", config),
+    }
+    ended = run_all(first, place.method, at_once=2)
+    shutil.rmtree(first["uninterrupted"].output_dir / "checkpoints", ignore_errors=True)  # 4 GB
+    ended |= run_all(then, place.method, at_once=2)
     print_tails(ended)
     bad = [problem_of(n, e) for n, e in ended.items() if e.code != (-9 if n == "killed" else 0)]
     if "resuming from" not in ended["resumed"].output:
@@ -659,15 +661,25 @@ DENSE = (
 )
 
 
+def attempts(dense: Dense, with_trainer: bool) -> list[tuple[int, int | None]]:
+    """(layers, Trainer's rows per micro-batch), to be tried until one fits into the memory."""
+    rows = [dense.trainer_rows >> k for k in range(dense.trainer_rows.bit_length())]
+    most, *fewer = dense.layers or (SHAPES[dense.shape]["num_hidden_layers"],)
+    if not with_trainer:
+        return [(number, None) for number in (most, *fewer)]
+    return [(most, number) for number in rows] + [(number, 1) for number in fewer]
+
+
 def check_dense(dense: Dense, with_trainer: bool, place: Place) -> Finding:
     """Model TFLOP/s and peak memory of train.py, or of Trainer on the same examples."""
-    layers = dense.layers or (SHAPES[dense.shape]["num_hidden_layers"],)
-    for number in layers[:1] if place.toy else layers:
+    tried = attempts(dense, with_trainer)
+    for number, rows in tried:
         changes = {} if place.toy else {"num_hidden_layers": number}
-        ended = run_dense(dense, write_model(place, dense.shape, **changes), with_trainer, place)
+        model = write_model(place, dense.shape, **changes)
+        ended = run_dense(dense, model, rows, place)
         if "out of memory" not in ended.output.lower():
             break
-        print_tails({f"{number} layers": ended})
+        print_tails({f"{number} layers, {rows} rows": ended})
     print_tails({dense.shape: ended})
     if ended.code:
         return Finding("", problems=[problem_of(dense.shape, ended)])
@@ -675,11 +687,12 @@ def check_dense(dense: Dense, with_trainer: bool, place: Place) -> Finding:
 
     from model.architecture import count_parameters
 
-    architecture = AutoConfig.from_pretrained(write_model(place, dense.shape, **changes))
+    architecture = AutoConfig.from_pretrained(model)
     seconds = sum(step["seconds"] for step in ended.timed_steps)
     flops = sum(model_flops(architecture, step) for step in ended.timed_steps)
     figures = {
         "layers": architecture.num_hidden_layers,
+        "trainer_rows": rows,
         "parameters": count_parameters(architecture),
         "tokens_per_s": ended.tokens_per_s,
         "model_tflops": flops / seconds / 1e12,
@@ -689,16 +702,18 @@ def check_dense(dense: Dense, with_trainer: bool, place: Place) -> Finding:
         "attention": ended.figures["attention"],
         "tokens": sum(step["tokens"] for step in ended.figures["steps"]),
     }
-    cut = "" if number == layers[0] else f"{number} of {layers[0]} layers: "
+    what = f"{rows} rows per micro-batch: " if rows else ""
+    if number != tried[0][0]:
+        what += f"{number} of {tried[0][0]} layers: "
     return Finding(
-        f"{cut}{figures['tokens_per_s']:,.0f} tokens/s, {figures['model_tflops']:.3g} model "
+        f"{what}{figures['tokens_per_s']:,.0f} tokens/s, {figures['model_tflops']:.3g} model "
         f"TFLOP/s = {figures['share']:.1%} of a product of matrices ({figures['matmul_tflops']:.3g}"
         f"), peak {figures['peak_memory_gb']:.1f} GB, {figures['attention']}",
         figures,
     )
 
 
-def run_dense(dense: Dense, model: Path, with_trainer: bool, place: Place) -> Ended:
+def run_dense(dense: Dense, model: Path, rows: int | None, place: Place) -> Ended:
     config = long_tailed(place, model, dense.steps, dense.step_tokens)
     config = changed(config, model__activation_checkpointing=dense.checkpointing)
     if dense.checkpointing:  # too large for fp32 gradients
@@ -707,12 +722,11 @@ def run_dense(dense: Dense, model: Path, with_trainer: bool, place: Place) -> En
             place, "zero3", zero_optimization=small, data_types=None, communication_data_type=None
         )
         config = changed(config, ds_config=file)
-    rows = min(dense.trainer_rows, 2) if place.toy else dense.trainer_rows
-    folder = place.folder / f"run_{model.name}"
-    return run_one(
-        TrainingRun(folder, config, trainer_rows=rows if with_trainer else None, saves=False),
-        place.method,
-    )
+    run = TrainingRun(
+        place.folder / f"run_{model.name}_{rows}", config, trainer_rows=rows, saves=False,
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    )  # fmt: skip
+    return run_one(run, place.method)
 
 
 def dense_checks(shape: str, limit_seconds: int) -> Iterable[Check]:
@@ -720,22 +734,23 @@ def dense_checks(shape: str, limit_seconds: int) -> Iterable[Check]:
     for name, with_trainer in ((f"dense_{shape}", False), (f"trainer_{shape}", True)):
         about = "transformers' Trainer on the same rows" if with_trainer else "train.py, packed"
         work = partial(check_dense, dense, with_trainer)
-        yield Check(name, f"{shape}: {about}", limit_seconds, work)
+        yield Check(name, f"{shape}: {about}", limit_seconds, work, alone=True)
 
 
 CHECKS = (
     Check("environment", "versions and compilers", 60, check_environment),
     Check("demo", "recipes/demo.yaml with the deepspeed launcher", 150, check_demo),
-    Check("ds_configs", "each without offload in bf16 and fp16, against fp32", 150,
-          check_ds_configs),
-    *dense_checks("0.5b", 120),
-    Check("packed", "packed against bucketed", 120, check_packed),
-    Check("saves", "asynchronous saves, kill -9, resume", 150, check_saves),
+    Check(
+        "ds_configs", "each without offload in bf16 and fp16, against fp32", 150, check_ds_configs
+    ),
     Check("gpu_tests", "pytest -m gpu", 120, check_gpu_tests),
-    *dense_checks("8b", 240),
-    Check("loss_memory", "peak memory of the loss", 60, check_loss_memory),
-    *dense_checks("1.5b", 150),
     Check("offload", "each with offload in bf16 and fp16, against fp32", 240, check_offload),
-    Check("fused_adam", "FusedAdam against AdamW", 240, check_fused_adam),
-)  # fmt: skip
+    Check("loss_memory", "peak memory of the loss", 60, check_loss_memory),
+    *dense_checks("0.5b", 120),
+    Check("packed", "packed against bucketed", 120, check_packed, alone=True),
+    Check("saves", "asynchronous saves, kill -9, resume", 150, check_saves, alone=True),
+    *dense_checks("8b", 240),
+    *dense_checks("1.5b", 200),
+    Check("fused_adam", "FusedAdam against AdamW", 240, check_fused_adam, alone=True),
+)
 """In order of value. LoRA, once it is supported, is a check of its own, before the dense shapes."""

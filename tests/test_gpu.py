@@ -77,8 +77,12 @@ def fail(place):
 
 
 def run_check(tmp_path, work, limit_seconds=60, seconds_left=60.0):
+    place = Place(tmp_path, toy=True, micro_batch_tokens=64)
     check = Check(work.__name__, "", limit_seconds, work)
-    return gpu.run_check(check, Place(tmp_path, toy=True, micro_batch_tokens=64), seconds_left)
+    running = gpu.Running(check, place, time.monotonic() + seconds_left)
+    while not running.is_over:
+        time.sleep(0.01)
+    return running.finish()
 
 
 def test_a_check_that_fails_or_hangs_is_recorded_and_leaves_nothing_running(tmp_path):
