@@ -437,7 +437,7 @@ def differences(exact: Ended, run: Ended) -> dict[str, float]:
     skipped = sum(line["update_skipped"] for line in run.metrics if line["kind"] == "train")
     return {
         "first_step": abs(its_first / first - 1),
-        "end": abs(its_last - last) / (first - last),
+        "end": abs(its_last - last) / (first - last) if last < first else math.inf,
         "skipped_updates": skipped,
         "tokens_per_s": run.tokens_per_s,
     }

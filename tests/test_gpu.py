@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gpu
-from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, write_model
+from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, attempts, write_model
 from benchmarks.training_run import model_flops
 from benchmarks.wheels import closure, requirements
 from checkpoint.copies import TensorCopies
@@ -108,6 +108,14 @@ def test_bad_arguments_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(gpu.UserError) as refused:
             gpu.main()
         assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_does_not_fit_is_tried_smaller():
+    small, _, large = DENSE
+    assert attempts(small, with_trainer=False) == [(24, None)]
+    assert attempts(small, with_trainer=True) == [(24, 8), (24, 4), (24, 2), (24, 1)]
+    assert attempts(large, with_trainer=False) == [(32, None), (24, None), (16, None)]
+    assert attempts(large, with_trainer=True) == [(32, 1), (24, 1), (16, 1)]
 
 
 @pytest.mark.parametrize("shape", ["0.5b", "8b"])  # tied embeddings, and untied
