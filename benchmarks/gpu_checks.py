@@ -406,7 +406,7 @@ def precision_runs(place: Place, files: dict[str, str]) -> list[TrainingRun]:
 
     def run(name: str, file: str, precision: str) -> TrainingRun:
         changes = {"ds_config": file, "train__precision": precision}
-        return TrainingRun(place.folder / name, changed(config, **changes), saves=False)
+        return TrainingRun(place.folder / name, changed(config, **changes))
 
     return [run("fp32", "ds_configs/zero0.json", "fp32")] + [
         run(f"{name} {precision}", file, precision)
