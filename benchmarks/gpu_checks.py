@@ -30,14 +30,16 @@ SAMPLE = "data/sample"
 STRATEGIES = sorted(path.stem for path in (REPO / "ds_configs").glob("*.json"))
 OFFLOADED = [name for name in STRATEGIES if "offload" in name]
 
-# Largest relative differences from the loss in fp32, in the first step: the rounding of weights and
-# activations to 8 (bf16) or 11 (fp16) bits.
-FIRST_STEP = {"bf16": 1e-2, "fp16": 2e-3}
-# Largest difference of the mean loss of the last steps, over the fall of the loss in fp32.
-LAST_STEPS, END = 5, 0.05
+# Largest relative difference from fp32's loss in the first step: weights and activations have 8
+# bits in bf16 and 11 in fp16. On CPU, 4e-5 and 1e-5 were measured.
+FIRST_STEP = {"bf16": 2e-3, "fp16": 5e-4}
+# Largest difference of the mean loss of the last steps, over the fall of fp32's; .006 in bf16.
+LAST_STEPS, END = 5, 0.03
 # Largest relative difference of a step's loss between two runs that compute the same in another
-# order: packed or bucketed, one Adam or the other, resumed or not.
-SAME = {"bf16": 1e-2, "fp32": 1e-4}
+# order: packed or bucketed, one Adam or the other, resumed or not. In bf16 and fp32 it grew to .02
+# over 16 steps.
+SAME = {"bf16": 2e-2, "fp32": 1e-4}
+COMPARED_RATE = 3e-4  # the learning rate of those runs: the loss has to fall, or all would agree
 
 
 @dataclass
@@ -450,6 +452,7 @@ def check_saves(place: Place) -> Finding:
     config = long_tailed(place, write_model(place, "124m"), steps=12, step_tokens=65_536)
     config = changed(
         config, ds_config="ds_configs/zero2.json", train__steps=12,
+        train__learning_rate=COMPARED_RATE,
         checkpoint={"every_steps": 4, "async_save": True, "keep_last": 1},
     )  # fmt: skip
     blocking = changed(config, checkpoint__async_save=False)
@@ -498,9 +501,13 @@ def check_saves(place: Place) -> Finding:
 
 def compare_runs(place: Place, configs: dict[str, dict[str, Any]], same: float) -> Finding:
     """Two runs over the same steps, the second one against the first: losses, speed, memory."""
-    ended = run_all(
-        {n: TrainingRun(place.folder / n, c, saves=False) for n, c in configs.items()}, place.method
-    )
+    runs = {
+        name: TrainingRun(
+            place.folder / name, changed(c, train__learning_rate=COMPARED_RATE), saves=False
+        )
+        for name, c in configs.items()
+    }
+    ended = run_all(runs, place.method)
     print_tails(ended)
     if bad := [problem_of(name, run) for name, run in ended.items() if run.code]:
         return Finding("", problems=bad)
@@ -676,7 +683,7 @@ def check_dense(dense: Dense, with_trainer: bool, place: Place) -> Finding:
     for number, rows in tried:
         changes = {} if place.toy else {"num_hidden_layers": number}
         model = write_model(place, dense.shape, **changes)
-        ended = run_dense(dense, model, rows, place)
+        ended = run_dense(dense, model, 4 if place.toy and rows else rows, place)
         if "out of memory" not in ended.output.lower():
             break
         print_tails({f"{number} layers, {rows} rows": ended})

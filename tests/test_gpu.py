@@ -29,13 +29,14 @@ DS_CONFIGS = sorted(path.stem for path in (REPO / "ds_configs").glob("*.json"))
 def bench(*args, script="gpu.py"):
     return subprocess.run(
         [sys.executable, f"benchmarks/{script}", *map(str, args)],
-        cwd=REPO, env=environment(), capture_output=True, text=True, timeout=500,
+        cwd=REPO, env=environment(), capture_output=True, text=True, timeout=590,
     )  # fmt: skip
 
 
 @pytest.mark.launch
+@pytest.mark.timeout(900)
 def test_every_check_passes_at_toy_size(tmp_path):
-    done = bench("--toy", "--out", tmp_path)
+    done = bench("--toy", "--out", tmp_path, "--minutes", 9.5)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "results.json").read_text())
     checks = report["checks"]
@@ -46,7 +47,7 @@ def test_every_check_passes_at_toy_size(tmp_path):
     figures = {name: check["figures"] for name, check in checks.items()}
     for name in DS_CONFIGS:
         of = figures["offload" if "offload" in name else "ds_configs"]
-        assert of[f"{name} bf16"]["end"] < 0.05, of
+        assert of[f"{name} bf16"]["end"] < 0.03, of
         assert of[f"{name} fp16"] == "refused, as expected"  # by the CPU, and at stage 0 everywhere
     for dense in DENSE:
         ours, theirs = figures[f"dense_{dense.shape}"], figures[f"trainer_{dense.shape}"]
