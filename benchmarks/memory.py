@@ -76,12 +76,12 @@ def measure(folder: Path, rows: int, tokens: int, ranks: int) -> dict:
     return {"rows": rows, "cache_mb": round(cache / 1e6), "tokenize": tokenized, "ranks": walks}
 
 
-def write_rows(path: Path, rows: int, tokens: int) -> None:
-    """Write sums as in data/sample, concatenated to log-normal lengths."""
+def write_rows(path: Path, rows: int, tokens: int, most_sums: int = 90) -> None:
+    """Write sums as in data/sample, concatenated to log-normal lengths; 10 tokens or so per sum."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    sums = np.clip(rng.lognormal(np.log(tokens / 10) - 0.32, 0.8, rows), 1, 90).astype(int)
+    sums = np.clip(rng.lognormal(np.log(tokens / 10) - 0.32, 0.8, rows), 1, most_sums).astype(int)
     with path.open("w") as out:
         for count in sums.tolist():
             a, b = rng.integers(1, 99, 2).tolist()

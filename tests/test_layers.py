@@ -22,7 +22,7 @@ CLUSTER = (
     "tests/test_launch.py", "tests/test_preflight.py", "tests/test_slurm.py",
     "tests/test_node_local.py", "tests/namespaces.py", "tests/slurm_cluster.py",
 )  # fmt: skip
-BENCHMARKS = ("benchmarks", "tests/test_benchmark_plan.py")
+BENCHMARKS = ("benchmarks", "tests/test_benchmark_plan.py", "tests/test_gpu.py")
 CONVERSION = ("checkpoint/convert.py",)
 
 

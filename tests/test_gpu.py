@@ -1,0 +1,227 @@
+"""benchmarks/gpu.py at toy size on CPU, and what needs a GPU.    pytest tests/test_gpu.py"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import REPO, environment
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import gpu
+from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, attempts, write_model
+from benchmarks.training_run import model_flops
+from benchmarks.wheels import closure, requirements
+from checkpoint.copies import TensorCopies
+from data.loader import MicroBatch
+from model.loss import SupervisedLoss
+from runtime.seeding import rng_state, seed_everything, set_rng_state
+
+DS_CONFIGS = sorted(path.stem for path in (REPO / "ds_configs").glob("*.json"))
+
+
+def bench(*args, script="gpu.py"):
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *map(str, args)],
+        cwd=REPO, env=environment(), capture_output=True, text=True, timeout=590,
+    )  # fmt: skip
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(900)
+def test_every_check_passes_at_toy_size(tmp_path):
+    done = bench("--toy", "--out", tmp_path, "--minutes", 9.5)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "results.json").read_text())
+    checks = report["checks"]
+    assert report["toy"] and list(checks) == [check.name for check in CHECKS]
+    table = (tmp_path / "table.txt").read_text()
+    assert all(f" {check.name} " in table for check in CHECKS) and "FAILED" not in table
+
+    figures = {name: check["figures"] for name, check in checks.items()}
+    for name in DS_CONFIGS:
+        of = figures["offload" if "offload" in name else "ds_configs"]
+        assert of[f"{name} bf16"]["end"] < 0.03, of
+        assert of[f"{name} fp16"] == "refused, as expected"  # by the CPU, and at stage 0 everywhere
+    for dense in DENSE:
+        ours, theirs = figures[f"dense_{dense.shape}"], figures[f"trainer_{dense.shape}"]
+        assert ours["tokens"] == theirs["tokens"] > 0, "the same examples"
+        for one in (ours, theirs):
+            assert (
+                one["model_tflops"] > 0 and one["matmul_tflops"] > 0 and one["peak_memory_gb"] > 0
+            )
+    assert figures["saves"]["difference"] == 0
+    assert figures["packed"]["difference"] < 1e-5
+    assert set(figures["loss_memory"]["all"]) >= {"all logits", "supervised"}
+    assert "skipped" in checks["gpu_tests"]["summary"]
+
+    again = bench("--toy", "--out", tmp_path, "--continue")
+    assert again.returncode == 0 and " ..." not in again.stdout, again.stdout
+
+
+def start_and_hang(place):
+    os.write(1, b"started\n")
+    child = subprocess.Popen(["sleep", "600"])
+    (place.folder.parent / "pid").write_text(str(child.pid))
+    time.sleep(600)
+
+
+def fail(place):
+    os.write(1, b"before the error\n")
+    raise ValueError("no memory\nat all")
+
+
+def run_check(tmp_path, work, limit_seconds=60, seconds_left=60.0):
+    place = Place(tmp_path, toy=True, micro_batch_tokens=64)
+    check = Check(work.__name__, "", limit_seconds, work)
+    running = gpu.Running(check, place, time.monotonic() + seconds_left)
+    while not running.is_over:
+        time.sleep(0.01)
+    return running.finish()
+
+
+def test_a_check_that_fails_or_hangs_is_recorded_and_leaves_nothing_running(tmp_path):
+    failed = run_check(tmp_path, fail)
+    assert failed["status"] == "failed" and failed["problems"] == ["ValueError: no memory"]
+    assert "before the error" in failed["output_tail"]
+
+    hung = run_check(tmp_path, start_and_hang, limit_seconds=2)
+    assert hung["problems"] == ["not finished after 2 s"] and hung["output_tail"] == ["started"]
+    pid = int((tmp_path / "pid").read_text())
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert run_check(tmp_path, start_and_hang, seconds_left=1.0) is None, "to be run another time"
+
+
+def test_bad_arguments_are_one_line(tmp_path, monkeypatch):
+    (tmp_path / "results.json").write_text(json.dumps({"toy": True, "checks": {}}))
+    for args, line in (
+        (["--only", "demo,dmeo"], "--only: no check is named dmeo; there are environment, demo, "),
+        (["--continue"], "results.json is from a run with --toy"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), *args])
+        with pytest.raises(gpu.UserError) as refused:
+            gpu.main()
+        assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_does_not_fit_is_tried_smaller():
+    small, _, large = DENSE
+    assert attempts(small, with_trainer=False) == [(24, None)]
+    assert attempts(small, with_trainer=True) == [(24, 8), (24, 4), (24, 2), (24, 1)]
+    assert attempts(large, with_trainer=False) == [(32, None), (24, None), (16, None)]
+    assert attempts(large, with_trainer=True) == [(32, 1), (24, 1), (16, 1)]
+
+
+@pytest.mark.parametrize("shape", ["0.5b", "8b"])  # tied embeddings, and untied
+def test_model_flops_are_what_torch_counts(tmp_path, shape):
+    """With attention over the whole square, as eager attention computes it, all tokens supervised
+    and without norms, which torch does not count.
+    """
+    place = Place(tmp_path, toy=True, micro_batch_tokens=64)
+    architecture = AutoConfig.from_pretrained(write_model(place, shape))
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation="eager")
+    examples, length = 3, 40
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.zeros(examples, length, dtype=torch.int64)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    tokens = examples * length
+    step = {"tokens": tokens, "supervised_tokens": tokens, "squared_lengths": 2 * tokens * length}
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert counter.get_total_flops() == model_flops(architecture, step) - 6 * vectors * tokens
+
+
+def test_wheels_are_those_that_an_image_with_torch_lacks():
+    wanted = requirements((REPO / "requirements.txt").read_text())
+    pins = closure(wanted, "3.12", "x86_64", ["numpy", "pandas", "pyarrow"])
+    names = {pin.partition("==")[0] for pin in pins}
+    assert {"deepspeed", "transformers", "tokenizers", "datasets", "pytest", "rich"} <= names
+    assert not names & {"torch", "numpy", "pyarrow", "sympy", "jinja2", "filelock"}, names
+    for requirement in wanted:
+        if requirement.name in names and requirement.marker is None:
+            assert f"{requirement.name}{requirement.specifier}" in pins
+    assert any(pin.startswith("transformers==5.23") for pin in pins)
+    old = closure(wanted, "3.10", "x86_64", [])
+    assert {"exceptiongroup", "tomli"} <= set(old), "needed by pytest before Python 3.11"
+
+
+# --------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+def on_gpu(test):
+    missing = not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test))
+
+
+@on_gpu
+def test_copies_are_pinned_and_of_the_moment_of_the_save():
+    weight = torch.randn(1000, 300, device="cuda")
+    copies = TensorCopies()
+    for _ in range(2):  # the second time into the same memory
+        state = {"weight": weight, "the same": weight.view(-1), "bf16": [weight.bfloat16()], "n": 3}
+        expected = {"weight": weight.cpu(), "bf16": state["bf16"][0].cpu()}
+        planned = copies.plan(state)
+        copies.make()
+        weight.add_(1)  # the next update
+        assert planned["weight"].is_pinned() and planned["n"] == 3
+        assert torch.equal(planned["weight"], expected["weight"])
+        assert torch.equal(planned["bf16"][0], expected["bf16"])
+
+
+@on_gpu
+def test_random_numbers_continue_on_the_gpu(tmp_path):
+    seed_everything(3)
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    first = torch.rand(9, device="cuda")
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert torch.equal(torch.rand(9, device="cuda"), first)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_loss_is_that_of_the_cpu(tiny_model, dtype, tolerance):
+    torch.manual_seed(0)
+    ids = np.random.default_rng(0).integers(2, 320, (4, 60))
+    is_target = (ids > 100) & (np.arange(60) > 0)
+    batch = MicroBatch.of(ids, is_target, attention_mask=np.ones_like(ids))
+
+    def loss_on(device, dtype):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype).to(device)
+        loss = SupervisedLoss(model)(model, batch.pin_memory().to(device)).cross_entropy
+        loss.backward()
+        return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
+
+    value, gradient = loss_on("cuda", dtype)
+    exact, exact_gradient = loss_on("cpu", torch.float32)
+    assert value == pytest.approx(exact, rel=tolerance)
+    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5 * tolerance
+
+
+@on_gpu
+def test_nccl_sums_agreement_and_timeouts():
+    script = """
+import torch
+from runtime.agreement import count_ranks, run_on_first_rank, sum_over_ranks
+from runtime.process_group import apply_timeout, process_group
+
+with process_group(timeout_seconds=60) as ranks:
+    assert ranks.device.type == "cuda" and torch.distributed.get_backend() == "nccl"
+    third = torch.tensor(1 / 3, dtype=torch.float64, device=ranks.device)
+    assert sum_over_ranks(third).item() == 1 / 3
+    assert count_ranks(ranks, True, False) == [1, 0]
+    assert run_on_first_rank(ranks, lambda: "said") == "said"
+    apply_timeout(30, ranks)
+print("ALL WELL")
+"""
+    env = {k: v for k, v in environment().items() if k != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, env=env, capture_output=True, text=True
+    )
+    assert "ALL WELL" in done.stdout, done.stdout + done.stderr
