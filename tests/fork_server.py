@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  for deepspeed.initialize
+import deepspeed.ops
+import deepspeed.runtime.zero.muon.muon_optimizer
 import torch._inductor.compile_fx  # noqa: F401  for torch.compile, called there
 import transformers.models.llama.modeling_llama  # noqa: F401  for from_pretrained
 
@@ -28,6 +29,7 @@ import train  # noqa: F401  and everything that it imports
 from data.check_sources import parse_with_sources
 from runtime.errors import exit_on_error
 
+deepspeed.ops.__compatible_ops__  # noqa: B018  looked up at first use, .25 s
 CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 18  # <sched.h>
 MS_REC = 16384
 
