@@ -174,14 +174,14 @@ class Running:
             end: time.monotonic() when no check may run any more.
         """
         print(f"{check.name}: {check.about} ...", flush=True)
-        self.check, self.name, self.folder = check, check.name, place.folder / check.name
-        self.folder.mkdir()
+        self.check, self.name = check, check.name
+        self.place = replace(place, folder=place.folder / check.name)
+        self.place.folder.mkdir()
         self.began = time.monotonic()
         self.end = min(self.began + check.limit_seconds, end)
         self.cut_short = end < self.began + check.limit_seconds
         context = multiprocessing.get_context(place.method)
-        here = replace(place, folder=self.folder)
-        self.process = context.Process(target=in_child, args=(check, here))
+        self.process = context.Process(target=in_child, args=(check, self.place))
         self.process.start()
 
     @property
@@ -201,7 +201,7 @@ class Running:
         self.stop()
         if was_stopped and self.cut_short:
             return None
-        log, answer = self.folder / "log.txt", self.folder / "finding.json"
+        log, answer = self.place.log, self.place.folder / "finding.json"
         if answer.is_file():
             finding = Finding(**json.loads(answer.read_text()))
         elif was_stopped:
@@ -219,13 +219,13 @@ class Running:
             result["output_tail"] = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         for problem in finding.problems:
             print(f"{self.name}: FAILED: {problem}", flush=True)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.place.folder)
         return result
 
 
 def in_child(check: Check, place: Place) -> None:
     os.setpgrp()  # one group with the processes that it starts, to be killed together
-    log = os.open(place.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
