@@ -1,4 +1,4 @@
-"""Check a GPU in ten minutes: does everything run on it, how exactly, and how fast?
+"""Check a GPU in about ten minutes: does everything run on it, how exactly, and how fast?
 
     python benchmarks/gpu.py --out FOLDER [--minutes 9] [--only NAME,...] [--continue] [--toy]
 
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_checks import CHECKS, Check, Finding, Place
+from benchmarks.gpu_checks import CHECKS, LONGEST, Check, Finding, Place
 from runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 
 REPO = Path(__file__).resolve().parent.parent
@@ -59,9 +59,12 @@ def main() -> None:
     )
     parser.add_argument("--toy", action="store_true", help="toy sizes, on CPU")
     parser.add_argument(
-        "--micro_batch_tokens", type=int, default=4096, help="of the dense shapes, on the GPU"
+        "--micro_batch_tokens", type=int, default=LONGEST, help="of the dense shapes, on the GPU"
     )
     args = parser.parse_args()
+    if args.micro_batch_tokens < LONGEST:
+        raise UserError(f"--micro_batch_tokens must be at least {LONGEST:,}, the longest row")
+    args.out = args.out.resolve()  # the checks run in another folder
     checks, report = chosen(args.only), read_report(args)
     todo = [c for c in checks if not (args.resume and c.name in report["checks"])]
     if args.toy:  # on a busy machine importing alone can take a minute
@@ -128,7 +131,10 @@ def read_report(args: argparse.Namespace) -> dict[str, Any]:
     if not (args.resume or args.only) or not file.is_file():
         args.out.mkdir(parents=True, exist_ok=True)
         return {"toy": args.toy, "checks": {}}
-    report = json.loads(file.read_text())
+    try:
+        report = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not a JSON file of this command: {error}") from error
     if report["toy"] != args.toy:
         raise UserError(f"{file} is from a run {'with' if report['toy'] else 'without'} --toy")
     return report

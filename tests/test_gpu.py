@@ -104,6 +104,7 @@ def test_bad_arguments_are_one_line(tmp_path, monkeypatch):
     for args, line in (
         (["--only", "demo,dmeo"], "--only: no check is named dmeo; there are environment, demo, "),
         (["--continue"], "results.json is from a run with --toy"),
+        (["--micro_batch_tokens", "100"], "--micro_batch_tokens must be at least 4,096"),
     ):
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), *args])
         with pytest.raises(gpu.UserError) as refused:
