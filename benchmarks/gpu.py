@@ -1,4 +1,4 @@
-"""Check a GPU in ten minutes: does everything run on it, how exactly, and how fast?
+"""Check a GPU in about ten minutes: does everything run on it, how exactly, and how fast?
 
     python benchmarks/gpu.py --out FOLDER [--minutes 9] [--only NAME,...] [--continue] [--toy]
 
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_checks import CHECKS, Check, Finding, Place
+from benchmarks.gpu_checks import CHECKS, LONGEST, Check, Finding, Place
 from runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 
 REPO = Path(__file__).resolve().parent.parent
@@ -59,9 +59,12 @@ def main() -> None:
     )
     parser.add_argument("--toy", action="store_true", help="toy sizes, on CPU")
     parser.add_argument(
-        "--micro_batch_tokens", type=int, default=4096, help="of the dense shapes, on the GPU"
+        "--micro_batch_tokens", type=int, default=LONGEST, help="of the dense shapes, on the GPU"
     )
     args = parser.parse_args()
+    if args.micro_batch_tokens < LONGEST:
+        raise UserError(f"--micro_batch_tokens must be at least {LONGEST:,}, the longest row")
+    args.out = args.out.resolve()  # the checks run in another folder
     checks, report = chosen(args.only), read_report(args)
     todo = [c for c in checks if not (args.resume and c.name in report["checks"])]
     if args.toy:  # on a busy machine importing alone can take a minute
@@ -128,7 +131,10 @@ def read_report(args: argparse.Namespace) -> dict[str, Any]:
     if not (args.resume or args.only) or not file.is_file():
         args.out.mkdir(parents=True, exist_ok=True)
         return {"toy": args.toy, "checks": {}}
-    report = json.loads(file.read_text())
+    try:
+        report = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not a JSON file of this command: {error}") from error
     if report["toy"] != args.toy:
         raise UserError(f"{file} is from a run {'with' if report['toy'] else 'without'} --toy")
     return report
@@ -174,14 +180,14 @@ class Running:
             end: time.monotonic() when no check may run any more.
         """
         print(f"{check.name}: {check.about} ...", flush=True)
-        self.check, self.name, self.folder = check, check.name, place.folder / check.name
-        self.folder.mkdir()
+        self.check, self.name = check, check.name
+        self.place = replace(place, folder=place.folder / check.name)
+        self.place.folder.mkdir()
         self.began = time.monotonic()
         self.end = min(self.began + check.limit_seconds, end)
         self.cut_short = end < self.began + check.limit_seconds
         context = multiprocessing.get_context(place.method)
-        here = replace(place, folder=self.folder)
-        self.process = context.Process(target=in_child, args=(check, here))
+        self.process = context.Process(target=in_child, args=(check, self.place))
         self.process.start()
 
     @property
@@ -201,7 +207,7 @@ class Running:
         self.stop()
         if was_stopped and self.cut_short:
             return None
-        log, answer = self.folder / "log.txt", self.folder / "finding.json"
+        log, answer = self.place.log, self.place.folder / "finding.json"
         if answer.is_file():
             finding = Finding(**json.loads(answer.read_text()))
         elif was_stopped:
@@ -219,13 +225,13 @@ class Running:
             result["output_tail"] = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         for problem in finding.problems:
             print(f"{self.name}: FAILED: {problem}", flush=True)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.place.folder)
         return result
 
 
 def in_child(check: Check, place: Place) -> None:
     os.setpgrp()  # one group with the processes that it starts, to be killed together
-    log = os.open(place.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:

@@ -9,6 +9,8 @@ from pydantic import Field
 from checkpoint.files import checksum, read_json
 from checkpoint.run_folder import MANIFEST
 
+MAX_NAME_BYTES = 255  # of a name of a file on Linux; ours have 60
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -44,8 +46,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise ValueError("its save_id is not a string")
     for name in manifest.files:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or str(path) != name or not name.isprintable():
-            raise ValueError(f"it names {name!r}, which is not a path in the checkpoint")
+        is_inside = not path.is_absolute() and ".." not in path.parts and str(path) == name
+        if not is_inside or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"it names {name[:80]!r}, which is not a path in the checkpoint")
     return manifest
 
 

@@ -18,7 +18,7 @@ from config.places import config_files, find_key, place_of_key, type_of_key
 from config.schema import Config
 from config.validate import check_config
 from config.yaml_check import check_config_text, check_flag, read_config_text, unknown_key
-from runtime.errors import UserError
+from runtime.errors import UserError, describe
 
 # A value that names a class is never imported nor instantiated, wherever jsonargparse looks for one
 set_parsing_settings(
@@ -73,9 +73,14 @@ def parse_command_line(
         sections = parser.instantiate(namespace)
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UserError(_one_line(str(error), argv)) from error
+    except OverflowError as error:  # an integer of over 308 digits, for a float
+        raise UserError(f"run config: a number is too large ({error})") from error
     config = _plain(Config(**{f.name: sections[f.name] for f in dataclasses.fields(Config)}))
     if validate:
-        check_config(config, argv)
+        try:
+            check_config(config, argv)
+        except OSError as error:  # a name that is too long for a path
+            raise UserError(f"run config: {describe(error)}") from error
         config = with_schedule(config)
     return CommandLine(config, namespace.dry_run, argv)
 

@@ -148,6 +148,7 @@ def _check_section(node: yaml.MappingNode, section: type, prefix: str, file: str
                 key = value.value[0][0]  # shows which section is meant
                 name = f"{name}.{key.value}"
                 place = f"{file}:{key.start_mark.line + 1}"
+            name = name if name.isprintable() else repr(name)
             raise UserError(f"{place}: {unknown_key(prefix + name, section, prefix)}")
         if name in seen:
             raise UserError(f"{place}: {prefix}{name}: occurs twice; remove one")

@@ -148,6 +148,16 @@ def test_names_of_python_are_unknown_keys(tmp_path):
             assert re.search(rf"config.yaml:\d: {re.escape(name + key)}: unknown key", said), said
 
 
+def test_values_beyond_any_use_are_one_line(tiny_config):
+    """Found by tests/fuzz.py."""
+    for changes, message in (
+        ({"data__eval_fraction": 10**400}, "a number is too large"),
+        ({"model__name_or_path": "e" * 5_000}, "File name too long"),
+        ({"model__a\nb": 1}, r"model.'a\nb': unknown key"),
+    ):
+        assert message in complaint(tiny_config(**changes))
+
+
 def test_yaml_that_is_no_config_is_one_line(tiny_config, tmp_path):
     path = tmp_path / "broken.yaml"
     for text, message in {

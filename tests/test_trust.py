@@ -119,7 +119,7 @@ def test_a_manifest_or_state_of_the_wrong_shape_is_skipped_with_the_reason(train
         '{"made_by": {}, "files": {"a": 1}}', '{"made_by": {}, "files": {"a": {"bytes": "x"}}}',
         '{"made_by": {"save_id": []}, "files": {}}',
         *(json.dumps(good[0] | {"files": good[0]["files"] | {name: entry}})
-          for name in ("../outside", "/etc/passwd", "a//b", "a\nb")),
+          for name in ("../outside", "/etc/passwd", "a//b", "a\nb", "a" * 256)),
     ):  # fmt: skip
         manifest.write_text(text)
         assert "its manifest or trainer state cannot be read" in refusal(), text[:80]
