@@ -117,7 +117,8 @@ def progress(engine: "DeepSpeedEngine") -> dict[str, Any]:
         s["step"] for s in (*optimizer.state.values(), *optimizer.param_groups) if "step" in s
     ]
     loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
-    return {"updates": int(counts[0]) if counts else 0, "loss_scale": loss_scale}
+    # the largest: FusedAdam counts in one parameter of each group
+    return {"updates": max(map(int, counts), default=0), "loss_scale": loss_scale}
 
 
 def load_safely(path: Path, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config.schema import DataConfig
-from runtime.errors import UserError
+from runtime.errors import UserError, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -103,8 +103,15 @@ def local_files(path: str) -> list[str]:
     Dataset.save_to_disk counts as one file; hidden files and descriptions of data sets are skipped.
 
     Raises:
-        UserError: there are no files, or one of a kind that cannot be read.
+        UserError: there are no files, or one that cannot be read.
     """
+    try:
+        return _local_files(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {describe(error)}") from error
+
+
+def _local_files(path: str) -> list[str]:
     here = Path(path)
     if here.is_dir():
         files = sorted(_files_in(here))
@@ -180,8 +187,12 @@ def fingerprint(source: "Source") -> list[Any]:
     files = []
     for name in local_files(source.path):
         path = Path(name)
-        files += sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        try:
+            parts = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+            files += [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in parts]
+        except OSError as error:
+            raise UserError(f"{name}: cannot be read: {describe(error)}") from error
+    return files
 
 
 def _from_hub(source: "Source") -> "Dataset":

@@ -8,4 +8,5 @@ source scripts/setup.sh
 export WANDB_MODE=offline
 ruff check .
 ruff format --check .
-python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# three on two cores: launchers and hosts wait a fifth of the time
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -91,7 +91,7 @@ def test_every_file_and_flag_named_in_the_documents_exists():
 
 
 @pytest.mark.launch
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_commands_run_in_a_fresh_copy(tmp_path):
     """Every ```bash block in order, in a clean checkout with an empty HOME.
 
@@ -115,7 +115,7 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
             env.pop(ours)
         finished = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block], cwd=copy, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1200,
         )  # fmt: skip
         assert finished.returncode == 0, f"{block}\n{finished.stdout[-3000:]}"
         if "demo.sh" in block:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -450,11 +451,15 @@ def test_a_file_of_another_user_is_named_with_its_owner(
     tmp_path, sample_tokenizer, start_tokenizing, monkeypatch
 ):
     monkeypatch.setattr("data.tokenize.LEASE_SECONDS", 0.3)
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's are for their owner only
-        folder.chmod(0o755)
     cache = tmp_path / "cache"
     write_rows(tmp_path / "rows.jsonl", [SHORT])
     config = data_config(tmp_path, [SHORT], max_length=2048, workers=2)
+    tmp_path.chmod(0o700)
+    code, _, errors = start_tokenizing(user=65534).wait()
+    assert code == 2 and len(errors.splitlines()) == 1, errors
+    assert f"{tmp_path}/rows.jsonl: cannot be read: Permission denied" in errors
+    for folder in (tmp_path, *tmp_path.parents):  # pytest's are for their owner only
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o055)
     ours = path_of(config, sample_tokenizer)
     lock = Path(f"{ours}.lock")
 
