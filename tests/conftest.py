@@ -25,7 +25,14 @@ MAKE_HOSTS = {"test_launch", "test_node_local", "test_preflight", "test_slurm"}
 names."""
 
 
-LONGEST_FIRST = ("test_readme", *sorted(MAKE_HOSTS), "test_training", "test_gpu", "test_commands")
+LONGEST_FIRST = (
+    "test_readme",
+    *sorted(MAKE_HOSTS),
+    "test_training",
+    "test_checkpoints",
+    "test_gpu",
+    "test_commands",
+)
 
 
 def pytest_collection_modifyitems(items):
