@@ -59,7 +59,7 @@ class RemoteHost:
         self.tell({"do": do, "id": number, **arguments})
         try:
             reply = await asyncio.wait_for(answer, seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             printed = f"; {explain_noise(self.noise)}" if self.noise else ""
             raise HostError(
                 self.name, f"no answer to `{do}` within {seconds:g} s{printed}"
@@ -87,7 +87,7 @@ class RemoteHost:
                 self.process.stdin.close()
             try:
                 await asyncio.wait_for(self.process.wait(), 2)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
 

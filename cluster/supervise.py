@@ -357,7 +357,7 @@ async def clean_up(
     if launcher is not None and launcher.returncode is None:
         try:  # it exits with the ranks; on SIGTERM it would `pkill` by name on every host
             await asyncio.wait_for(launcher.wait(), 3)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
             await launcher.wait()

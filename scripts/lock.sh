@@ -7,6 +7,6 @@
 # which build is right depends on the machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-echo torch | uv pip compile requirements.txt --excludes /dev/stdin --universal --python-version 3.10 \
+echo torch | uv pip compile requirements.txt --excludes /dev/stdin --universal --python-version 3.11 \
   --generate-hashes --no-annotate --custom-compile-command scripts/lock.sh \
   --quiet --output-file requirements.lock "$@"

@@ -27,8 +27,8 @@ EOF
 
 make_venv() {
   local python=${PYTHON:-python3}
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    setup_failed "$python is not Python 3.10 or newer; install it, or set PYTHON to another one"
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    setup_failed "$python is not Python 3.11 or newer; install it, or set PYTHON to another one"
   fi
   mkdir -p .venv
   touch "$stamp" # so that after an interruption the folder is known to be ours

@@ -148,8 +148,6 @@ def test_wheels_are_those_that_an_image_with_torch_lacks():
         if requirement.name in names and requirement.marker is None:
             assert f"{requirement.name}{requirement.specifier}" in pins
     assert any(pin.startswith("transformers==5.23") for pin in pins)
-    old = closure(wanted, "3.10", "x86_64", [])
-    assert {"exceptiongroup", "tomli"} <= set(old), "needed by pytest before Python 3.11"
 
 
 # --------------------------------------------------------------------------------------------------

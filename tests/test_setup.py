@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ENVIRONMENTS = [
     {"python_version": version, "python_full_version": f"{version}.1", "platform_machine": machine}
-    for version in ("3.10", "3.11", "3.12", "3.13")
+    for version in ("3.11", "3.12", "3.13")
     for machine in ("x86_64", "aarch64")
 ]
 
@@ -119,6 +119,7 @@ def set_up(folder: Path, uv: bool = False, **variables: str):
     settings = {
         "PIP_FIND_LINKS": folder / "wheels",
         "UV_FIND_LINKS": folder / "wheels",
+        "UV_CACHE_DIR": folder / "cache",
         **variables,
     }
     path = os.environ["PATH"] if uv else "/usr/bin:/bin"
