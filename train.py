@@ -229,7 +229,7 @@ def train_step(
 
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for
-        mixtures of experts also router_loss, without its coefficient.
+        mixtures of experts also their load and router_loss, without its coefficient.
 
     Raises:
         RuntimeError: loss or gradient is not finite.
@@ -261,7 +261,7 @@ def train_step(
             f"step {batch.global_step + 1}: loss {loss}, gradient norm {grad_norm}; "
             "lower train.learning_rate, or check the step's examples"
         )
-    values = {"loss": loss, "grad_norm": grad_norm}
+    values = {"loss": loss, "grad_norm": grad_norm, **loss_sum.expert_load.metrics()}
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
 

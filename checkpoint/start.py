@@ -9,6 +9,7 @@ from checkpoint.load import check_resumable, load_checkpoint, load_weights
 from checkpoint.nodes import Nodes
 from checkpoint.run_folder import checkpoints_folder, list_complete
 from checkpoint.state import Progress, RunIdentity, read_state
+from checkpoint.weights_proof import prove_weights
 from config.schema import CheckpointConfig, Config
 from data.data_plan import DataPlan, total_steps
 from data.plan_change import continue_plan, describe_change
@@ -112,12 +113,18 @@ def _settings(config: Config, nodes: Nodes) -> CheckpointConfig:
 
 
 def load_start(engine: "DeepSpeedEngine", start: Start, config: Config, nodes: Nodes) -> None:
-    """Load what `start` selects into the engine: nothing, the weights, or everything.
+    """Load what `start` selects into the engine: nothing, the weights, or everything. Pretrained
+    weights that stay are compared with their files.
 
     Raises:
-        UserError: the checkpoint is of another model, or cannot be converted to this run's layout.
+        UserError: the checkpoint is of another model, or cannot be converted to this run's layout;
+            or weights differ from their files.
     """
     if start.checkpoint is None:
+        if not config.model.from_config:
+            line = prove_weights(engine, config, nodes.ranks)
+            if nodes.ranks.is_first:
+                print(line, flush=True)
         return
     if start.saved is None:
         load_weights(engine, start.checkpoint, nodes.ranks)

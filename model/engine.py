@@ -4,6 +4,8 @@ import deepspeed
 
 from config.ds_check import try_engine
 from data.data_plan import DataPlan
+from model.experts import keep_experts_together
+from model.host_memory import check_host_memory
 from model.load import load_model, set_end_tokens
 from model.loss import SupervisedLoss
 from model.optimizer import forget_empty_update, parameter_groups
@@ -28,13 +30,18 @@ def build_engine(
     """
     config = setup.config
     if not config.model.from_config:
-        unused = run_on_all_ranks(ranks, lambda: check_weights(config, setup.model_config))
+        # fetches the files, once per machine, within distributed.data_timeout_seconds
+        unused = run_on_all_ranks(
+            ranks, lambda: check_weights(config, setup.model_config), first_on_machine=True
+        )
         if ranks.is_first and unused:
             print(unused, flush=True)
+        run_on_all_ranks(ranks, lambda: check_host_memory(setup, ranks))
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     model = run_on_all_ranks(ranks, lambda: load_model(config, setup.model_config, setup.ds_config))
     set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
+    keep_experts_together(model)
     loss = SupervisedLoss(model)
     try:
         engine, *_ = deepspeed.initialize(

@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from config.schema import Config, Source
 from data.sources import COMMIT, loaded_commit
@@ -49,10 +56,29 @@ def load_pretrained(
     try:
         return load(name, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
-        reason = first_line(error)
+        reason = _refusal(error, name) or first_line(error)
         if not trust_remote_code and "custom code" in reason:
             reason = f"it needs Python code that comes with it; {cure}"
         raise UserError(f"{where}cannot load {name}: {reason}") from error
+
+
+def _refusal(error: BaseException | None, name: Any) -> str | None:
+    """What the hub refused and what to do, if that is why loading failed."""
+    login = "log in with `hf auth login`, or set HF_TOKEN, on every node"
+    while error is not None:
+        if isinstance(error, GatedRepoError):
+            return f"it is gated: accept its terms at {ENDPOINT}/{name}, then {login}"
+        if isinstance(error, RepositoryNotFoundError):
+            return f"no such folder, and no such model at {ENDPOINT}; if it is private, {login}"
+        if isinstance(error, RevisionNotFoundError):
+            return f"{ENDPOINT}/{name} has no such branch, tag or commit: see model.revision"
+        if isinstance(error, LocalEntryNotFoundError):
+            return (
+                f"not in the cache, and {ENDPOINT} cannot be reached; on a machine with a network: "
+                f"`hf download {name}`, then copy the cache (HF_HOME), or give a folder"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def first_line(error: Exception) -> str:

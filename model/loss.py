@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.loader import MicroBatch
+from model.experts import ExpertLoad
 
 
 class MicroLoss(NamedTuple):
@@ -45,6 +46,7 @@ class SupervisedLoss:
             raise ValueError(
                 f"{type(model).__name__} has no output embeddings: not a causal language model"
             )
+        self.expert_load = ExpertLoad(model)
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
         self._positions: torch.Tensor | None = None  # int64 [targets], into examples x length
@@ -73,7 +75,8 @@ class SupervisedLoss:
             separation = {"position_ids": batch.position_ids}
         self._positions = batch.positions
         try:
-            out = forward(input_ids=batch.input_ids, use_cache=False, **separation)
+            with self.expert_load.counting(batch):
+                out = forward(input_ids=batch.input_ids, use_cache=False, **separation)
         finally:
             self._positions = None
         logits = out.logits  # [1, targets, vocabulary]

@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed and torch that this repository uses although they are not public.
+"""The parts of DeepSpeed, torch and transformers that this repository uses although they are not public.
 
 Another version may rename them or change what they mean. Before an upgrade, compare each of them
 with the new version, run the tests, and then change READ_FROM.
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import NamedTuple
 
-READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13"}
+READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23"}
 
 
 class Internals(NamedTuple):
@@ -93,6 +93,16 @@ INTERNALS = (
         ("fp32_flat_groups", "single_partition_of_fp32_groups", "base_optimizer_state",
          "frozen_param_fragments", "buffer_names"),
         "keys of the files",
+    ),
+    Internals(
+        "checkpoint/weights_proof.py", "transformers.core_model_loading",
+        ("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming", "add_tensor",
+         "_weight_conversions"),
+        "the tensors of the model that files are converted to",
+    ),
+    Internals(
+        "model/experts.py", "transformers.integrations.moe",
+        ("_is_expert_parallel",), "the modules that hold the experts of a layer",
     ),
     Internals(
         "checkpoint/fill.py", "deepspeed.runtime.zero.stage3",

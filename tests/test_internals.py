@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed and torch that are not public.    pytest tests/test_internals.py"""
+"""The parts of libraries that are not public.    pytest tests/test_internals.py"""
 
 import importlib.util
 import re
@@ -30,7 +30,7 @@ def test_private_names_of_the_libraries_are_listed():
 
 
 def test_another_version_is_named_in_one_line():
-    tested = {"deepspeed": "0.19.8", "torch": "2.13.0+cpu"}
+    tested = {"deepspeed": "0.19.8", "torch": "2.13.0+cpu", "transformers": "5.23.0"}
     assert version_warning(tested) is None
     assert version_warning(installed_versions()) is None, "requirements.txt, or READ_FROM"
     for name, other in (("deepspeed", "0.19.80"), ("torch", "2.14.0"), ("torch", "2.1.3")):

@@ -1,14 +1,18 @@
-"""The router loss of mixtures of experts.    pytest tests/test_router_loss.py"""
+"""Mixtures of experts: router loss, load of the experts, ranks without tokens for one.
+
+pytest tests/test_router_loss.py
+"""
 
 import json
 import shutil
+from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import read_metrics, strategy
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from checkpoint.export import export_checkpoint
 from checkpoint.run_folder import list_complete
@@ -22,9 +26,13 @@ SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
          "num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts_per_tok": 2,
          "initializer_range": 0.2, "output_router_logits": True,
          "router_aux_loss_coef": 0.3}  # fmt: skip
+EXPERTS = 12
 MODELS = {
-    "mixtral": MixtralConfig(**SIZES, intermediate_size=40, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, head_dim=8),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=40, num_local_experts=EXPERTS),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=EXPERTS, head_dim=8),
+    "gpt_oss": GptOssConfig(
+        **SIZES, intermediate_size=40, num_local_experts=EXPERTS, head_dim=8, sliding_window=16
+    ),
 }
 
 
@@ -35,9 +43,19 @@ def folders(tmp_path_factory, sample_tokenizer):
         torch.manual_seed(0)
         made[name] = tmp_path_factory.mktemp(name)
         config.eos_token_id = sample_tokenizer.eos_token_id
-        AutoModelForCausalLM.from_config(config).save_pretrained(made[name])
+        model = AutoModelForCausalLM.from_config(config)
+        for layer in model.model.layers if name == "gpt_oss" else ():
+            torch.nn.init.constant_(layer.mlp.router.bias[0], -1e3)  # no token chooses expert 0
+        model.save_pretrained(made[name])
         sample_tokenizer.save_pretrained(made[name])
     return made
+
+
+def chosen_experts(router_logits):
+    """Tokens of each expert, int64 [layers, experts]."""
+    return torch.stack([
+        F.one_hot(layer.topk(2).indices, EXPERTS).sum((0, 1)) for layer in router_logits
+    ])  # fmt: skip
 
 
 def balance(router_logits, experts):
@@ -50,17 +68,18 @@ def balance(router_logits, experts):
 
 
 def train_plainly(config_file, tokenizer, ranks, steps):
-    """(losses, router losses, gradient norms, weights); one example at a time, without padding."""
+    """Metrics by name, and the weights; one example at a time, without padding."""
     config = parse_command_line(["--config", str(config_file)]).config
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     budget = make_budget(config.data, ranks, linear_cost(model.config))
     plan, _ = make_plans(config, tokenizer, budget)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, eps=1e-8,
                                   betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
-    losses, router_losses, norms = [], [], []
+    metrics, without_tokens = defaultdict(list), 0
     for k in range(steps):
         step = plan.step(k)
         loss, router_loss = torch.zeros((2,), dtype=torch.float64)
+        load = torch.zeros((len(model.model.layers), EXPERTS), dtype=torch.int64)
         for group in (g for micro_step in step.micro_batches for g in micro_step if len(g)):
             of_group, tokens = [], 0
             for ids, mask in zip(*plan.data.fetch(group), strict=True):
@@ -72,28 +91,38 @@ def train_plainly(config_file, tokenizer, ranks, steps):
                 of_group.append(out.router_logits)
                 tokens += ids.numel()
             layers = [torch.cat(layer) for layer in zip(*of_group, strict=True)]
-            router_loss = router_loss + balance(layers, 4) * tokens
+            router_loss = router_loss + balance(layers, EXPERTS) * tokens
+            load += chosen_experts(layers)
+            without_tokens += int((chosen_experts(layers) == 0).sum())
         loss, router_loss = loss / step.supervised_tokens, router_loss / step.tokens
         (loss + 0.3 * router_loss).backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        router_losses.append(router_loss.item())
-    return losses, router_losses, norms, dict(model.named_parameters())
+        for name, value in {
+            "loss": loss, "router_loss": router_loss, "grad_norm": norm,
+            "expert_load_max": (load.amax(1) / load.double().mean(1)).max(),
+            "experts_unused": (load == 0).sum(),
+        }.items():  # fmt: skip
+            metrics[name].append(value.item())
+    assert without_tokens > 0, "every rank has tokens for every expert in every micro-step"
+    return metrics, dict(model.named_parameters())
 
 
 @pytest.mark.parametrize(
     "name, stage, ranks, batching, checkpointing",
     [
         ("mixtral", 0, 1, "bucketed", False),
+        ("mixtral", 1, 2, "bucketed", False),
+        ("qwen3_moe", 1, 2, "bucketed", False),
+        ("gpt_oss", 1, 2, "packed", True),
         ("qwen3_moe", 2, 2, "bucketed", True),
         ("mixtral", 3, 2, "packed", False),
         ("qwen3_moe", 3, 2, "bucketed", True),
-        ("mixtral", 3, 1, "bucketed", False),
+        ("gpt_oss", 3, 2, "bucketed", False),
     ],
 )
-def test_router_loss_is_that_of_a_plain_loop(
+def test_training_is_that_of_a_plain_loop(
     forks, folders, tiny_config, tmp_path, sample_tokenizer, name, stage, ranks, batching,
     checkpointing,
 ):  # fmt: skip
@@ -104,19 +133,18 @@ def test_router_loss_is_that_of_a_plain_loop(
         train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
         train__weight_decay=0.0, train__gradient_clipping=0.0, train__global_batch_size=11,
     )  # fmt: skip
-    expected = train_plainly(config, sample_tokenizer, ranks, 4)
+    expected, weights = train_plainly(config, sample_tokenizer, ranks, 4)
     finished = forks.train(config, ranks=ranks)
     assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
-    measured = [[s[key] for s in steps] for key in ("loss", "router_loss", "grad_norm")]
-    for ours, plain in zip(measured, expected, strict=False):
-        np.testing.assert_allclose(ours, plain, rtol=1e-5)
-    assert min(measured[1]) > 1.001, "the experts should not be balanced"
+    for key, plain in expected.items():
+        np.testing.assert_allclose([s[key] for s in steps], plain, rtol=1e-5, err_msg=key)
+    assert min(expected["router_loss"]) > 1.001, "the experts should not be balanced"
 
     out = tmp_path / "hf"
     export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
     trained = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for key, parameter in expected[3].items():
+    for key, parameter in weights.items():
         assert (trained[key] - parameter).norm() < 2e-5 * parameter.norm(), key
 
 

@@ -1,0 +1,210 @@
+"""Proof, before the first step, that the ranks hold the weights of the pretrained files.
+
+The weights reach the ranks through transformers' loader, ZeRO's partitioning, broadcasts and copies
+in fp32. Here every tensor is read from the files a second time, and its checksum compared with that
+of what the ranks hold: the weights that the model computes with, and the fp32 weights that the
+optimizer updates. Each rank reads 1/W of the files.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils import cached_file
+
+from checkpoint.shards import Fragment, flat_weights, layout, partition
+from config.schema import Config
+from runtime.agreement import run_on_all_ranks
+from runtime.errors import UserError
+from runtime.process_group import Ranks
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+CHUNK = 1 << 22  # elements; a chunk takes 48 bytes per element for a moment
+NAMES_SHOWN = 3
+
+
+def checksum(values: torch.Tensor, start: int = 0) -> int:
+    """Sum of the elements' bits in fp32, each times its odd weight 2i + 1, modulo 2**64.
+
+    The checksum of a tensor is the sum of those of its parts, wherever they lie, which a checksum
+    of bytes would not be. It does not depend on the precision that holds the values. It differs if
+    one element differs, or if two different ones are exchanged.
+
+    Args:
+        values: a tensor of floating point numbers.
+        start: i of its first element.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    steps = 2 * torch.arange(min(CHUNK, values.numel()), device=values.device) + 1
+    flat = values.detach().reshape(-1)
+    for at in range(0, flat.numel(), CHUNK):
+        bits = flat[at : at + CHUNK].float().view(torch.int32).long()
+        total += (bits * steps[: len(bits)]).sum() + bits.sum() * (2 * (start + at))
+    return int(total)
+
+
+class StoredWeights:
+    """The tensors in the files of a pretrained model, read one at a time."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises UserError: there are no such files, or they cannot be read."""
+        name, revision = config.model.name_or_path, config.model.revision
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = Path(cached_file(name, "config.json", revision=revision)).parent
+        self.files = _weight_files(folder)
+        self.bytes = sum(file.stat().st_size for file in self.files)
+        self._readers = {}
+        for file in self.files:
+            if file.suffix == ".safetensors":
+                reader = safe_open(file, framework="pt")
+                self._readers |= {key: partial(reader.get_tensor, key) for key in reader.keys()}  # noqa: SIM118
+            else:
+                stored = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
+                self._readers |= {key: partial(stored.get, key) for key in stored}
+
+    def expected(self, model: nn.Module, share: slice) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the model, value) of a share of the tensors, converted as transformers does.
+
+        Args:
+            model: on any device, partitioned or not.
+            share: of the tensors in their order, e.g. slice(rank, None, world_size).
+        """
+        conversions = getattr(model, "_weight_conversions", None) or []
+        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        by_pattern = {source: c for c in converters for source in c.source_patterns}
+        prefix, known = model.base_model_prefix, model.state_dict()
+        groups: dict[str, WeightRenaming | WeightConverter] = {}
+        for key in sorted(self._readers, key=dot_natural_key):
+            name, source = rename_source_key(key, renamings, converters, prefix, known)
+            if name not in known and key in known:
+                name, source = key, None
+            if name not in known:
+                continue
+            if source is None:
+                groups[name], source = WeightRenaming(key, name), key
+            elif name not in groups:
+                groups[name] = deepcopy(by_pattern[source])
+            groups[name].add_tensor(name, key, source, self._readers[key])
+        for name, group in list(groups.items())[share]:
+            for target, value in group.convert(name, model=model, config=model.config).items():
+                yield target, value[0] if isinstance(value, list) else value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads: safetensors before torch's, one before several."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        with suppress(FileNotFoundError):
+            index = json.loads((folder / f"{name}.index.json").read_text(encoding="utf-8"))
+            return [folder / file for file in sorted(set(index["weight_map"].values()))]
+    raise UserError(f"model.name_or_path: {folder} has no files of weights")
+
+
+@torch.no_grad()
+def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> str:
+    """Compare what all ranks hold with the pretrained files; called by all ranks.
+
+    Returns:
+        A line that says what was compared.
+
+    Raises:
+        UserError: names the tensors that differ.
+    """
+    began = time.perf_counter()
+    tensors = _floating_tensors(engine.module)
+    names = list(tensors)
+    numbers = {name: i for i, name in enumerate(names)}
+    held = _held(tensors), _updated(engine, numbers)
+
+    stored = run_on_all_ranks(ranks, lambda: StoredWeights(config))
+    expected, found = torch.zeros(2, len(names), dtype=torch.int64)
+    for name, value in stored.expected(engine.module, slice(ranks.rank, None, ranks.world_size)):
+        if (i := numbers.get(name)) is not None:  # of tied weights only the first
+            value = value.to(tensors[name].dtype)
+            expected[i], found[i] = checksum(value), 1
+    for vector in (expected, found):
+        dist.all_reduce(vector, group=ranks.control)
+
+    differs = torch.zeros(len(names), dtype=torch.int64)
+    for checksums, kinds in held:
+        total = checksums.clone()
+        dist.all_reduce(total, group=ranks.control)
+        total = torch.where(kinds == PART, total, checksums)
+        differs |= (total != expected) & (found > 0) & (kinds != ABSENT)
+    dist.all_reduce(differs, dist.ReduceOp.MAX, group=ranks.control)
+    if wrong := [name for name, flag in zip(names, differs.tolist(), strict=True) if flag]:
+        raise UserError(
+            f"model.name_or_path: {config.model.name_or_path}: {len(wrong):,} tensors on the ranks "
+            f"differ from those in its files: {_some(wrong)}; start again, and check memory and "
+            "disk if it happens twice"
+        )
+    left = [name for name, flag in zip(names, found.tolist(), strict=True) if not flag]
+    seconds = time.perf_counter() - began
+    return (
+        f"{len(names) - len(left):,} tensors on {ranks.world_size:,} ranks equal the "
+        f"{stored.bytes / 2**30:,.2f} GiB of files (checksums, {seconds:.1f} s)"
+    ) + (f"; not in the files: {_some(left)}" if left else "")
+
+
+ABSENT, WHOLE, PART = range(3)
+"""What a rank holds of a tensor: nothing that is compared, all of it, or a part."""
+
+
+def _held(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what this rank computes with: the checksum of each tensor, int64, and its kind."""
+    checksums, kinds = [], []
+    for tensor in tensors.values():
+        start, kind = 0, WHOLE
+        if hasattr(tensor, "ds_tensor"):  # ZeRO-3
+            start, numel = partition(tensor)
+            tensor, kind = tensor.ds_tensor.view(-1)[:numel], PART
+        checksums.append(checksum(tensor, start))
+        kinds.append(kind)
+    return torch.tensor(checksums), torch.tensor(kinds)
+
+
+def _updated(
+    engine: "DeepSpeedEngine", numbers: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of the fp32 weights that this rank's optimizer updates; ABSENT for frozen ones."""
+    checksums, kinds = torch.zeros(2, len(numbers), dtype=torch.int64)
+    for name, p in engine.module.named_parameters():
+        if p.requires_grad:
+            kinds[numbers[name]] = PART if engine.zero_optimization_stage() else WHOLE
+    flats = flat_weights(engine)
+    for at in (Fragment(*values) for values in layout(engine)["fragments"]):
+        values = flats[at.flat].view(-1)[at.offset : at.offset + at.numel]
+        checksums[numbers[at.name]] += checksum(values, at.start)
+    return checksums, kinds
+
+
+def _floating_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, each under one name, and persistent buffers."""
+    persistent = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (" ..." if names[NAMES_SHOWN:] else "")

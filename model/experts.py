@@ -1,0 +1,83 @@
+"""Mixtures of experts: how evenly the router spreads tokens, and experts as single modules.
+
+transformers 5 packs the experts of a layer into three-dimensional parameters. They have a gradient
+on every rank, zero for an expert without tokens, and ZeRO-3 gathers them for the layer at once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import set_z3_leaf_module
+from torch import nn
+
+from data.loader import MicroBatch
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert in the micro-batches of a step, without padding."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Register a hook on the packed experts of each layer; of other models, on nothing."""
+        self._layers = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+        self._counts: torch.Tensor | None = None  # int64 [layers, experts + 1]: masked ones last
+        self._weights: torch.Tensor | None = None  # int64 [examples x length]: 0 for padding
+        for number, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(
+                lambda _layer, args, kwargs, number=number: self._count(number, args, kwargs),
+                with_kwargs=True,
+            )
+
+    @contextmanager
+    def counting(self, batch: MicroBatch) -> Iterator[None]:
+        """Count in the forward pass within, unless it is of an evaluation or of filler; not when
+        activation checkpointing repeats it.
+        """
+        if self._layers and torch.is_grad_enabled():
+            if self._counts is None:
+                most = max(layer.num_experts for layer in self._layers)
+                self._counts = batch.input_ids.new_zeros(len(self._layers), most + 1)
+            mask = batch.attention_mask
+            real = torch.ones_like(batch.input_ids) if mask is None else mask.long()
+            self._weights = real.flatten() if len(batch.targets) else None
+        try:
+            yield
+        finally:
+            self._weights = None
+
+    def _count(self, number: int, args: tuple, kwargs: dict) -> None:
+        if self._weights is None:
+            return
+        # experts(hidden states, chosen experts [tokens, k], weights), by different names
+        tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+        chosen = next(v for v in tensors if not v.is_floating_point())
+        weights = self._weights[:, None].expand(-1, chosen.shape[-1])
+        self._counts[number].scatter_add_(0, chosen.reshape(-1).long(), weights.reshape(-1))
+
+    def metrics(self) -> dict[str, float]:
+        """Balance over the step's tokens on all ranks, then start the next step; {} without
+        experts. Called by all ranks.
+
+        Returns:
+            expert_load_max, the tokens of the busiest expert of any layer over the mean of its
+            layer, 1 if balanced; experts_unused, the number of experts without a token, over all
+            layers.
+        """
+        if self._counts is None:
+            return {}
+        counts, self._counts = self._counts, None
+        dist.all_reduce(counts)
+        of_layers = [row[: m.num_experts] for row, m in zip(counts, self._layers, strict=True)]
+        busiest = torch.stack([row.max() * len(row) / row.sum() for row in of_layers])
+        unused = torch.stack([(row == 0).sum() for row in of_layers])
+        return {"expert_load_max": busiest.max().item(), "experts_unused": int(unused.sum())}
+
+
+def keep_experts_together(model: nn.Module) -> None:
+    """Let ZeRO-3 gather experts that are single modules, as in code that comes with a model, for
+    the layer at once: ranks choose different experts, and would gather different ones.
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+            set_z3_leaf_module(module, True)
