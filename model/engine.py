@@ -4,7 +4,7 @@ import deepspeed
 
 from config.ds_check import try_engine
 from data.data_plan import DataPlan
-from model.experts import keep_experts_together
+from model.experts import fit_experts
 from model.host_memory import check_host_memory
 from model.load import load_model, set_end_tokens
 from model.loss import SupervisedLoss
@@ -41,7 +41,7 @@ def build_engine(
     seed_everything(config.train.seed)
     model = run_on_all_ranks(ranks, lambda: load_model(config, setup.model_config, setup.ds_config))
     set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
-    keep_experts_together(model)
+    fit_experts(model, setup.ds_config.get("zero_optimization", {}).get("stage", 0))
     loss = SupervisedLoss(model)
     try:
         engine, *_ = deepspeed.initialize(

@@ -6,6 +6,7 @@ on every rank, zero for an expert without tokens, and ZeRO-3 gathers them for th
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from data.loader import MicroBatch
+from runtime.errors import UserError
 
 
 class ExpertLoad:
@@ -74,10 +76,32 @@ class ExpertLoad:
         return {"expert_load_max": busiest.max().item(), "experts_unused": int(unused.sum())}
 
 
-def keep_experts_together(model: nn.Module) -> None:
-    """Let ZeRO-3 gather experts that are single modules, as in code that comes with a model, for
-    the layer at once: ranks choose different experts, and would gather different ones.
+def fit_experts(model: nn.Module, stage: int) -> None:
+    """Make experts that are single modules, as in code that comes with a model, fit for ZeRO: ranks
+    choose different ones, but have to gather and to reduce the same parameters.
+
+    Under ZeRO-3 they are gathered for the layer at once. Otherwise the layer's output depends on
+    all of them, so that an expert without tokens has a gradient of zero.
+
+    Raises:
+        UserError: stage 2, which puts gradients into buckets in the order in which they arrive,
+            another one on each rank, and would add up those of different experts.
     """
     for module in model.modules():
-        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+        if not isinstance(getattr(module, "experts", None), nn.ModuleList):
+            continue
+        if stage == 2:
+            raise UserError(
+                f"ds_config: {type(module).__name__} of this model has experts that are modules of "
+                "their own, which ZeRO stage 2 does not train right; use stage 1 or 3"
+            )
+        if stage == 3:
             set_z3_leaf_module(module, True)
+        else:
+            module.register_forward_hook(_depend_on_all)
+
+
+def _depend_on_all(module: nn.Module, _args: tuple, out: Any) -> Any:
+    trained = [p for p in module.experts.parameters() if p.requires_grad]
+    zero = sum(p.view(-1)[0] for p in trained) * 0
+    return (out[0] + zero, *out[1:]) if isinstance(out, tuple) else out + zero

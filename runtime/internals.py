@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed, torch and transformers that this repository uses although they are not public.
+"""The parts of DeepSpeed, torch and transformers that are used here although they are not public.
 
 Another version may rename them or change what they mean. Before an upgrade, compare each of them
 with the new version, run the tests, and then change READ_FROM.

@@ -167,3 +167,61 @@ def test_it_is_left_out_where_the_config_does_not_ask_for_it(forks, folders, tin
     assert without["grad_norm"] != asked["grad_norm"]
     evals = [read_metrics(tmp_path / model.name, "eval")[0]["eval_loss"] for model in lines]
     assert evals[0] == evals[1]
+
+
+CODE = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Layer(nn.Module):
+    def __init__(self, size, experts=16):
+        super().__init__()
+        self.gate = nn.Linear(size, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(experts))
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weight, chosen = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for i in chosen.unique().tolist():
+            at = (chosen == i).nonzero()[:, 0]
+            out = out.index_add(0, at, self.experts[i](flat[at]) * weight[at, None])
+        return out.view_as(x)
+
+class MoeLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Layer(config.hidden_size)
+        self.post_init()
+"""
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_experts_that_are_single_modules(
+    forks, tiny_model, sample_tokenizer, tiny_config, tmp_path, stage
+):
+    """Of code that comes with a model: a rank calls only the experts that its tokens choose."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "moe.py").write_text(CODE)
+    architecture = json.loads((folder / "config.json").read_text())
+    architecture["auto_map"] = {"AutoModelForCausalLM": "moe.MoeLlama"}
+    (folder / "config.json").write_text(json.dumps(architecture))
+    curves = []
+    for ranks, name in ((2, "two_ranks"), (1, "one_rank")):
+        config = tiny_config(
+            model=folder, model__from_config=True, model__trust_remote_code=True,
+            ds_config=str(strategy(tmp_path, f"zero{stage}")), output_dir=str(tmp_path / name),
+            data__batching="bucketed", data__eval_sources=None, train__epochs=None,
+            train__steps=3, data__micro_batch_tokens=256,
+        )  # fmt: skip
+        finished = forks.train(config, ranks=ranks)
+        if stage == 2:
+            assert finished.code == 2 and "use stage 1 or 3" in finished.errors[0], finished.output
+            return
+        assert finished.code == 0, finished.output
+        steps = read_metrics(tmp_path / name)
+        curves.append([(s["loss"], s["grad_norm"]) for s in steps])
+    np.testing.assert_allclose(*curves, rtol=1e-5)
