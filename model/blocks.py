@@ -67,7 +67,7 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> None:
             mlp.forward = _tiled(mlp.forward, options.tiled_mlp)
             gather_at_once(mlp)
         if options.compile:
-            block.forward = torch.compile(block.forward, dynamic=True)
+            block.forward = _compiled(block.forward)
             gather_at_once(block)  # else ZeRO-3's hooks would be between its parts
         if options.activation_checkpointing:
             offload = options.activation_checkpointing == "cpu"
@@ -108,6 +108,18 @@ def _tiled(forward: Callable, tiles: int) -> Callable:
         return torch.cat(outputs, dim=1).view(hidden.shape)
 
     return forward_tiled
+
+
+def _compiled(forward: Callable) -> Callable:
+    """A block compiled for training, for any number of tokens. Evaluation is not worth as many
+    graphs again.
+    """
+    compiled = torch.compile(forward, dynamic=True)
+
+    def forward_compiled(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return forward_compiled
 
 
 def _checkpointed(forward: Callable, offload: bool) -> Callable:

@@ -138,7 +138,8 @@ def chunked_loss(
     targets: torch.Tensor,
     head: nn.Module,
     chunk_tokens: int,
-) -> torch.Tensor:
+    vocabulary_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy summed over targets, with the logits of one chunk of positions at a time.
 
     In training, the gradients are computed chunk by chunk in the forward pass, as in Liger Kernel
@@ -153,15 +154,36 @@ def chunked_loss(
         hidden: the head's input, [targets, hidden size].
         targets: int64 [targets].
         head: the module whose parameters logits_of uses.
+        vocabulary_size: of the stand-in.
 
     Returns:
-        float32 scalar. Its backward pass can run once.
+        The loss, a float32 scalar whose backward pass can run once, and zeros [1, 1, vocabulary] to
+        stand in for the head's output: see join.
     """
+    stand_in = hidden.new_zeros(1, 1, vocabulary_size)
     if torch.is_grad_enabled():
         weights = [p for p in head.parameters() if p.requires_grad]
-        return _ChunkedLoss.apply(logits_of, targets, chunk_tokens, hidden, *weights)
+        return _ChunkedLoss.apply(logits_of, targets, chunk_tokens, stand_in, hidden, *weights)
     parts = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    return torch.stack([_cross_entropy(logits_of, *part) for part in parts]).sum()
+    return torch.stack([_cross_entropy(logits_of, *part) for part in parts]).sum(), stand_in
+
+
+def join(loss: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+    """The loss, with a gradient of zeros for what has become of the stand-in. DeepSpeed's hooks on
+    the head's output, which gather its weight and reduce its gradient, run on that way.
+    """
+    return _Join.apply(loss, stand_in)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+        ctx.zeros = torch.zeros_like(stand_in)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return of_loss, ctx.zeros
 
 
 def _cross_entropy(
@@ -177,9 +199,10 @@ class _ChunkedLoss(torch.autograd.Function):
         logits_of: Callable[[torch.Tensor], torch.Tensor],
         targets: torch.Tensor,
         chunk_tokens: int,
+        stand_in: torch.Tensor,
         hidden: torch.Tensor,
         *weights: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
         of_hidden = torch.empty_like(hidden)
         of_weights = [
@@ -197,13 +220,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient.add_(other)
         ctx.gradients = (of_hidden, *of_weights)
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *weights)]
-        return total
+        return total, stand_in.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_loss: torch.Tensor, _of_stand_in: torch.Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         # In fp32 at least: in bf16 of_loss itself would be rounded, by up to .4 %.
         wide = (g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
         scaled = (g.mul_(of_loss).to(d) for g, d in zip(wide, ctx.dtypes, strict=True))
-        return (None, None, None, *scaled)
+        return (None, None, None, None, *scaled)

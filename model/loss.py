@@ -12,7 +12,7 @@ from torch import nn
 
 from data.loader import MicroBatch
 from model.leaf import gather_at_once
-from model.logits import LogitsRecorder, chunked_loss
+from model.logits import LogitsRecorder, chunked_loss, join
 from model.probes import draw, is_exact
 
 # Largest relative difference of the loss over chunks: the order of sums in fp32; other kernels for
@@ -45,8 +45,8 @@ class SupervisedLoss:
     """Cross entropy of a causal language model, summed over the targets of a micro-batch.
 
     The forward method of the output head is replaced by one that selects the positions that predict
-    a target: no logits are computed for prompts and padding. After use_chunks it returns the loss
-    of these positions instead, which the model returns in place of its logits: only one chunk of
+    a target: no logits are computed for prompts and padding. After use_chunks it computes the loss
+    of these positions too, which the model then returns in place of its logits: only one chunk of
     logits exists at a time, and ZeRO-3 gathers the head once. Whatever the model does to its logits
     (soft caps, scaling) still applies.
     """
@@ -73,7 +73,7 @@ class SupervisedLoss:
         self._recorder: LogitsRecorder | None = None
         self._chunks: _Chunks | None = None
         head.forward = self._forward_head
-        # before those of ZeRO-3, which replace the output by a copy
+        # before the hooks of ZeRO-3, which replace the output by a copy
         model.register_forward_hook(self._leave_model)
         self._is_shared = len(list(head.children())) > 0 and _shares_weights(model, head)
         if len(list(head.children())) > 0 and not self._is_shared:
@@ -98,14 +98,15 @@ class SupervisedLoss:
         if self._is_shared:
             return "the output head shares weights that are trained, and has submodules"
         batches = [_all_targets(ids).to(device) for ids in draw(tokens, device, 20, 31)]
-        # behind those of ZeRO-3, so that they see the loss, and gather the head for its backward
-        self._head.register_forward_hook(self._leave_head)
+        recorder = self._recorder = LogitsRecorder(self._model.buffers())
+        # behind the hooks of ZeRO-3, which replace the output by a copy
+        hook = self._head.register_forward_hook(lambda _head, _inputs, out: recorder.start(out))
         was_training = forward.training
         forward.eval()
         try:
             with torch.no_grad():
-                recorder = self._recorder = LogitsRecorder(self._model.buffers())
                 self(forward, batches[0])
+                hook.remove()
                 self._recorder = None
                 if (behind_head := recorder.replay()) is None:
                     return "it does more to its logits than functions of each of them alone"
@@ -122,34 +123,26 @@ class SupervisedLoss:
         return None
 
     def _forward_head(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """In place of the head's forward: the logits [1, targets, vocabulary], or the loss."""
+        """In place of the head's forward: the logits, [1, targets, vocabulary], or a stand-in."""
         if self._batch is None:  # outside of __call__, e.g. in generation
             return self._logits_of_head(hidden, *rest)
         picked = hidden.flatten(0, 1).index_select(0, self._batch.positions)[None]
         if self._chunks is None:
             return self._logits_of_head(picked, *rest)
         behind_head = self._chunks.behind_head
-        return chunked_loss(
+        self._loss, stand_in = chunked_loss(
             lambda part: behind_head(self._logits_of_head(part, *rest)),
             picked[0], self._batch.targets, self._head, self._chunks.tokens,
+            self._chunks.vocabulary_size,
         )  # fmt: skip
-
-    def _leave_head(
-        self, _head: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-    ) -> torch.Tensor | None:
-        if self._recorder is not None:
-            self._recorder.start(output)
-        if self._batch is None or self._chunks is None:
-            return None
-        self._loss = output
-        return inputs[0].new_zeros(1, 1, self._chunks.vocabulary_size)
+        return stand_in
 
     def _leave_model(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
         if self._recorder is not None:
             self._recorder.stop(output.logits)
         if self._loss is not None:
             # a part of the output, because DeepSpeed prepares its backward pass by hooks on it
-            output["logits"], self._loss = self._loss, None
+            output["logits"], self._loss = join(self._loss, output.logits), None
 
     def __call__(self, forward: nn.Module, batch: MicroBatch) -> MicroLoss:
         """The losses, with a graph even if the micro-batch has no target.
