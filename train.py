@@ -129,7 +129,7 @@ def build_run(
     engine, loss = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
     load_start(engine, start, config, nodes)
-    check_engine(engine, setup, ranks)
+    check_engine(engine, loss, setup, ranks)
     steps = total_steps(config.train, start.plan)
     interval = SaveInterval(config.checkpoint, count_hosts(ranks), start.progress.save_seconds)
     if ranks.is_first:

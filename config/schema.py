@@ -58,8 +58,19 @@ class ModelConfig:
     """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
     model/packed_attention.py, for packed examples.
     """
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: about 1/3 more compute, far less memory."""
+    loss_chunk_tokens: NonNegativeInt = 1024
+    """Supervised tokens whose logits exist at a time, in the loss; 0: those of a micro-batch."""
+    activation_checkpointing: bool | Literal["cpu"] = False
+    """Recompute activations in the backward pass: about 1/3 more compute, far less memory. cpu:
+    also keep the inputs of the blocks, which remain, in CPU memory.
+    """
+    tiled_mlp: NonNegativeInt = 0
+    """Compute the MLP of each block over this many parts of a micro-batch's tokens in turn, and
+    again in the backward pass: less memory for long micro-batches; 0: off. Not for experts.
+    """
+    compile: bool = False
+    """torch.compile each block: faster after minutes of compilation; needs a C++ compiler on CPU.
+    """
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code that you have read."""
     ignore_weights: list[str] = field(default_factory=list)

@@ -61,8 +61,11 @@ def build_engine(
     return engine, loss
 
 
-def check_engine(engine: deepspeed.DeepSpeedEngine, setup: Setup, ranks: Ranks) -> None:
-    """Check the model's attention with forward passes on random tokens; called by all ranks.
+def check_engine(
+    engine: deepspeed.DeepSpeedEngine, loss: SupervisedLoss, setup: Setup, ranks: Ranks
+) -> None:
+    """Check the model's attention with forward passes on random tokens, and whether the loss can be
+    computed in chunks; called by all ranks.
 
     Raises:
         UserError: tokens attend to later ones, or packed examples to each other.
@@ -71,3 +74,7 @@ def check_engine(engine: deepspeed.DeepSpeedEngine, setup: Setup, ranks: Ranks) 
     run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
     if setup.config.data.batching == "packed":
         run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device))
+    if chunk_tokens := setup.config.model.loss_chunk_tokens:
+        problem = loss.use_chunks(engine, tokens, ranks.device, chunk_tokens)
+        if problem and ranks.is_first:
+            print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)

@@ -43,7 +43,7 @@ def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device
     Raises:
         UserError: the logits differ, or are not finite.
     """
-    before, behind, other = _draw(tokens, device, *[PROBE_TOKENS // 2] * 3)
+    before, behind, other = draw(tokens, device, *[PROBE_TOKENS // 2] * 3)
     ids = torch.cat([before.expand(3, -1), torch.cat([behind, other, behind])], 1)
     halves = _logits(forward, ids)[:, : before.shape[1]]  # [3, half, vocabulary]
     if not halves.isfinite().all():
@@ -71,7 +71,7 @@ def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.devic
     Raises:
         UserError: the logits of the example depend on what precedes it, or are others alone.
     """
-    first, other, probe = _draw(tokens, device, 12, 12, 15)
+    first, other, probe = draw(tokens, device, 12, 12, 15)
     positions = torch.cat([torch.arange(12), torch.arange(15)]).unsqueeze(0).to(device)
     behind, behind_other = (
         _logits(forward, torch.cat([before, probe], 1), position_ids=positions)[:, -15:]
@@ -82,7 +82,7 @@ def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.devic
     leak = float((behind - behind_other).abs().max() / _range(alone))
     # other kernels: the mean over positions, for the reason in check_causal
     shift = float((behind - alone).abs().amax(-1).mean() / _range(alone))
-    exact = _is_exact(forward)
+    exact = is_exact(forward)
     if not (leak < LEAK[exact] and shift < SHIFT[exact]):
         name = type(getattr(forward, "module", forward)).__name__
         raise UserError(
@@ -92,7 +92,7 @@ def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.devic
         )
 
 
-def _draw(tokens: Sequence[int], device: torch.device, *lengths: int) -> list[torch.Tensor]:
+def draw(tokens: Sequence[int], device: torch.device, *lengths: int) -> list[torch.Tensor]:
     """int64 [1, length] each, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.as_tensor(tokens)
@@ -114,5 +114,5 @@ def _range(logits: torch.Tensor) -> torch.Tensor:
     return (logits - logits.mean()).abs().max()
 
 
-def _is_exact(forward: nn.Module) -> bool:
+def is_exact(forward: nn.Module) -> bool:
     return next(forward.parameters()).dtype == torch.float32

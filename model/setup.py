@@ -12,6 +12,7 @@ from config.schema import Config
 from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.plan import Budget
 from model.architecture import check_model_fits, hidden_size, linear_cost
+from model.blocks import check_blocks
 from model.hub import commits, pin_revisions
 from model.load import best_precision, load_model_config, load_tokenizer
 from model.optimizer import make_schedule
@@ -67,6 +68,7 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     if dry_run:
         try_engine(config, ds_config)
     check_model_fits(config, model_config, tokenizer)
+    run_on_all_ranks(ranks, lambda: check_blocks(config, model_config, ranks.device))
     config, why = resolve_batching(config, model_config, ranks.device, precision)
     return Setup(config, tokenizer, model_config, precision, ds_config, why)
 
