@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from data.loader import MicroBatch
+from model.leaf import gather_at_once
 from runtime.errors import UserError
 
 
@@ -96,7 +96,7 @@ def fit_experts(model: nn.Module, stage: int) -> None:
                 "their own, which ZeRO stage 2 does not train right; use stage 1 or 3"
             )
         if stage == 3:
-            set_z3_leaf_module(module, True)
+            gather_at_once(module)
         else:
             module.register_forward_hook(_depend_on_all)
 
