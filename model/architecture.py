@@ -100,7 +100,7 @@ def check_model_fits(
     if len(tokenizer) > text.vocab_size:
         raise UserError(
             f"model.tokenizer: {config.tokenizer_name} has {len(tokenizer):,} tokens, but the "
-            f"model's vocabulary has {text.vocab_size:,}"
+            f"model's vocabulary has {text.vocab_size:,}; {_larger_vocabulary(config)}"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < config.data.max_length:
@@ -108,6 +108,19 @@ def check_model_fits(
             f"data.max_length: {config.data.max_length:,} exceeds the model's "
             f"max_position_embeddings ({positions:,})"
         )
+
+
+def _larger_vocabulary(config: Config) -> str:
+    """What to do about a tokenizer with more tokens than the model."""
+    model = config.model
+    if model.from_config:
+        return f"raise vocab_size in the config.json of {model.name_or_path}"
+    given = f" --tokenizer {model.tokenizer}" if model.tokenizer else ""
+    return (
+        "use the tokenizer that belongs to the model or, if it is that one with tokens added, "
+        f"write a model with rows for them: python scripts/add_tokens.py {model.name_or_path} "
+        f"OUT{given}"
+    )
 
 
 def not_causal(model: nn.Module) -> UserError:
