@@ -4,7 +4,7 @@
 
 Imports nothing of this repository; with -I, it could not. FOLDER has
 
-    prompts.json    [{"messages": [...], "tools": ..., "add_generation_prompt": bool}
+    prompts.json    [{"conversation": messages, "tools": ..., "add_generation_prompt": bool}
                     or {"text": ...}]
     examples.npz    ids int32 [tokens], mask bool [tokens]: which of them carry loss,
                     lengths int32 [examples]

@@ -223,9 +223,9 @@ def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[s
     answers = [i for i, message in enumerate(given) if message["role"] == "assistant"]
     for i in answers[-1:] if supervise == "last" else answers:
         if given[i].get("weight") != 0:
-            request = {"messages": messages[:i], "tools": tools, "add_generation_prompt": True}
+            request = {"conversation": messages[:i], "tools": tools, "add_generation_prompt": True}
             yield f"the prompt of message {i + 1}", request, False
-    request = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+    request = {"conversation": messages, "tools": tools, "add_generation_prompt": False}
     yield "its messages", request, True
 
 
@@ -295,7 +295,7 @@ def _check_prompts(
     if not prompts:
         return Finding(name, f"not checked: there are only {skipped}")
     rows = len({prompt.place.rpartition(": ")[0] for prompt in prompts})
-    how = "apply_chat_template" if "messages" in prompts[0].request else "the tokenizer"
+    how = "apply_chat_template" if "conversation" in prompts[0].request else "the tokenizer"
     text = f"{how} gives the trained token ids in {len(prompts):,} requests of {rows:,} rows"
     return Finding(name, f"{text}; left out: {skipped}" if escaped else text)
 
