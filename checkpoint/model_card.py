@@ -24,7 +24,7 @@ def model_card(
         config: of the run, as in its resolved_config.yaml.
         evaluations: (step, loss) up to the checkpoint.
     """
-    model, name = config.model, Path(config.output_dir).name
+    model, name = config.model, Path(config.output_dir).absolute().name
     hub = _is_hub_id(model.name_or_path)
     is_tuned = not model.from_config
     front = ModelCardData(
@@ -52,10 +52,11 @@ def model_card(
         rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in _some(evaluations)]
         unit = "nats per supervised token"
         sections += ["## Evaluation", _table(("step", f"held-out loss, {unit}"), rows)]
-    versions = [(name, str(text)) for name, text in manifest.made_by.get("versions", {}).items()]
+    versions = manifest.made_by.get("versions")
+    versions = versions.items() if isinstance(versions, dict) else ()
     sections += [
         "## Versions",
-        _table(("package", "version"), versions),
+        _table(("package", "version"), list(versions)),
         "## License",
         "Not set. Add `license:` to the front matter above; the licences of the base model and of "
         "the data apply.",
@@ -75,8 +76,8 @@ def read_evaluations(run_folder: Path, step: int) -> list[tuple[int, float]]:
             values = json.loads(line)
             if values["kind"] == "eval" and values["step"] <= step:
                 found[int(values["step"])] = float(values["eval_loss"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # the last line of a run that was killed
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            pass  # an incomplete line of a run that was killed
     return sorted(found.items())
 
 
@@ -111,7 +112,8 @@ def _data_lines(data: DataConfig) -> list[str]:
 
 def _recipe(config: Config, state: TrainerState) -> list[tuple[str, str]]:
     train, data, run = config.train, config.data, state.run
-    rate = run.optimization.get("train.learning_rate (scaled)", train.learning_rate)
+    rate = run.optimization.get("train.learning_rate (scaled)")
+    rate = rate if isinstance(rate, float) else train.learning_rate
     unit = train.global_batch_key.rpartition("_")[2].replace("size", "examples")
     supervised = {"answers": "answers", "last": "the last answer of a row", "all": "every token"}
     rows = {

@@ -176,7 +176,9 @@ def test_a_larger_tokenizer_is_refused_with_the_command_that_helps(
         check_model_fits(config, load_model_config(config), load_tokenizer(config))
 
     check()
-    with pytest.raises(UserError, match="has 400 tokens, but the model's vocabulary has 320") as no:
+    with pytest.raises(
+        UserError, match="has 400 token ids, but the model's vocabulary has 320"
+    ) as no:
         check(tokenizer=str(tmp_path / "larger"))
     line = re.search(r"python scripts/add_tokens.py (.*)", str(no.value))[1]
     command(*shlex.split(line.replace("OUT", str(tmp_path / "out"))))

@@ -18,12 +18,13 @@ from scripts import export
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs scripts/export.py --verify in this process; returns what it prints, and its exit code
-    where that is not 0.
+    """Runs scripts/export.py in this process, with --verify unless other flags are given; returns
+    its exit code and what it prints.
     """
 
-    def call(run_folder, out):
-        monkeypatch.setattr("sys.argv", ["export.py", str(run_folder), str(out), "--verify"])
+    def call(run_folder, out, *flags):
+        flags = flags or ("--verify",)
+        monkeypatch.setattr("sys.argv", ["export.py", str(run_folder), str(out), *flags])
         code = 0
         try:
             export.main()
@@ -156,6 +157,9 @@ def test_what_cannot_be_checked_is_said(forks, command, tiny_config, tmp_path):
     refuse(f"--verify: the run's data are needed: no such file or folder: {file}")
     (tmp_path / "run" / "resolved_config.yaml").unlink()
     refuse("--verify: the checkpoint's run has no .*resolved_config.yaml")
+    code, printed, _ = command(tmp_path / "run", tmp_path / "bare", "--dtype", "float32")
+    assert code == 0 and "no model card: the checkpoint's run has no " in printed
+    assert not (tmp_path / "bare" / "README.md").exists()
 
 
 def test_the_stranger_imports_nothing_of_this_repository():
