@@ -3,7 +3,7 @@
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +23,11 @@ MAX_SHARD_SIZE = "5GB"
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, dtype: str | None = None, max_shard_size: str = MAX_SHARD_SIZE
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
 
@@ -34,6 +38,8 @@ def export_checkpoint(
 
     Args:
         max_shard_size: of a file of weights; a larger tensor has a file of its own.
+        finish: called with the complete folder before it gets its name; if it raises, there is no
+            `out`.
 
     Raises:
         UserError: the checkpoint is not usable, `out` is not empty or cannot be written, or
@@ -59,6 +65,8 @@ def export_checkpoint(
         for file in small:  # again: transformers has written a generation config of its own
             if file.name != "config.json":  # has the dtype of the weights now
                 shutil.copyfile(file, draft / file.name)
+        if finish is not None:
+            finish(draft)
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:

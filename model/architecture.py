@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 from config.schema import Config
 from model.hub import first_line
+from model.vocabulary import count_ids
 from runtime.errors import UserError
 
 
@@ -97,10 +98,10 @@ def check_model_fits(
     if getattr(model_config, "is_decoder", None) is False and flags == {False}:
         raise not_causal(skeleton)
     text = text_config_of(model_config)
-    if len(tokenizer) > text.vocab_size:
+    if (ids := count_ids(tokenizer)) > text.vocab_size:
         raise UserError(
-            f"model.tokenizer: {config.tokenizer_name} has {len(tokenizer):,} tokens, but the "
-            f"model's vocabulary has {text.vocab_size:,}"
+            f"model.tokenizer: {config.tokenizer_name} has {ids:,} token ids, but the model's "
+            f"vocabulary has {text.vocab_size:,}; {_larger_vocabulary(config)}"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < config.data.max_length:
@@ -108,6 +109,19 @@ def check_model_fits(
             f"data.max_length: {config.data.max_length:,} exceeds the model's "
             f"max_position_embeddings ({positions:,})"
         )
+
+
+def _larger_vocabulary(config: Config) -> str:
+    """What to do about a tokenizer with more tokens than the model."""
+    model = config.model
+    if model.from_config:
+        return f"raise vocab_size in the config.json of {model.name_or_path}"
+    given = f" --tokenizer {model.tokenizer}" if model.tokenizer else ""
+    return (
+        "use the tokenizer that belongs to the model or, if it is that one with tokens added, "
+        f"write a model with rows for them: python scripts/add_tokens.py {model.name_or_path} "
+        f"OUT{given}"
+    )
 
 
 def not_causal(model: nn.Module) -> UserError:

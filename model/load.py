@@ -45,18 +45,25 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         AutoTokenizer.from_pretrained, "model.tokenizer", config.tokenizer_name, config
     )
     if config.model.chat_template:
-        file = chat_template_file(config.model.chat_template)
-        try:
-            template = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"model.chat_template: {config.model.chat_template}: {error}"
-            ) from error
-        named = file.parent == CHAT_TEMPLATES
-        tokenizer.chat_template = fit_template(template, tokenizer) if named else template
+        set_chat_template(tokenizer, config.model.chat_template)
     if config.model.eos_token:
         set_eos_token(tokenizer, config.model.eos_token)
     return tokenizer
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer the chat template of a Jinja file, or of a name in data/chat_templates.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    file = chat_template_file(name)
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"model.chat_template: {name}: {error}") from error
+    named = file.parent == CHAT_TEMPLATES
+    tokenizer.chat_template = fit_template(template, tokenizer) if named else template
 
 
 def load_model_config(config: Config) -> PretrainedConfig:

@@ -52,7 +52,8 @@ def replace_text(path: Path, text: str) -> None:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A draft of the folder `out`, to be filled within `with`. It is synced to disk and then
-    renamed; after an error it is removed.
+    renamed; after an error it is removed. Its files get the usual mode, from the umask: safetensors
+    creates them for the owner alone, and a server may run as another user.
 
     Raises:
         UserError: `out` is not empty, holds the current folder, or cannot be written.
@@ -66,6 +67,9 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
+        mode = stat.S_IMODE(draft.stat().st_mode) & 0o666
+        for file in filter(Path.is_file, draft.rglob("*")):
+            file.chmod(mode)
         sync_tree(draft)
         os.replace(draft, target)  # an empty folder is replaced too
         sync_folder(target.parent)

@@ -1,19 +1,30 @@
-"""Write a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
+"""Write a checkpoint as a Hugging Face folder: safetensors, config, tokenizer and a model card.
 
-    python scripts/export.py CHECKPOINT OUT [--dtype float32] [--max_shard_size 5GB]
+    python scripts/export.py CHECKPOINT OUT [--dtype float32] [--max_shard_size 5GB] [--verify]
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder, whose newest
 complete checkpoint is taken. `AutoModelForCausalLM.from_pretrained(OUT)` loads the result. Weights
 are held in memory one file at a time, so smaller files need less memory.
+
+--verify also loads the result as a stranger would, with transformers alone in another process, and
+compares evaluation loss, prompts and end tokens with the run's: OUT is written only if they agree.
+It holds the whole model in memory, on the GPUs if there are any. Exit code: 1 if they differ.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.errors import UserError, exit_on_error
+from runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoint.verify import Finding
+    from config.schema import Config
 
 
 def main() -> None:
@@ -24,6 +35,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max_shard_size", default="5GB", help="of a weight file: 5GB, 500MB")
+    parser.add_argument("--verify", action="store_true", help="compare the result with the run")
     args = parser.parse_args()
     if not args.checkpoint.is_dir():
         raise UserError(f"no such folder: {args.checkpoint}")
@@ -31,6 +43,7 @@ def main() -> None:
     from checkpoint.export import export_checkpoint
     from checkpoint.find import find_checkpoint
     from checkpoint.run_folder import checkpoints_folder
+    from checkpoint.verify import VerificationFailed
     from config.schema import CheckpointConfig
     from tracking.console import quieten_libraries
 
@@ -43,8 +56,94 @@ def main() -> None:
         if newest is None:
             raise UserError(f"{checkpoint} has no checkpoints yet")
         checkpoint = newest
-    export_checkpoint(checkpoint, args.out, args.dtype, args.max_shard_size)
+    config = read_run_config(checkpoint, is_needed=args.verify)
+    verify = verification(checkpoint, config) if args.verify else None
+
+    def finish(draft: Path) -> None:
+        if config is not None:
+            write_card(draft, checkpoint, config)
+        if verify is not None:
+            report(verify(draft))
+
+    try:
+        export_checkpoint(checkpoint, args.out, args.dtype, args.max_shard_size, finish)
+    except VerificationFailed as failure:
+        print(f"error: {failure}; {args.out} is not written", file=sys.stderr)
+        sys.exit(EXIT_FAILURE)
     print(f"{checkpoint} -> {args.out}")
+
+
+def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
+    """The config of the run that a checkpoint belongs to, from its run folder; if it cannot be read
+    and is not needed, None, with a line that says so.
+
+    Raises:
+        UserError: it is needed and cannot be read.
+    """
+    from checkpoint.run_folder import RESOLVED_CONFIG
+    from config.parse import parse_command_line
+
+    file = checkpoint.absolute().parent.parent / RESOLVED_CONFIG
+    try:
+        if not file.is_file():
+            raise UserError(f"the checkpoint's run has no {file}")
+        return parse_command_line(["--config", str(file)], prog="export.py", validate=False).config
+    except UserError as error:
+        if is_needed:
+            raise UserError(f"--verify: {error}") from error
+        print(f"no model card: {error}")
+        return None
+
+
+def write_card(folder: Path, checkpoint: Path, config: "Config") -> None:
+    """Write the model card into an exported folder."""
+    from checkpoint.manifest import read_manifest
+    from checkpoint.model_card import model_card, read_evaluations
+    from checkpoint.state import read_state
+
+    state, manifest = read_state(checkpoint), read_manifest(checkpoint)
+    evaluations = read_evaluations(checkpoint.absolute().parent.parent, state.progress.step)
+    text = model_card(config, state, manifest, evaluations)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def verification(checkpoint: Path, config: "Config") -> "Callable[[Path], list[Finding]]":
+    """A function that compares an exported folder with the run.
+
+    Raises:
+        UserError: the checkpoint or the run's data cannot be read, or the data have changed.
+    """
+    from checkpoint.find import checkpoint_problem
+    from checkpoint.state import read_state
+    from checkpoint.verify import check_same_data, verify_export
+    from tracking.startup import open_plans
+
+    if problem := checkpoint_problem(checkpoint):
+        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
+    state = read_state(checkpoint)
+    try:
+        config, tokenizer, *plans = open_plans(config, state.run.world_size)
+    except UserError as error:
+        raise UserError(f"--verify: the run's data are needed: {error}") from error
+    check_same_data(state, plans[0])
+    return lambda folder: verify_export(folder, config, tokenizer, state, tuple(plans))
+
+
+def report(findings: "list[Finding]") -> None:
+    """Print what was checked.
+
+    Raises:
+        VerificationFailed: something differs.
+    """
+    from checkpoint.verify import VerificationFailed
+
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "DIFFERS: " if finding.differs else ""
+        print(f"  {finding.name:<{width}}  {mark}{finding.text}", flush=True)
+    for finding in findings:
+        if finding.differs:
+            raise VerificationFailed(f"{finding.name}: {finding.text}")
 
 
 if __name__ == "__main__":

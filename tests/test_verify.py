@@ -1,0 +1,166 @@
+"""Exports are checked against their run by a process that has only the folder; model cards.
+pytest tests/test_verify.py
+"""
+
+import json
+import re
+
+import pytest
+from conftest import REPO, strategy, write_rows
+from huggingface_hub import ModelCard
+from test_layers import imports_of, modules
+
+from checkpoint.run_folder import list_complete
+from checkpoint.state import read_state
+from runtime.errors import EXIT_FAILURE, UserError
+from scripts import export
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs scripts/export.py in this process, with --verify unless other flags are given; returns
+    its exit code and what it prints.
+    """
+
+    def call(run_folder, out, *flags):
+        flags = flags or ("--verify",)
+        monkeypatch.setattr("sys.argv", ["export.py", str(run_folder), str(out), *flags])
+        code = 0
+        try:
+            export.main()
+        except SystemExit as end:
+            code = end.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def rows_of(output):
+    """{name: text} of the table of findings."""
+    return dict(re.findall(r"^  ([a-z]+(?: [a-z]+)?)  +(.*)$", output, re.MULTILINE))
+
+
+def test_an_export_that_agrees(forks, command, tiny_config, tmp_path, chat_rows):
+    """ZeRO 3 in bf16 with tied heads; some examples are truncated, one has a mark in its text, some
+    have several turns.
+    """
+    rows = [*chat_rows[:30]]
+    rows[5] = {"messages": [{"role": "user", "content": "What is <|end|>?"},
+                            {"role": "assistant", "content": "a mark"}]}  # fmt: skip
+    for i in (8, 9, 10):
+        rows[i] = {"messages": [*rows[i]["messages"], *rows[i + 1]["messages"][-2:]]}
+    config = tiny_config(
+        ds_config=str(strategy(tmp_path, "zero3")), train__precision="bf16", train__epochs=None,
+        train__steps=4, train__eval_every_steps=2, data__max_length=120,
+        data__eval_sources=[str(write_rows(tmp_path / "held_out.jsonl", rows[:20]))],
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    out = tmp_path / "deep" / "hf"
+    code, printed, errors = command(tmp_path / "run", out)
+    assert code == 0, printed + errors
+    found = rows_of(printed)
+    assert (
+        found["weights"]
+        == "LlamaForCausalLM, bfloat16: every tensor is found, and none is left over"
+    )
+    loss = read_state(list_complete(tmp_path / "run" / "checkpoints")[-1]).progress.eval_loss
+    numbers = re.match(
+        r"([\d.]+) over 20 examples, [\d,]+ supervised tokens; the run's at step 4: ([\d.]+); they "
+        r"differ by (\S+), rounding allows (\S+)$", found["evaluation loss"],
+    )  # fmt: skip
+    ours, expected, difference, tolerance = map(float, numbers.groups())
+    assert expected == pytest.approx(loss, abs=1e-6) and ours == pytest.approx(loss, abs=0.01)
+    assert difference <= tolerance < 0.1
+    assert re.match(
+        r"apply_chat_template gives the trained token ids in \d\d requests of 19 rows; left out: 1 "
+        r"rows whose text has special tokens", found["prompts"],
+    )  # fmt: skip
+    assert re.match(r"generate\(\) stops at '<\|end\|>' \(\d+\)$", found["end tokens"])
+    assert list(out.parent.iterdir()) == [out]
+    check_card(ModelCard.load(out / "README.md"), finished.output)
+
+
+def check_card(card, output):
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.license is None and card.data.base_model is None, "a local folder"
+    for text in (
+        "4 steps", "| precision | bf16 |", "| parallelism | ZeRO stage 3 on 2 ranks |",
+        "- training: `train.jsonl`", "- held out: `held_out.jsonl`", "| transformers | 5.",
+        "| global batch | 12 examples |", "| learning rate | 0.003, linear |",
+    ):  # fmt: skip
+        assert text in card.text, text
+    curve = re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card.text, re.MULTILINE)
+    assert [step for step, _ in curve] == ["0", "2", "4"]
+    assert "/" not in card.text.replace("max_length/", "").partition("## Recipe")[0].replace(
+        "held-out", ""
+    ), "paths name people and machines"
+
+
+def change(checkpoint, name, old, new):
+    """Replace text in a file of a checkpoint, and its size in the manifest."""
+    file, manifest = checkpoint / name, checkpoint / "manifest.json"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    values = json.loads(manifest.read_text())
+    values["files"][name]["bytes"] = file.stat().st_size
+    manifest.write_text(json.dumps(values))
+
+
+def test_whatever_differs_is_named_and_nothing_is_written(forks, command, tiny_config, tmp_path):
+    config = tiny_config(train__epochs=None, train__steps=1)
+    assert forks.train(config).code == 0
+    [checkpoint] = list_complete(tmp_path / "run" / "checkpoints")
+    change(checkpoint, "model/chat_template.jinja", "<|assistant|>", "<|user|>")
+    change(checkpoint, "model/generation_config.json", '"eos_token_id": 1', '"eos_token_id": 5')
+    change(checkpoint, "model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1.0')
+    code, printed, errors = command(checkpoint, tmp_path / "hf")
+    assert code == EXIT_FAILURE
+    found = rows_of(printed)
+    assert [name for name, text in found.items() if text.startswith("DIFFERS: ")] == [
+        "evaluation loss", "prompts", "end tokens",
+    ]  # fmt: skip
+    assert "but rounding explains no more than" in found["evaluation loss"]
+    assert re.search(
+        r"eval.jsonl:1: the prompt of message \d: served token \d+ is '<\|user\|>', the trained "
+        r"one '<\|assistant\|>'", found["prompts"],
+    )  # fmt: skip
+    assert "but answers were trained to end in '<|end|>'" in found["end tokens"]
+    assert re.fullmatch(r"error: evaluation loss: .*; \S+hf is not written\n", errors)
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
+
+
+def test_what_cannot_be_checked_is_said(forks, command, tiny_config, tmp_path):
+    """Plain rows, no held-out examples; then other rows, none, and no config."""
+    rows = [{"prompt": f"{i} and one: ", "completion": f"{i + 1}"} for i in range(30)]
+    file = write_rows(tmp_path / "plain.jsonl", rows)
+    config = tiny_config(
+        data__train_sources=[str(file)], data__eval_sources=None, train__epochs=None, train__steps=1
+    )
+    assert forks.train(config).code == 0
+    code, printed, errors = command(tmp_path / "run", tmp_path / "hf")
+    assert code == 0, printed + errors
+    found = rows_of(printed)
+    assert found["evaluation loss"] == "not checked: the run has no held-out examples"
+    assert found["prompts"] == "the tokenizer gives the trained token ids in 20 requests of 20 rows"
+
+    def refuse(message):
+        with pytest.raises(UserError, match=message):
+            command(tmp_path / "run", tmp_path / "no")
+        assert not (tmp_path / "no").exists()
+
+    write_rows(file, [{"prompt": "?", "completion": "!"}] * 30)
+    refuse("--verify: the training data, or the options .* have changed since the checkpoint")
+    file.unlink()
+    refuse(f"--verify: the run's data are needed: no such file or folder: {file}")
+    (tmp_path / "run" / "resolved_config.yaml").unlink()
+    refuse("--verify: the checkpoint's run has no .*resolved_config.yaml")
+    code, printed, _ = command(tmp_path / "run", tmp_path / "bare", "--dtype", "float32")
+    assert code == 0 and "no model card: the checkpoint's run has no " in printed
+    assert not (tmp_path / "bare" / "README.md").exists()
+
+
+def test_the_stranger_imports_nothing_of_this_repository():
+    assert imports_of(REPO / "checkpoint" / "stranger.py", modules(), types_too=True) == set()
