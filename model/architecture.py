@@ -60,16 +60,16 @@ def linear_cost(model_config: PretrainedConfig) -> int:
     h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
     gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
     """
-    hidden, queries, keys, inner = layer_widths(model_config)
+    hidden, queries, keys, inner, _ = layer_widths(model_config)
     if not queries:  # no attention
         return 12 * int(hidden)
     matrices = 3 if hasattr(text_config_of(model_config), "hidden_act") else 2  # gated: a third
     return max(1, int(2 * hidden * (queries + keys) + matrices * hidden * inner) // int(hidden))
 
 
-def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, float]:
-    """Hidden size, width of all queries, width of all keys, and feed-forward width of a layer, that
-    of all experts that a token visits. Queries and keys are 0 without attention.
+def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, float, float]:
+    """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
+    a token visits, and their number. Queries and keys are 0 without attention.
     """
     text = text_config_of(model_config)
     hidden, heads = hidden_size(model_config), _size(text, "num_attention_heads") or 0
@@ -78,7 +78,7 @@ def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, f
     names = ("moe_intermediate_size", "intermediate_size", "n_inner")
     inner = next((size for name in names if (size := _size(text, name))), 4 * hidden)
     experts = _size(text, "num_experts_per_tok") or 1
-    return hidden, heads * head_dim, kv_heads * head_dim, inner * experts
+    return hidden, heads * head_dim, kv_heads * head_dim, inner * experts, experts
 
 
 def hidden_size(model_config: PretrainedConfig) -> int:

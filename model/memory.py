@@ -99,7 +99,7 @@ def estimate_memory(
     if stage >= 2:
         states.append(_buffers(skeleton, zero, stage, width))
 
-    inputs, backward = _activations(config, skeleton.config, width)
+    inputs, backward = _activations(config, skeleton, width)
     if config.model.activation_checkpointing == "cpu":
         host += inputs
     if config.checkpoint.async_save:
@@ -129,53 +129,73 @@ def _weight_bytes(ds_config: dict[str, Any]) -> int:
     return 2 if halves else 4
 
 
-def layer_bytes(model_config: PretrainedConfig) -> tuple[float, float]:
+def layer_bytes(model_config: PretrainedConfig, mlp_tiles: int = 1) -> tuple[float, float]:
     """Bytes per token that one layer keeps for its backward pass in 16 bits, and those of the
     gradients that exist at a time there.
 
-    With hidden size h, query width q, key width k and feed-forward width f (of all experts that a
-    token visits):
+    With hidden size h, query width q, key width k and feed-forward width f of the e experts that a
+    token visits:
 
         16 h            two norms: input in fp32, normalized input, output
         6 q + 4 k       rotated queries and keys, values, attention's output and its copy
         8 f             gate, its activation, up, product; 6 f more are their gradients
+        4 h e           input and output of each expert, in mixtures of them
 
     This is the count of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) for gated
-    feed-forward blocks and attention that keeps no scores.
+    feed-forward blocks and attention that keeps no scores. Further norms (Qwen 3, Gemma 3) are left
+    out. Of a tiled MLP one tile exists.
     """
-    h, q, k, f = layer_widths(model_config)
-    return 16 * h + 6 * q + 4 * k + 8 * f, 6 * f
+    h, q, k, f, e = layer_widths(model_config)
+    f /= mlp_tiles
+    return 16 * h + 6 * q + 4 * k + 8 * f + (4 * h * e if e > 1 else 0), 6 * f
 
 
-def _activations(
-    config: Config, model_config: PretrainedConfig, width: int
-) -> tuple[float, list[Part]]:
+def _activations(config: Config, skeleton: nn.Module, width: int) -> tuple[float, list[Part]]:
     """Bytes of the layers' inputs, and what a GPU holds of one micro-batch in the backward pass.
 
     With checkpointing, a layer keeps its input alone, and one layer at a time is recomputed
     (Korthikanti et al., section 5). The loss is done before any layer's backward pass begins, so
     the larger of the two counts. Every token is taken to be supervised.
     """
-    text, tokens = text_config_of(model_config), config.data.micro_batch_tokens
-    layers, hidden = int(text.num_hidden_layers), hidden_size(model_config)
-    kept, gradients = (width / 2 * tokens * size for size in layer_bytes(model_config))
-    chunk = min(tokens, getattr(config.model, "loss_chunk_tokens", 0) or tokens)
-    loss = Part(
-        "logits",
-        LOSS_BYTES * chunk * text.vocab_size + 2 * width * hidden * tokens,
-        f"{LOSS_BYTES} bytes x {chunk:,} tokens x {text.vocab_size:,}, and the head's input",
+    model, text, tokens = (
+        config.model,
+        text_config_of(skeleton.config),
+        config.data.micro_batch_tokens,
     )
+    layers, hidden = int(text.num_hidden_layers), hidden_size(skeleton.config)
+    sizes = layer_bytes(skeleton.config, getattr(model, "tiled_mlp", 0) or 1)
+    kept, gradients = (width / 2 * tokens * size for size in sizes)
+    loss = _loss(config, skeleton, width)
     inputs = width * layers * hidden * tokens
-    checkpointing = config.model.activation_checkpointing
-    if not checkpointing:
+    if not model.activation_checkpointing:
         one_layer = Part("one layer", gradients, f"its gradients, {tokens:,} tokens")
         saved = [Part("activations", layers * kept, f"of {layers} layers, {tokens:,} tokens")]
     else:
         how = f"recomputed, and its gradients, {tokens:,} tokens"
         one_layer = Part("one layer", kept + gradients, how)
         how = f"{layers} layers x {width} bytes x {hidden:,} x {tokens:,} tokens"
-        saved = [] if checkpointing == "cpu" else [Part("layer inputs", inputs, how)]
+        on_gpu = model.activation_checkpointing != "cpu"
+        saved = [Part("layer inputs", inputs, how)] if on_gpu else []
     return inputs, [*saved, max(one_layer, loss, key=lambda part: part.size)]
+
+
+def _loss(config: Config, skeleton: nn.Module, width: int) -> Part:
+    """Logits, and input and gradient of the output head. The loss over chunks computes all
+    gradients at once: it sums those of the head in fp32.
+    """
+    tokens, vocabulary = (
+        config.data.micro_batch_tokens,
+        int(text_config_of(skeleton.config).vocab_size),
+    )
+    chunk = getattr(config.model, "loss_chunk_tokens", 0)
+    logits, head = min(tokens, chunk or tokens), skeleton.get_output_embeddings()
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad) if chunk else 0
+    states = 2 * width * hidden_size(skeleton.config) * tokens
+    return Part(
+        "logits",
+        LOSS_BYTES * logits * vocabulary + states + (4 + width) * trained,
+        f"{LOSS_BYTES} bytes x {logits:,} tokens x {vocabulary:,}, and the head's gradients",
+    )
 
 
 def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) -> Part:

@@ -197,13 +197,15 @@ def test_stages_and_offload_divide_what_they_should(tmp_path):
         assert after.size == before.size / 2
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B"])
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
 def test_a_layer_keeps_what_the_formula_says(name):
     """The bytes that autograd keeps for one more layer, in bf16."""
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32, "vocab_size": 320}
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32, "vocab_size": 320,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    experts = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 4}
 
     def kept(layers):
-        shape = SHAPES[name] | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2}
+        shape = SHAPES[name] | sizes | {k: v for k, v in experts.items() if k in SHAPES[name]}
         config = AutoConfig.for_model(**shape | {"num_hidden_layers": layers})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -221,7 +223,8 @@ def test_a_layer_keeps_what_the_formula_says(name):
 
     (more, config), (less, _) = kept(3), kept(2)
     formula, _ = layer_bytes(config)
-    assert layer_widths(config) == (128, 128, 64, 352)
+    widths = (384, 4) if "num_experts" in SHAPES[name] else (352, 1)
+    assert layer_widths(config) == (128, 128, 64, *widths)
     assert more - less == pytest.approx(formula, rel=0.2)
 
 
