@@ -27,9 +27,30 @@ def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Mo
                 model_config, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a model's own constructor can raise anything
+        if _is_multimodal(model_config) and "Unrecognized configuration class" in str(error):
+            raise UserError(
+                f"model.name_or_path: {model_config.model_type} is a multimodal model, and "
+                "transformers has no class for it that is trained on text alone; use a text model "
+                "of its family"
+            ) from error
         raise UserError(
             f"model.name_or_path: not a causal language model: {first_line(error)}"
         ) from error
+
+
+def _is_multimodal(model_config: PretrainedConfig) -> bool:
+    """Whether the language model is one part of several, e.g. beside a vision tower."""
+    return text_config_of(model_config) is not model_config
+
+
+def freeze_other_parts(model: nn.Module) -> None:
+    """Freeze what a multimodal model does not use for text, e.g. its vision tower. Without a
+    gradient, AdamW's weight decay alone would change it.
+    """
+    if _is_multimodal(model.config):
+        model.requires_grad_(False)
+        for part in (model.get_decoder(), model.get_output_embeddings()):
+            part.requires_grad_(True)
 
 
 def linear_cost(model_config: PretrainedConfig) -> int:
@@ -40,18 +61,25 @@ def linear_cost(model_config: PretrainedConfig) -> int:
     h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
     gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
     """
+    hidden, queries, keys, inner, _ = layer_widths(model_config)
+    if not queries:  # no attention
+        return 12 * int(hidden)
+    matrices = 3 if hasattr(text_config_of(model_config), "hidden_act") else 2  # gated: a third
+    return max(1, int(2 * hidden * (queries + keys) + matrices * hidden * inner) // int(hidden))
+
+
+def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, float, float]:
+    """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
+    a token visits, and their number. Queries and keys are 0 without attention.
+    """
     text = text_config_of(model_config)
-    hidden, heads = hidden_size(model_config), _size(text, "num_attention_heads")
-    if heads is None:  # no attention
-        return 12 * hidden
-    head_dim = _size(text, "head_dim") or hidden // heads
+    hidden, heads = hidden_size(model_config), _size(text, "num_attention_heads") or 0
+    head_dim = _size(text, "head_dim") or (hidden // heads if heads else 0)
     kv_heads = _size(text, "num_key_value_heads") or heads
     names = ("moe_intermediate_size", "intermediate_size", "n_inner")
     inner = next((size for name in names if (size := _size(text, name))), 4 * hidden)
     experts = _size(text, "num_experts_per_tok") or 1
-    matrices = 3 if hasattr(text, "hidden_act") else 2  # gated feed-forward blocks have a third
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    return max(1, int(attention + matrices * hidden * inner * experts) // hidden)
+    return hidden, heads * head_dim, kv_heads * head_dim, inner * experts, experts
 
 
 def hidden_size(model_config: PretrainedConfig) -> int:

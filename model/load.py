@@ -17,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from config.schema import CHAT_TEMPLATES, Config, chat_template_file
 from data.end_marks import fit_template, set_eos_token
+from model.architecture import freeze_other_parts
 from model.blocks import change_blocks
 from model.hub import first_line, from_hub
 from model.weights import _refuse_missing
@@ -111,6 +112,7 @@ def load_model(
     except Exception as error:  # e.g. flash_attention_2 without its package
         raise UserError(f"model.name_or_path: {name}: {first_line(error)}") from error
     model.hf_ds_config = hf_ds_config
+    freeze_other_parts(model)
     change_blocks(model, config.model)
     return model
 

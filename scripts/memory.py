@@ -1,0 +1,167 @@
+"""Estimate the memory that a run needs, before any GPU is rented.
+
+    python scripts/memory.py --config recipes/llama-3.1-8b.yaml [--nodes 1 --gpus 8]
+        [--gpu_memory_gib 80] [--write] [--section.key value ...]
+
+Prints the parts of a GPU's memory with their arithmetic, CPU memory per node and disk per
+checkpoint; model/memory.py has the formulas and what they leave out. It needs neither GPU nor
+weights: a model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub.
+Nodes and GPUs are those in the recipe's head comment, unless given; --write renews the memory lines
+there.
+"""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config.parse import parse_command_line
+from runtime.errors import UserError, exit_on_error
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from config.schema import Config
+    from model.memory import Memory
+
+GIB = 2**30
+SHAPES = Path(__file__).resolve().parent.parent / "recipes" / "shapes.json"
+CLUSTER = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
+HEAD_MEMORY = re.compile(r"^#   memory .*\n(#       .*\n)*", re.MULTILINE)
+SPARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run needs memory on."""
+
+    nodes: int
+    gpus: int
+    """Of each node."""
+    gpu_memory_gib: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.gpus} GPUs, {self.gpu_memory_gib} GB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="run config")
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--gpus", type=int, help="of each node")
+    parser.add_argument("--gpu_memory_gib", type=int, help="of each GPU, e.g. 80")
+    parser.add_argument("--write", action="store_true", help="renew the lines in FILE")
+    args, rest = parser.parse_known_args()
+    config = parse_command_line(["--config", args.config, *rest], "scripts/memory.py").config
+    text = Path(args.config).read_text(encoding="utf-8")
+    stated = cluster_of(text) or Cluster(1, 1, 80)
+    given = {name: value for name in vars(stated) if (value := getattr(args, name)) is not None}
+    cluster = Cluster(**{**vars(stated), **given})
+    if min(vars(cluster).values()) < 1:
+        raise UserError("--nodes, --gpus and --gpu_memory_gib are positive numbers")
+
+    memory, skeleton = plan(config, cluster)
+    if args.write:
+        if not HEAD_MEMORY.search(text):
+            raise UserError(f"{args.config}: --write needs a head comment with a memory line")
+        text = HEAD_MEMORY.sub(lambda _: head_lines(memory), text, count=1)
+        Path(args.config).write_text(text, encoding="utf-8")
+    print(table(config, cluster, memory, skeleton))
+
+
+def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
+    """The estimate, and the model on the meta device.
+
+    Raises:
+        UserError: the model's config cannot be loaded, or the DeepSpeed config is wrong.
+    """
+    from config.ds_config import merge_ds_config, resolve_precision
+    from model.architecture import freeze_other_parts, hidden_size, meta_model
+    from model.memory import estimate_memory
+
+    architecture = load_shape(config)
+    skeleton = meta_model(architecture, config.model.trust_remote_code)
+    freeze_other_parts(skeleton)
+    precision = resolve_precision(config, "bf16")
+    ds_config = merge_ds_config(config, precision, hidden_size(architecture))
+    return estimate_memory(config, skeleton, ds_config, cluster.nodes, cluster.gpus), skeleton
+
+
+def load_shape(config: "Config") -> "PretrainedConfig":
+    """The architecture of the run's model: from recipes/shapes.json, else as in training."""
+    from transformers import AutoConfig
+
+    from model.load import load_model_config
+
+    shapes = json.loads(SHAPES.read_text(encoding="utf-8")) if SHAPES.is_file() else {}
+    if shape := shapes.get(config.model.name_or_path):
+        return AutoConfig.for_model(**shape)
+    return load_model_config(config)
+
+
+def cluster_of(text: str) -> Cluster | None:
+    """The cluster in a recipe's head comment."""
+    found = CLUSTER.search(text)
+    return Cluster(*map(int, found.groups())) if found else None
+
+
+def head_lines(memory: "Memory") -> str:
+    """The memory lines of a recipe's head comment."""
+    parts = ", ".join(f"{p.name} {p.size / GIB:.1f}" for p in (*memory.states, *memory.backward))
+    text = f"{memory.peak / GIB:.1f} GiB per GPU at the peak ({parts}); {_on_disk_and_cpu(memory)}"
+    return textwrap.fill(
+        text, 100, initial_indent="#   memory     ", subsequent_indent="#              ",
+        break_on_hyphens=False,
+    ) + "\n"  # fmt: skip
+
+
+def _on_disk_and_cpu(memory: "Memory") -> str:
+    return (
+        f"CPU memory per node {memory.loading / GIB:.0f} GiB while loading, "
+        f"{memory.host / GIB:.0f} GiB in training; {memory.checkpoint / GIB:.0f} GiB of disk per "
+        "checkpoint"
+    )
+
+
+def table(config: "Config", cluster: Cluster, memory: "Memory", skeleton: "nn.Module") -> str:
+    """The parts with their arithmetic, the peak, and whether it fits."""
+    total = sum(p.numel() for p in skeleton.parameters())
+    trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+    lines = [
+        f"{config.model.name_or_path}: {total:,} parameters, {trained:,} trained",
+        f"{cluster}, {config.ds_config}; estimated, not measured",
+        "",
+        "each GPU, all the time",
+        *(f"  {p.name:<14}{p.size / GIB:8.1f} GiB   {p.how}" for p in memory.states),
+        "and in the backward pass",
+        *(f"  {p.name:<14}{p.size / GIB:8.1f} GiB   {p.how}" for p in memory.backward),
+        "or in the update",
+        f"  {memory.update.name:<14}{memory.update.size / GIB:8.1f} GiB   {memory.update.how}",
+        f"  {'peak':<14}{memory.peak / GIB:8.1f} GiB",
+        "",
+        _on_disk_and_cpu(memory),
+    ]
+    room = cluster.gpu_memory_gib * SPARE
+    if memory.peak / GIB <= room:
+        lines.append(f"fits: a tenth of {cluster.gpu_memory_gib} GiB stays free for the rest")
+    else:
+        lines.append(
+            f"DOES NOT FIT into {room:.0f} GiB, nine tenths of a GPU: halve "
+            "data.micro_batch_tokens, or use more GPUs, or a higher stage (ds_configs/README.md)"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)
