@@ -5,9 +5,9 @@ from pathlib import Path
 
 import psutil
 
-from config.batch_math import model_state_parts
-from model.architecture import count_parameters
-from model.load import DTYPES
+from config.ds_config import zero_stage
+from model.architecture import freeze_other_parts, meta_model
+from model.memory import estimate_memory
 from model.setup import Setup
 from runtime.errors import UserError
 from runtime.process_group import Ranks
@@ -19,32 +19,24 @@ def check_host_memory(setup: Setup, ranks: Ranks) -> None:
     """Refuse a model that this machine cannot load, where Linux would kill a rank without a word.
 
     transformers 5.23 reads the weights on every rank under ZeRO 0 to 2, and under ZeRO-3 on rank 0
-    alone. What ZeRO keeps in CPU memory is added, activations and buffers of communication are not.
+    alone. What offload and asynchronous saves keep in CPU memory is added.
 
     Raises:
         UserError: names what is needed and what is available, in GiB.
     """
-    model, zero = setup.config.model, setup.ds_config.get("zero_optimization", {})
-    stage, neighbours = zero.get("stage", 0), int(os.environ["LOCAL_WORLD_SIZE"])
-    parameters = count_parameters(setup.model_config, model.trust_remote_code)
-    readers = neighbours if stage < 3 else int(ranks.is_first)
-    read = readers * parameters * DTYPES[setup.precision].itemsize
-    weights, _, optimizer = model_state_parts(parameters, ranks.world_size, stage, setup.precision)
-    offloaded = {"offload_param": weights, "offload_optimizer": optimizer}
-    kept = sum(
-        size * neighbours
-        for key, size in offloaded.items()
-        if zero.get(key, {}).get("device") == "cpu"
-    )
-    available = available_bytes()
-    if read + kept > available:
-        by = f"{readers} ranks" if readers > 1 else "rank 0"
-        offload = f" and {kept / 2**30:,.1f} GiB for what ds_config offloads" if kept else ""
-        cure = "let ds_config offload less, use more nodes," if kept else "use ZeRO stage 3"
+    model, neighbours = setup.config.model, int(os.environ["LOCAL_WORLD_SIZE"])
+    skeleton = meta_model(setup.model_config, model.trust_remote_code)
+    freeze_other_parts(skeleton)
+    nodes = max(1, ranks.world_size // neighbours)
+    estimate = estimate_memory(setup.config, skeleton, setup.ds_config, nodes, neighbours)
+    reads = ranks.is_first or zero_stage(setup.ds_config) < 3
+    needed, available = estimate.host + (estimate.loading if reads else 0), available_bytes()
+    if needed > available:
         raise UserError(
-            f"model.name_or_path: {model.name_or_path} needs {read / 2**30:,.1f} GiB of CPU "
-            f"memory to be read by {by} of this machine{offload}, and "
-            f"{available / 2**30:,.1f} GiB are available; {cure} or a machine with more memory"
+            f"model.name_or_path: {model.name_or_path} needs {needed / 2**30:,.1f} GiB of CPU "
+            f"memory on this machine, {estimate.loading / 2**30:,.1f} GiB of it to read the "
+            f"weights, and {available / 2**30:,.1f} GiB are available; ZeRO stage 3 reads them "
+            "once per run instead of once per rank; scripts/memory.py has the arithmetic"
         )
 
 
