@@ -99,7 +99,7 @@ def verify_export(
     return [
         _check_weights(answers),
         _check_loss(answers, state, eval_plan),
-        _check_prompts(answers["prompts"], prompts, escaped, tokenizer),
+        check_prompts(answers["prompts"], prompts, escaped, tokenizer),
         _check_end_tokens(answers["end_tokens"], trained, tokenizer),
     ]
 
@@ -283,12 +283,17 @@ def _check_loss(
     )
 
 
-def _check_prompts(
+def check_prompts(
     served: list[list[int] | str],
     prompts: list[Prompt],
     escaped: int,
     tokenizer: "PreTrainedTokenizerBase",
 ) -> Finding:
+    """Compare the exported tokenizer's answers to `prompts` with the trained token ids.
+
+    Args:
+        escaped: number of rows left out, from sample_prompts.
+    """
     name = "prompts"
     for ids, prompt in zip(served, prompts, strict=True):
         if problem := _difference(ids, prompt, tokenizer):

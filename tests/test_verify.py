@@ -10,15 +10,19 @@ import pytest
 from conftest import REPO, strategy, write_rows
 from huggingface_hub import ModelCard
 from test_layers import imports_of, modules
+from test_row_proof import mix_of_formats
 
 from checkpoint.manifest import read_manifest
 from checkpoint.model_card import model_card
 from checkpoint.run_folder import list_complete
 from checkpoint.state import read_state
+from checkpoint.stranger import prompt_ids
+from checkpoint.verify import check_prompts, sample_prompts
 from config.parse import parse_command_line
 from config.schema import Source
 from runtime.errors import EXIT_FAILURE, UserError
 from scripts import export
+from tracking.startup import open_plans
 
 
 @pytest.fixture
@@ -104,6 +108,69 @@ def check_card(card):
     curve = re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card.text, re.MULTILINE)
     assert [step for step, _ in curve] == ["0", "2", "4"]
     assert "/" not in card.text, "paths name people and machines"
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+def check_requests(config_file):
+    """The finding for the requests of a config's training rows, answered in this process."""
+    config = parse_command_line(["--config", str(config_file)]).config
+    config, tokenizer, plan, _ = open_plans(config, 1)
+    given = config.data.sources("train_sources")
+    prompts, escaped = sample_prompts(plan.data, given, config, tokenizer)
+    served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.request))) for p in prompts]
+    return check_prompts(served, prompts, escaped, tokenizer)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"supervise": "last"}, {"supervise": "all"}, {"as_chat": True},
+    {"max_length": 20, "on_too_long": "split"}, {"max_length": 20, "on_too_long": "truncate"},
+])  # fmt: skip
+def test_requests_are_the_trained_tokens_in_every_format(
+    tiny_config, tmp_path, chat_rows, settings
+):
+    settings = {f"data__{key}": value for key, value in settings.items()}
+    sources = mix_of_formats(tmp_path, chat_rows)
+    finding = check_requests(tiny_config(data__train_sources=sources, **settings))
+    assert not finding.differs and re.search(r"requests of \d\d rows$", finding.text), finding
+
+
+CALLS = """{%- if tools -%}{{ tools | tojson }}{%- endif -%}
+{%- for m in messages -%}<|{{ m.role }}|>
+{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }}
+{%- for c in m.tool_calls -%}CALL {{ c.function.name }} {{ c.function.arguments | tojson }}
+{%- endfor -%}<|end|>{%- endgeneration -%}{%- else -%}{{ m.content }}<|end|>{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>PROMPT{%- endif -%}"""
+
+
+def test_tool_calls_and_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
+    """Arguments are served as objects. Templates of reasoning models open a block in the prompt;
+    rows without reasoning lack it, and a model trained on them is asked for what it has never seen.
+    """
+    call = {"function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    rows = [
+        {"tools": tools, "messages": [
+            {"role": "user", "content": f"{i} and 1?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": f"It is {i}.", "weight": i % 2}]}
+        for i in range(20)
+    ]  # fmt: skip
+    data = {"data__train_sources": [str(write_rows(tmp_path / "calls.jsonl", rows))]}
+    template = tmp_path / "template.jinja"
+    data |= {"model__chat_template": str(template), "data__eval_sources": None}
+    template.write_text(CALLS.replace("PROMPT", ""))
+    finding = check_requests(tiny_config(**data))
+    assert not finding.differs and "50 requests of 20 rows" in finding.text, finding
+    template.write_text(CALLS.replace("PROMPT", "<think>"))
+    finding = check_requests(tiny_config(**data))
+    assert finding.differs
+    assert re.search(
+        r"calls.jsonl:1: the prompt of message 2: served token \d+ is '<", finding.text
+    )
 
 
 def check_card_of_the_hub(run_folder):
