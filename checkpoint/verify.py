@@ -98,7 +98,7 @@ def verify_export(
         trained = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [
         _check_weights(answers),
-        _check_loss(answers, state, eval_plan),
+        check_loss(answers, state, eval_plan),
         check_prompts(answers["prompts"], prompts, escaped, tokenizer),
         _check_end_tokens(answers["end_tokens"], trained, tokenizer),
     ]
@@ -243,9 +243,7 @@ def _check_weights(answers: dict[str, Any]) -> Finding:
     return Finding("weights", f"{text}every tensor is found, and none is left over")
 
 
-def _check_loss(
-    answers: dict[str, Any], state: TrainerState, eval_plan: DataPlan | None
-) -> Finding:
+def check_loss(answers: dict[str, Any], state: TrainerState, eval_plan: DataPlan | None) -> Finding:
     """Compare the loss with the run's.
 
     Both come from the same numbers in another order: with other padding and kernels, and for

@@ -3,6 +3,7 @@ pytest tests/test_verify.py
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from checkpoint.model_card import model_card
 from checkpoint.run_folder import list_complete
 from checkpoint.state import read_state
 from checkpoint.stranger import prompt_ids
-from checkpoint.verify import check_prompts, sample_prompts
+from checkpoint.verify import check_loss, check_prompts, sample_prompts
 from config.parse import parse_command_line
 from config.schema import Source
 from runtime.errors import EXIT_FAILURE, UserError
@@ -94,6 +95,7 @@ def test_an_export_that_agrees(forks, command, tiny_config, tmp_path, chat_rows)
     assert list(out.parent.iterdir()) == [out]
     check_card(ModelCard.load(out / "README.md"))
     check_card_of_the_hub(tmp_path / "run")
+    check_tolerance(config, read_state(list_complete(tmp_path / "run" / "checkpoints")[-1]))
 
 
 def check_card(card):
@@ -108,6 +110,28 @@ def check_card(card):
     curve = re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card.text, re.MULTILINE)
     assert [step for step, _ in curve] == ["0", "2", "4"]
     assert "/" not in card.text, "paths name people and machines"
+
+
+def check_tolerance(config_file, state):
+    """20 examples in bf16: 2 * 2^-8 of the sensitivity, and 4 / sqrt(20) of that."""
+    config = parse_command_line(["--config", str(config_file)]).config
+    eval_plan = open_plans(config, 2)[-1]
+    tolerance = 2 * 2**-8 * 1.5 * 4 / 20**0.5
+
+    def differs(by, state=state, plan=eval_plan, dtype="bfloat16"):
+        loss = state.progress.eval_loss or 0.0
+        answers = {"loss": loss + by, "sensitivity": 1.5, "dtype": dtype}
+        return check_loss(answers, state, plan)
+
+    assert not differs(0.99 * tolerance).differs and not differs(-0.99 * tolerance).differs
+    assert not differs(0.99 * tolerance, dtype="float32").differs, "the coarser of the two"
+    for by in (1.01 * tolerance, -1.01 * tolerance, math.nan, math.inf):
+        assert differs(by).differs
+    unknown = replace(state, progress=replace(state.progress, eval_loss=None))
+    finding = differs(1.0, unknown)
+    assert (
+        not finding.differs and "not checked: the run was not evaluated at step 4" in finding.text
+    )
 
 
 # --------------------------------------------------------------------------------------------------
