@@ -193,8 +193,8 @@ def test_stages_and_offload_divide_what_they_should(tmp_path):
     whole, _ = gib("zero3", (2, 8), model__activation_checkpointing="false")
     assert whole.peak > 2 * plain.peak
     half, _ = gib("zero3", (2, 8), data__micro_batch_tokens=8192)
-    for before, after in zip(plain.backward, half.backward, strict=True):
-        assert after.size == before.size / 2
+    assert half.backward[0].name == "layer inputs"
+    assert half.backward[0].size == plain.backward[0].size / 2
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])

@@ -3,17 +3,27 @@ pytest tests/test_verify.py
 """
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 from conftest import REPO, strategy, write_rows
 from huggingface_hub import ModelCard
 from test_layers import imports_of, modules
+from test_row_proof import mix_of_formats
 
+from checkpoint.manifest import read_manifest
+from checkpoint.model_card import model_card
 from checkpoint.run_folder import list_complete
 from checkpoint.state import read_state
+from checkpoint.stranger import prompt_ids
+from checkpoint.verify import check_loss, check_prompts, sample_prompts
+from config.parse import parse_command_line
+from config.schema import Source
 from runtime.errors import EXIT_FAILURE, UserError
 from scripts import export
+from tracking.startup import open_plans
 
 
 @pytest.fixture
@@ -57,6 +67,10 @@ def test_an_export_that_agrees(forks, command, tiny_config, tmp_path, chat_rows)
     )  # fmt: skip
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(
+            '{"kind": "eval", "step": 9, "eval_loss": 1.0}\n["eval"]\n{"kind": "eval", "s'
+        )
     out = tmp_path / "deep" / "hf"
     code, printed, errors = command(tmp_path / "run", out)
     assert code == 0, printed + errors
@@ -79,10 +93,12 @@ def test_an_export_that_agrees(forks, command, tiny_config, tmp_path, chat_rows)
     )  # fmt: skip
     assert re.match(r"generate\(\) stops at '<\|end\|>' \(\d+\)$", found["end tokens"])
     assert list(out.parent.iterdir()) == [out]
-    check_card(ModelCard.load(out / "README.md"), finished.output)
+    check_card(ModelCard.load(out / "README.md"))
+    check_card_of_the_hub(tmp_path / "run")
+    check_tolerance(config, read_state(list_complete(tmp_path / "run" / "checkpoints")[-1]))
 
 
-def check_card(card, output):
+def check_card(card):
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert card.data.license is None and card.data.base_model is None, "a local folder"
     for text in (
@@ -93,9 +109,109 @@ def check_card(card, output):
         assert text in card.text, text
     curve = re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card.text, re.MULTILINE)
     assert [step for step, _ in curve] == ["0", "2", "4"]
-    assert "/" not in card.text.replace("max_length/", "").partition("## Recipe")[0].replace(
-        "held-out", ""
-    ), "paths name people and machines"
+    assert "/" not in card.text, "paths name people and machines"
+
+
+def check_tolerance(config_file, state):
+    """20 examples in bf16: 2 * 2^-8 of the sensitivity, and 4 / sqrt(20) of that."""
+    config = parse_command_line(["--config", str(config_file)]).config
+    eval_plan = open_plans(config, 2)[-1]
+    tolerance = 2 * 2**-8 * 1.5 * 4 / 20**0.5
+
+    def differs(by, state=state, plan=eval_plan, dtype="bfloat16"):
+        loss = state.progress.eval_loss or 0.0
+        answers = {"loss": loss + by, "sensitivity": 1.5, "dtype": dtype}
+        return check_loss(answers, state, plan)
+
+    assert not differs(0.99 * tolerance).differs and not differs(-0.99 * tolerance).differs
+    assert not differs(0.99 * tolerance, dtype="float32").differs, "the coarser of the two"
+    for by in (1.01 * tolerance, -1.01 * tolerance, math.nan, math.inf):
+        assert differs(by).differs
+    unknown = replace(state, progress=replace(state.progress, eval_loss=None))
+    finding = differs(1.0, unknown)
+    assert (
+        not finding.differs and "not checked: the run was not evaluated at step 4" in finding.text
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+def check_requests(config_file):
+    """The finding for the requests of a config's training rows, answered in this process."""
+    config = parse_command_line(["--config", str(config_file)]).config
+    config, tokenizer, plan, _ = open_plans(config, 1)
+    given = config.data.sources("train_sources")
+    prompts, escaped = sample_prompts(plan.data, given, config, tokenizer)
+    served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.request))) for p in prompts]
+    return check_prompts(served, prompts, escaped, tokenizer)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"supervise": "last"}, {"supervise": "all"}, {"as_chat": True},
+    {"max_length": 20, "on_too_long": "split"}, {"max_length": 20, "on_too_long": "truncate"},
+])  # fmt: skip
+def test_requests_are_the_trained_tokens_in_every_format(
+    tiny_config, tmp_path, chat_rows, settings
+):
+    settings = {f"data__{key}": value for key, value in settings.items()}
+    sources = mix_of_formats(tmp_path, chat_rows)
+    finding = check_requests(tiny_config(data__train_sources=sources, **settings))
+    assert not finding.differs and re.search(r"requests of \d\d rows$", finding.text), finding
+
+
+CALLS = """{%- if tools -%}{{ tools | tojson }}{%- endif -%}
+{%- for m in messages -%}<|{{ m.role }}|>
+{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }}
+{%- for c in m.tool_calls -%}CALL {{ c.function.name }} {{ c.function.arguments | tojson }}
+{%- endfor -%}<|end|>{%- endgeneration -%}{%- else -%}{{ m.content }}<|end|>{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>PROMPT{%- endif -%}"""
+
+
+def test_tool_calls_and_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
+    """Arguments are served as objects. Templates of reasoning models open a block in the prompt;
+    rows without reasoning lack it, and a model trained on them is asked for what it has never seen.
+    """
+    call = {"function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    rows = [
+        {"tools": tools, "messages": [
+            {"role": "user", "content": f"{i} and 1?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": f"It is {i}.", "weight": i % 2}]}
+        for i in range(20)
+    ]  # fmt: skip
+    data = {"data__train_sources": [str(write_rows(tmp_path / "calls.jsonl", rows))]}
+    template = tmp_path / "template.jinja"
+    data |= {"model__chat_template": str(template), "data__eval_sources": None}
+    template.write_text(CALLS.replace("PROMPT", ""))
+    finding = check_requests(tiny_config(**data))
+    assert not finding.differs and "50 requests of 20 rows" in finding.text, finding
+    template.write_text(CALLS.replace("PROMPT", "<think>"))
+    finding = check_requests(tiny_config(**data))
+    assert finding.differs
+    assert re.search(
+        r"calls.jsonl:1: the prompt of message 2: served token \d+ is '<", finding.text
+    )
+
+
+def check_card_of_the_hub(run_folder):
+    checkpoint = list_complete(run_folder / "checkpoints")[-1]
+    config = parse_command_line(["--config", str(run_folder / "resolved_config.yaml")]).config
+    sources = [Source(hub="org/rows", split="train[:9]", revision="abc", weight=2.0)]
+    config = replace(
+        config,
+        model=replace(config.model, name_or_path="org/base", revision="c0ffee"),
+        data=replace(config.data, train_sources=sources),
+    )
+    state, manifest = read_state(checkpoint), read_manifest(checkpoint)
+    card = ModelCard(model_card(config, state, manifest, []))
+    assert card.data.base_model == "org/base" and card.data.datasets == ["org/rows"]
+    assert "fine-tuned from `org/base` at c0ffee: 4 steps" in card.text
+    assert "- training: `org/rows, train[:9]` at abc, weight 2\n" in card.text
+    assert "## Evaluation" not in card.text
 
 
 def change(checkpoint, name, old, new):
