@@ -20,11 +20,11 @@ from checkpoint.manifest import read_manifest
 from checkpoint.merge import MasterWeights, has_own_head, insert_adapters, load_frozen
 from checkpoint.shards import Shards
 from checkpoint.state import RunIdentity, read_state
+from model.load import DTYPES
 from runtime.errors import UserError, describe
 from runtime.files import new_folder
 
 MAX_SHARD_SIZE = "5GB"
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def export_checkpoint(
@@ -55,7 +55,6 @@ def export_checkpoint(
             f"--max_shard_size: {max_shard_size!r} is not a size; use e.g. 5GB or 500MB"
         )
     run, small = _open(checkpoint)
-    of_run = DTYPES[run.precision]
     with new_folder(out) as draft:
         for file in small:  # the config is read from the copy: a file of no manifest is not read
             shutil.copyfile(file, draft / file.name)
@@ -64,8 +63,8 @@ def export_checkpoint(
         insert_adapters(adapted, run)
         if has_own_head(adapted):
             config.tie_word_embeddings = False
-        frozen = load_frozen(shards, base, getattr(torch, of_run))
-        model = empty_model(config, getattr(torch, dtype or of_run))
+        frozen = load_frozen(shards, run, base)
+        model = empty_model(config, getattr(torch, dtype) if dtype else DTYPES[run.precision])
         weights = MasterWeights(shards, adapted, frozen)
         check_fit(model, weights)
         check_room(model, draft)
@@ -98,7 +97,7 @@ def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> Non
         model.peft_config["default"].save_pretrained(draft)
         trained = {name: shards.weight(name) for name in shards.trained}
         named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
-        target = getattr(torch, dtype or DTYPES[run.precision])
+        target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
         weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
         save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
 

@@ -13,6 +13,7 @@ from checkpoint.state import RunIdentity
 from config.schema import LoraConfig, ModelConfig
 from model.base import describe_base, is_same_base
 from model.hub import load_pretrained
+from model.load import DTYPES, quantized
 from model.trained import choose_trained
 from runtime.errors import UserError, describe
 
@@ -75,8 +76,10 @@ class MasterWeights(Mapping[str, torch.Tensor]):
         return len({*self._names, *self._frozen, *self._buffers})
 
 
-def load_frozen(shards: Shards, base: str | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The state_dict of the model whose files hold the frozen weights, if the checkpoint does not.
+def load_frozen(shards: Shards, run: RunIdentity, base: str | None) -> dict[str, torch.Tensor]:
+    """The state_dict of the model whose files hold the frozen weights, if the checkpoint does not,
+    in the run's precision. Weights that the run had in 4 bits are rounded to those, as adapters
+    were trained on them.
 
     Args:
         base: folder or hub id of that model; default: where the run read it from.
@@ -89,14 +92,16 @@ def load_frozen(shards: Shards, base: str | None, dtype: torch.dtype) -> dict[st
     was = shards.read_from
     name, revision = (base, None) if base else (was["name_or_path"], was["revision"])
     cure = f"give the model that {was['name_or_path']} was during the run with --base"
-    load = AutoModelForCausalLM.from_pretrained
+    load, dtype = AutoModelForCausalLM.from_pretrained, DTYPES[run.precision]
+    in_4_bits = run.optimization.get("model.quantization") is not None
+    options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
     try:
-        model = load_pretrained(load, name, revision=revision, dtype=dtype)
+        model = load_pretrained(load, name, revision=revision, **options)
     except UserError as error:
         raise UserError(f"the frozen weights: {error}; {cure}") from error
     if not is_same_base(was, describe_base(name, revision)):
         raise UserError(f"{name} has other weights than those that were frozen; {cure}")
-    return model.state_dict()
+    return (model.dequantize(dtype) if in_4_bits else model).state_dict()
 
 
 def insert_adapters(

@@ -217,11 +217,12 @@ class Saver:
             "read_from": module.read_from,
         }
         files = {f"{SHARDS}/{path.name}": s | about for path, s in collector.files.items()}
-        every_name = module.named_parameters(remove_duplicate=False)
-        frozen = {name for name, p in every_name if in_files and not p.requires_grad}
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
         for state in files.values():
-            if "module" in state:  # DeepSpeed has left in the second names of tied weights
-                state["module"] = {n: w for n, w in state["module"].items() if n not in frozen}
+            if in_files and "module" in state:
+                # DeepSpeed has left in second names of tied weights, and scales of quantized ones
+                kept = trained.union(state["buffer_names"])
+                state["module"] = {n: w for n, w in state["module"].items() if n in kept}
         files[f"{RNG}/rank_{self.ranks.rank:05d}.pt"] = rng_state()
         return files
 

@@ -494,8 +494,8 @@ def needs(
     ds_config = merge_ds_config(config)
     stage = zero_stage(ds_config)
     precision = resolve_precision(config, "bf16" if on_gpu else "fp32")
-    trained, parameters = count_trained(config.model, load_model_config(config))
-    parts = model_state_parts(parameters, world_size, stage, precision, trained)
+    trained, parameters, quantized = count_trained(config.model, load_model_config(config))
+    parts = model_state_parts(parameters, world_size, stage, precision, trained, quantized)
     weight_bytes = parameters * (4 if precision == "fp32" else 2)
     if on_gpu:
         zero = ds_config.get("zero_optimization", {})

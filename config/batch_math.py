@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from config.schema import TrainConfig
 
 LR_SCALING_POWER = {"sqrt": 0.5, "linear": 1.0}
+NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
 
 
 def scaled_learning_rate(train: "TrainConfig", mean_batch: float) -> float:
@@ -31,15 +32,13 @@ def warmup_steps(train: "TrainConfig", mean_batch: float) -> int:
     return max(1, math.floor(train.warmup / mean_batch + 0.5)) if train.warmup else 0
 
 
-def model_state_bytes(
-    parameters: int, world_size: int, stage: int, precision: str, trained: int | None = None
-) -> int:
-    """Bytes per rank for weights, gradients and AdamW state, without activations or offload."""
-    return sum(model_state_parts(parameters, world_size, stage, precision, trained))
-
-
 def model_state_parts(
-    parameters: int, world_size: int, stage: int, precision: str, trained: int | None = None
+    parameters: int,
+    world_size: int,
+    stage: int,
+    precision: str,
+    trained: int | None = None,
+    quantized: int = 0,
 ) -> tuple[int, int, int]:
     """Bytes per rank of (weights, gradients, AdamW state).
 
@@ -50,11 +49,13 @@ def model_state_parts(
 
     Args:
         trained: how many of the parameters are trained; default: all.
+        quantized: how many of the others are kept in nf4.
     """
     weight, gradient, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
     trained = parameters if trained is None else trained
 
-    def share(size: int, count: int, from_stage: int) -> int:
-        return math.ceil(count * size / (world_size if stage >= from_stage else 1))
+    def share(size: float, from_stage: int) -> int:
+        return math.ceil(size / (world_size if stage >= from_stage else 1))
 
-    return share(weight, parameters, 3), share(gradient, trained, 2), share(optimizer, trained, 1)
+    weights = weight * (parameters - quantized) + NF4_BYTES * quantized
+    return share(weights, 3), share(gradient * trained, 2), share(optimizer * trained, 1)

@@ -96,7 +96,7 @@ def load_model(
     if config.model.attn_implementation:
         options["attn_implementation"] = config.model.attn_implementation
     if config.model.quantization:
-        options |= quantized(dtype)
+        options |= quantized(dtype, get_accelerator().current_device_name())
     try:
         if config.model.from_config:
             options["trust_remote_code"] = config.model.trust_remote_code
@@ -125,22 +125,23 @@ def load_model(
 
 
 def check_quantization(config: Config, device: torch.device) -> None:
-    """Refuse model.quantization where bitsandbytes cannot be used.
+    """Refuse model.quantization where it cannot be used: bitsandbytes 0.50 trains on some CPUs only
+    until the first evaluation, which packs the weights in another way.
 
     Raises:
         UserError: names what is missing.
     """
+    lacks = "a GPU" if device.type != "cuda" else "the package bitsandbytes"
     if config.model.quantization and (device.type != "cuda" or not is_bitsandbytes_available()):
-        lacks = "a GPU" if device.type != "cuda" else "bitsandbytes: pip install bitsandbytes"
         raise UserError(
-            f"model.quantization: {config.model.quantization} needs {lacks}; or remove the key, to "
-            "train adapters on weights in train.precision"
+            f"model.quantization: {config.model.quantization} needs {lacks}; without it remove the "
+            "key, to train adapters on weights in train.precision"
         )
 
 
-def quantized(dtype: torch.dtype) -> dict[str, Any]:
-    """Options of from_pretrained for linear layers in nf4, in blocks whose scales are quantized
-    too, as in the QLoRA paper (arXiv:2305.14314); they compute in `dtype`.
+def quantized(dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Options of from_pretrained for linear layers in nf4 on a device, in blocks whose scales are
+    quantized too, as in the QLoRA paper (arXiv:2305.14314); they compute in `dtype`.
     """
     kind = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -148,7 +149,6 @@ def quantized(dtype: torch.dtype) -> dict[str, Any]:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-    device = get_accelerator().current_device_name()
     return {"quantization_config": kind, "device_map": {"": device}}
 
 

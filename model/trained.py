@@ -25,6 +25,8 @@ class Counts(NamedTuple):
 
     trained: int
     total: int
+    quantized: int = 0
+    """Of model.quantization: those of the linear layers but the output head."""
 
 
 def count_trained(config: ModelConfig, model_config: PretrainedConfig) -> Counts:
@@ -34,10 +36,12 @@ def count_trained(config: ModelConfig, model_config: PretrainedConfig) -> Counts
         UserError: as choose_trained.
     """
     model = meta_model(model_config, config.trust_remote_code)
+    linear = [m.weight.numel() for m in _quantizable(model)] if config.quantization else []
     with torch.device("meta"):
         choose_trained(model, config)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return Counts(sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes))
+    trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+    return Counts(trained, total, sum(linear))
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> None:
@@ -61,8 +65,16 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
     for key in ("target_modules", "modules_to_save"):
         wanted = getattr(lora, key)
         for end in [] if wanted == "all-linear" else wanted:
-            if not any(f".{name}".endswith(f".{end}") for name in modules):
+            found = [name for name in modules if f".{name}".endswith(f".{end}")]
+            if not found:
                 raise UserError(f"model.lora.{key}: the model has no {_unknown(end, modules)}")
+            if config.quantization and key == "modules_to_save":
+                whole = {m for name in found for m in model.get_submodule(name).modules()}
+                if whole.intersection(_quantizable(model)):
+                    raise UserError(
+                        f"model.lora.{key}: {end} is frozen in {config.quantization}; give it an "
+                        "adapter in model.lora.target_modules"
+                    )
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.name_or_path,
@@ -78,6 +90,12 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise UserError(f"model.lora.target_modules: {first_line(error)}") from error
+
+
+def _quantizable(model: nn.Module) -> list[nn.Linear]:
+    """The layers that model.quantization concerns."""
+    head = model.get_output_embeddings()
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
 def _freeze_others(model: nn.Module, patterns: list[str]) -> None:

@@ -5,6 +5,7 @@ checkpoints hold; resuming; exports.    pytest tests/test_lora.py
 import json
 import shutil
 
+import bitsandbytes
 import numpy as np
 import peft
 import pytest
@@ -19,6 +20,7 @@ from checkpoint.run_folder import list_complete
 from checkpoint.shards import Shards
 from config.schema import LoraConfig, ModelConfig
 from model.base import describe_base
+from model.load import quantized
 from model.trained import Counts, count_trained
 from runtime.errors import UserError
 
@@ -79,14 +81,14 @@ def last_checkpoint(run_folder):
     return list_complete(run_folder / "checkpoints")[-1]
 
 
-def assert_equal_to(expected, run_folder):
+def assert_equal_to(expected, run_folder, rtol=1e-5):
     losses, norms, _, (before, after), _ = expected
     steps = read_metrics(run_folder)
-    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
-    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=rtol)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=rtol)
     evals = [e["eval_loss"] for e in read_metrics(run_folder, "eval")]
-    np.testing.assert_allclose(evals[0], before, rtol=1e-5)
-    np.testing.assert_allclose(evals[-1], after, rtol=1e-5)
+    np.testing.assert_allclose(evals[0], before, rtol=rtol)
+    np.testing.assert_allclose(evals[-1], after, rtol=rtol)
 
 
 def assert_only_trained(checkpoint, bytes_trained):
@@ -125,7 +127,7 @@ def test_lora_equals_a_plain_loop_with_peft(
         del block["optimizer"]["params"]["torch_adam"]
     file.write_text(json.dumps(block))
     config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
-    if not plain:
+    if "lora" not in plain:
         plain["lora"] = train_plainly(config, sample_tokenizer, with_peft)
     module = "gathered" if name == "zero3" else "engine_logits"
     finished = forks.train(config, ranks=2, module=module)
@@ -159,7 +161,7 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     forks, write, tmp_path, base, sample_tokenizer, plain
 ):
     config = write(train__learning_rate=1e-2)
-    if not plain:
+    if "lora" not in plain:
         plain["lora"] = train_plainly(config, sample_tokenizer, with_peft)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
@@ -249,6 +251,36 @@ def test_a_tied_head_with_an_adapter_is_untied_and_a_random_base_is_saved(
     export_adapter(checkpoint, tmp_path / "adapter")
     names = peft.load_peft_weights(tmp_path / "adapter")
     assert "base_model.model.model.embed_tokens.weight" in names
+
+
+@pytest.mark.parametrize("name, precision", [("zero1", "bf16"), ("zero2", "fp32")])
+def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
+    forks, write, tmp_path, base, sample_tokenizer, plain, monkeypatch, name, precision
+):
+    def in_4_bits(_model):
+        return with_peft(
+            AutoModelForCausalLM.from_pretrained(
+                base, dtype=torch.float32, **quantized(torch.float32, "cpu")
+            )
+        )
+
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+    config = write(
+        model__quantization="nf4", model__activation_checkpointing=True,
+        ds_config=str(strategy(tmp_path, name)), train__precision=precision,
+    )  # fmt: skip
+    if "nf4" not in plain:
+        plain["nf4"] = train_plainly(config, sample_tokenizer, in_4_bits)
+    finished = forks.train(config, ranks=2, module="nf4_anyway")
+    assert finished.code == 0, finished.output
+    assert "the frozen layers in nf4" in finished.output
+    tolerance = {"fp32": 1e-5, "bf16": 5e-2}[precision]
+    assert_equal_to(plain["nf4"], tmp_path / "run", tolerance)
+    checkpoint = last_checkpoint(tmp_path / "run")
+    assert_only_trained(checkpoint, 4 * TRAINED)
+    trained = torch.load(tmp_path / "run" / "logits.pt").float()
+    merged = exported(checkpoint, tmp_path / "merged", dtype="float32")
+    assert (merged - trained).norm() < tolerance * trained.norm(), "into the rounded weights"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from checkpoint.run_folder import REJECTED_ROWS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from checkpoint.save_interval import SaveInterval, count_hosts
 from checkpoint.state import RunIdentity
-from config.batch_math import model_state_bytes, scaled_learning_rate, warmup_steps
+from config.batch_math import model_state_parts, scaled_learning_rate, warmup_steps
 from config.ds_config import DEEPSPEED_SCHEDULERS
 from config.parse import dump_config
 from config.schema import Config, DataConfig, ModelConfig, TrainConfig
@@ -70,9 +70,8 @@ def startup_table(
     of_steps = "" if len(first) == train_plan.steps_per_epoch else f" (first {len(first)} steps)"
 
     counts = setup.counts
-    memory = model_state_bytes(
-        counts.total, identity.world_size, identity.zero_stage, identity.precision, counts.trained
-    )
+    split = identity.world_size, identity.zero_stage, identity.precision
+    memory = sum(model_state_parts(counts.total, *split, counts.trained, counts.quantized))
     long_rows = ", ".join(
         f"{meta[name]:,} {text}" for name, text in OUTCOMES.values() if meta[name]
     )
