@@ -1,4 +1,6 @@
-"""Export a checkpoint as a Hugging Face folder, one file of weights at a time."""
+"""Export a checkpoint as a Hugging Face folder, one file of weights at a time, or its adapters as
+peft saves them.
+"""
 
 import re
 import shutil
@@ -9,13 +11,16 @@ from pathlib import Path
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from checkpoint.find import checkpoint_problem
 from checkpoint.manifest import read_manifest
+from checkpoint.merge import MasterWeights, has_own_head, insert_adapters, load_frozen
 from checkpoint.shards import Shards
-from checkpoint.state import read_state
+from checkpoint.state import RunIdentity, read_state
+from model.load import DTYPES
 from runtime.errors import UserError, describe
 from runtime.files import new_folder
 
@@ -27,6 +32,7 @@ def export_checkpoint(
     out: Path,
     dtype: str | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
+    base: str | None = None,
     finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
@@ -34,31 +40,35 @@ def export_checkpoint(
     The fp32 master weights are written as `dtype` (float32, bfloat16 ...), by default the
     precision of the run. transformers writes them as it writes a model whose weights are offloaded
     to disk: names, ties and files are those of `save_pretrained`, and memory holds the tensors of
-    one file at a time.
+    one file at a time. Frozen weights that the checkpoint lacks are in memory too, all of them, in
+    the run's precision. LoRA's adapters are added to them in fp32.
 
     Args:
         max_shard_size: of a file of weights; a larger tensor has a file of its own.
+        base: folder or hub id of those frozen weights, if they have moved.
         finish: called with the complete folder before it gets its name; if it raises, there is no
             `out`.
 
     Raises:
-        UserError: the checkpoint is not usable, `out` is not empty or cannot be written, or
-            `max_shard_size` is not a size.
+        UserError: the checkpoint is not usable, its frozen weights are not found, `out` is not
+            empty or cannot be written, or `max_shard_size` is not a size.
     """
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.IGNORECASE):
         raise UserError(
             f"--max_shard_size: {max_shard_size!r} is not a size; use e.g. 5GB or 500MB"
         )
-    if problem := checkpoint_problem(checkpoint):
-        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
-    state, named = read_state(checkpoint), read_manifest(checkpoint).files
-    default = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[state.run.precision]
-    small = [checkpoint / name for name in named if name.startswith("model/")]
+    run, small = _open(checkpoint)
     with new_folder(out) as draft:
         for file in small:  # the config is read from the copy: a file of no manifest is not read
             shutil.copyfile(file, draft / file.name)
-        model = empty_model(draft, getattr(torch, dtype or default))
-        weights = MasterWeights(Shards(checkpoint), model)
+        config, shards = read_config(draft), Shards(checkpoint)
+        adapted = empty_model(config, torch.float32)
+        insert_adapters(adapted, run)
+        if has_own_head(adapted):
+            config.tie_word_embeddings = False
+        frozen = load_frozen(shards, run, base)
+        model = empty_model(config, getattr(torch, dtype) if dtype else DTYPES[run.precision])
+        weights = MasterWeights(shards, adapted, frozen)
         check_fit(model, weights)
         check_room(model, draft)
         save_streaming(model, weights, draft, max_shard_size)
@@ -69,50 +79,73 @@ def export_checkpoint(
             finish(draft)
 
 
-def empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The model of a Hugging Face folder, on the meta device.
+def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
+    """Write the adapters of a run with model.lora, and its tokenizer, as a folder that
+    `peft.PeftModel.from_pretrained` loads, as `dtype`, by default the precision of the run.
 
     Raises:
-        UserError: its config.json cannot be used.
+        UserError: the checkpoint is not usable or has no adapters, or `out` is not empty or cannot
+            be written.
+    """
+    run, small = _open(checkpoint)
+    if run.lora is None:
+        raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    with new_folder(out) as draft:
+        for file in small:
+            shutil.copyfile(file, draft / file.name)
+        shards, model = Shards(checkpoint), empty_model(read_config(draft), torch.float32)
+        (draft / "config.json").unlink()  # that of the base model
+        insert_adapters(model, run, shards.read_from)
+        model.peft_config["default"].save_pretrained(draft)
+        trained = {name: shards.weight(name) for name in shards.trained}
+        named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
+        target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
+        weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
+        save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+
+
+def _open(checkpoint: Path) -> tuple[RunIdentity, list[Path]]:
+    """The run of a usable checkpoint, and the checkpoint's small files: model config, tokenizer."""
+    if problem := checkpoint_problem(checkpoint):
+        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
+    named = read_manifest(checkpoint).files
+    small = [checkpoint / name for name in named if name.startswith("model/")]
+    return read_state(checkpoint).run, small
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config.json of a Hugging Face folder.
+
+    Raises:
+        UserError: it cannot be used.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever a config of any content leads to
+        raise _bad_config(error) from error
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """The model of a config, on the meta device.
+
+    Raises:
+        UserError: the config cannot be used.
+    """
+    try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # whatever a config of any content leads to
-        raise UserError(
-            f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "
-            "checkpoint"
-        ) from error
+    except Exception as error:
+        raise _bad_config(error) from error
 
 
-class MasterWeights(Mapping[str, torch.Tensor]):
-    """The fp32 parameters and the persistent buffers of a checkpoint by their names in the model's
-    state_dict, assembled on access. Tied parameters are found under each of their names.
-    """
-
-    def __init__(self, shards: Shards, model: nn.Module) -> None:
-        self._shards, self._buffers = shards, shards.buffers()
-        saved, ties = set(shards.names()), {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            ties.setdefault(id(parameter), []).append(name)
-        # {name in the model: name in the shards}
-        self._names = {name: name for name in saved}
-        for names in ties.values():
-            if found := saved.intersection(names):
-                self._names.update(dict.fromkeys(names, min(found)))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor in its shape. Do not modify it."""
-        if name in self._buffers:
-            return self._buffers[name]
-        return self._shards.weight(self._names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._names, *self._buffers])
-
-    def __len__(self) -> int:
-        return len(self._names) + len(self._buffers)
+def _bad_config(error: Exception) -> UserError:
+    return UserError(
+        f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "
+        "checkpoint"
+    )
 
 
 def check_fit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

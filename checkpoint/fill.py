@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from checkpoint.shards import STATES, Fragment, Shards, flat_weights, layout, partition
+from model.base import is_same_base
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,12 +39,33 @@ def check_model(engine: "DeepSpeedEngine", shards: Shards, checkpoint: "Path") -
         if saved.get(name) != now.get(name):
             raise UserError(
                 f"{checkpoint} is of another model: {name} is {saved.get(name, 'missing')}, in "
-                f"this run {now.get(name, 'missing')}"
+                f"this run {now.get(name, 'missing')}; if only model.lora differs, export it "
+                "(scripts/export.py) and set model.name_or_path to the export"
             )
+    check_base(engine, shards, checkpoint)
+
+
+def check_base(engine: "DeepSpeedEngine", shards: Shards, checkpoint: "Path") -> None:
+    """Check that the engine's model has been read from the files that hold the weights which the
+    checkpoint lacks.
+
+    Raises:
+        UserError: names both.
+    """
+    was, now = shards.read_from, engine.module.read_from
+    if shards.missing() and (now is None or not is_same_base(was, now)):
+        other = "was drawn at random" if now is None else f"is {now['name_or_path']}"
+        raise UserError(
+            f"{checkpoint} has only the weights that were trained; the others are those of "
+            f"{was['name_or_path']}, and this run's model {other}, with other weights; set "
+            "model.name_or_path and model.revision to that model"
+        )
 
 
 def load_weights(engine: "DeepSpeedEngine", shards: Shards) -> None:
-    """Load all weights and buffers of a checkpoint of the same model, whatever its layout."""
+    """Load the weights and buffers of a checkpoint of the same model, whatever its layout. What it
+    lacks stays as it was read from the model's files.
+    """
     fill(engine, shards, shards, STATES[:1])
 
 
@@ -64,7 +86,7 @@ def fill(engine: "DeepSpeedEngine", shards: Shards, source: Source, keys: tuple[
     fragments = [Fragment(*values) for values in layout(engine)["fragments"]]
     for at in fragments:
         flat, within = flats[at.flat], slice(at.offset, at.offset + at.numel)
-        for key in keys:
+        for key in keys if shards.holds(at.name) else ():
             held = flat if key == "fp32" else engine.basic_optimizer.state[flat][key]
             held.view(-1)[within].copy_(source.read(at.name, key, at.start, at.numel))
         if stage == 0:
@@ -75,7 +97,8 @@ def fill(engine: "DeepSpeedEngine", shards: Shards, source: Source, keys: tuple[
     elif stage > 0:
         optimizer.update_lp_params()
     for name, p in parameters.items():
-        if not p.requires_grad:
+        if not p.requires_grad and shards.holds(name):
+            engine.module.read_from = None  # from here on, checkpoints hold the frozen weights
             weight = shards.weight(name)
             if stage == 3:
                 start, numel = partition(p)

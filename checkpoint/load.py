@@ -71,15 +71,19 @@ def load_checkpoint(
         RuntimeError: DeepSpeed loaded nothing.
     """
     state, shards, ranks = read_state(checkpoint), Shards(checkpoint), nodes.ranks
+    run_on_all_ranks(ranks, lambda: fill.check_base(engine, shards, checkpoint))
     [same] = count_ranks(ranks, shards.layout(ranks.rank) == layout(engine))
     if same == ranks.world_size:
         usual, engine.checkpoint_engine = engine.checkpoint_engine, SafeReader(shards)
         try:
-            loaded, _ = engine.load_checkpoint(str(checkpoint), tag=SHARDS)
+            loaded, _ = engine.load_checkpoint(
+                str(checkpoint), tag=SHARDS, load_module_strict=not shards.missing()
+            )
         finally:
             engine.checkpoint_engine = usual
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {checkpoint}")
+        engine.module.read_from = shards.read_from
     else:
         nodes.run_on_each_node(lambda: check_local_shards(checkpoint, range(state.run.world_size)))
         _convert_and_load(engine, shards, checkpoint, folder, nodes)

@@ -200,16 +200,29 @@ class Saver:
 
     def _collect(self) -> dict[str, Any]:
         """What this rank has to write, by file name; tensors are those in use, not copies."""
-        collector = StateCollector()
+        collector, module = StateCollector(), self.engine.module
+        in_files = module.read_from is not None  # the frozen weights, so they are not saved
         usual, self.engine.checkpoint_engine = self.engine.checkpoint_engine, collector
         # rank 0 would write a recovery script next to the shards; export.py replaces it
         self.engine._copy_recovery_script = lambda folder: None
         try:
-            self.engine.save_checkpoint("/", tag=SHARDS, save_latest=False)
+            self.engine.save_checkpoint(
+                "/", tag=SHARDS, save_latest=False, exclude_frozen_parameters=in_files
+            )
         finally:
             self.engine.checkpoint_engine = usual
-        about = {"layout": layout(self.engine), "progress": progress(self.engine)}
+        about = {
+            "layout": layout(self.engine),
+            "progress": progress(self.engine),
+            "read_from": module.read_from,
+        }
         files = {f"{SHARDS}/{path.name}": s | about for path, s in collector.files.items()}
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        for state in files.values():
+            if in_files and "module" in state:
+                # DeepSpeed has left in second names of tied weights, and scales of quantized ones
+                kept = trained.union(state["buffer_names"])
+                state["module"] = {n: w for n, w in state["module"].items() if n in kept}
         files[f"{RNG}/rank_{self.ranks.rank:05d}.pt"] = rng_state()
         return files
 

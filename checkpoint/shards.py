@@ -225,6 +225,25 @@ class Shards:
         """Names of the parameters that have `STATES`."""
         return list(self._fragments)
 
+    @property
+    @_damage_in_one_line
+    def read_from(self) -> dict[str, str | None] | None:
+        """model.base.describe_base of the files that hold the frozen weights; None if the
+        checkpoint holds them.
+        """
+        found = self.model.get("read_from")
+        return found and {key: found[key] for key in ("name_or_path", "revision", "fingerprint")}
+
+    @_damage_in_one_line
+    def holds(self, name: str) -> bool:
+        """Whether the weight is in the checkpoint, and not only in the files of `read_from`."""
+        return name in self._fragments or self.read_from is None
+
+    @_damage_in_one_line
+    def missing(self) -> list[str]:
+        """Names of the frozen weights that it does not hold."""
+        return [] if self.read_from is None else list(self._frozen)
+
     @_damage_in_one_line
     def names(self) -> list[str]:
         """Names of all parameters as in named_parameters(), which lists tied ones once."""

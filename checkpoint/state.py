@@ -43,6 +43,11 @@ class RunIdentity:
     commits: dict[str, str] = field(default_factory=dict)
     """What comes from the hub, see model.hub.commits; not compared."""
 
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """model.lora of the run config."""
+        return self.optimization.get("model.lora")
+
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
         """The identity of a run whose training plan is `plan`."""
@@ -54,7 +59,7 @@ class RunIdentity:
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,
-            optimization=optimization_of(config.train, plan.mean_batch),
+            optimization=optimization_of(config, plan.mean_batch),
             commits=commits(config),
         )
 

@@ -6,13 +6,10 @@ of what the ranks hold: the weights that the model computes with, and the fp32 w
 optimizer updates. Each rank reads 1/W of the files.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +22,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import cached_file
 
 from checkpoint.shards import Fragment, flat_weights, layout, partition
 from config.schema import Config
+from model.base import weight_files
 from runtime.agreement import run_on_all_ranks
 from runtime.errors import UserError
 from runtime.process_group import Ranks
@@ -65,11 +62,10 @@ class StoredWeights:
 
     def __init__(self, config: Config) -> None:
         """Raises UserError: there are no such files, or they cannot be read."""
-        name, revision = config.model.name_or_path, config.model.revision
-        folder = Path(name)
-        if not folder.is_dir():
-            folder = Path(cached_file(name, "config.json", revision=revision)).parent
-        self.files = _weight_files(folder)
+        name = config.model.name_or_path
+        self.files = weight_files(name, config.model.revision)
+        if not self.files:
+            raise UserError(f"model.name_or_path: {name} has no files of weights")
         self.bytes = sum(file.stat().st_size for file in self.files)
         self._readers = {}
         for file in self.files:
@@ -107,17 +103,6 @@ class StoredWeights:
         for name, group in list(groups.items())[share]:
             for target, value in group.convert(name, model=model, config=model.config).items():
                 yield target, value[0] if isinstance(value, list) else value
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads: safetensors before torch's, one before several."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-        with suppress(FileNotFoundError):
-            index = json.loads((folder / f"{name}.index.json").read_text(encoding="utf-8"))
-            return [folder / file for file in sorted(set(index["weight_map"].values()))]
-    raise UserError(f"model.name_or_path: {folder} has no files of weights")
 
 
 @torch.no_grad()

@@ -482,8 +482,8 @@ def needs(
     """
     from config.batch_math import model_state_parts
     from config.ds_config import merge_ds_config, resolve_precision, zero_stage
-    from model.architecture import count_parameters
     from model.load import load_model_config
+    from model.trained import count_trained
 
     config = _config(argv)
     facts: dict[str, Any] = {"memory_bytes": None, "checkpoint_bytes": None, "parameters": None,
@@ -494,8 +494,8 @@ def needs(
     ds_config = merge_ds_config(config)
     stage = zero_stage(ds_config)
     precision = resolve_precision(config, "bf16" if on_gpu else "fp32")
-    parameters = count_parameters(load_model_config(config), config.model.trust_remote_code)
-    parts = model_state_parts(parameters, world_size, stage, precision)
+    trained, parameters, quantized = count_trained(config.model, load_model_config(config))
+    parts = model_state_parts(parameters, world_size, stage, precision, trained, quantized)
     weight_bytes = parameters * (4 if precision == "fp32" else 2)
     if on_gpu:
         zero = ds_config.get("zero_optimization", {})
@@ -509,6 +509,7 @@ def needs(
         memory_bytes = slots * sum(parts)
     # weights and AdamW's state; the optimizer keeps an fp32 copy even of fp32 weights
     share = slots / world_size if config.checkpoint.node_local else 1
-    checkpoint_bytes = weight_bytes + int(share * 12 * parameters)
+    held = parameters if config.model.from_config else trained  # frozen ones are in their files
+    checkpoint_bytes = weight_bytes * held // parameters + int(share * 12 * trained)
     return {**facts, "memory_bytes": memory_bytes, "checkpoint_bytes": checkpoint_bytes,
             "parameters": parameters}  # fmt: skip

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from config.ds_config import with_schedule
-from config.places import config_files, find_key, place_of_key, type_of_key
+from config.places import config_files, find_key, place_of_key, section_of, type_of_key
 from config.schema import Config
 from config.validate import check_config
 from config.yaml_check import check_config_text, check_flag, read_config_text, unknown_key
@@ -141,6 +141,9 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
         return f"{config_files(argv)}: required key {match[1]} is missing"
     elif match := re.search(r'Parser key "(.+?)":\s*(.*)', message, re.DOTALL):
         key, problem = match.groups()
+        is_section = section_of(type_of_key(Config, key))
+        if is_section and (inner := re.search(r'Parser key "(.+?)":\s*(.*)', problem, re.DOTALL)):
+            key, problem = f"{key}.{inner[1]}", inner[2]
         value = find_key(key, argv)[1]
         if value is not None and (expected := _scalar_type(type_of_key(Config, key))):
             problem = f"expected {expected}, got {value!r}"

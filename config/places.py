@@ -1,6 +1,7 @@
 """Find where a key of the config was set: FILE:LINE, or the command line."""
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -59,12 +60,17 @@ def require(argv: Sequence[str], holds: bool, key: str, problem: str) -> None:
         raise UserError(f"{place_of_key(key, argv)}: {key}: {problem}")
 
 
+def section_of(kind: Any) -> type | None:
+    """The dataclass of a section, which may be `| None`; None for the types of other keys."""
+    return next((k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None)
+
+
 def config_keys(section: type, prefix: str = "") -> list[str]:
-    """The dotted keys of a dataclass and of the dataclasses nested in it."""
+    """The dotted keys of a dataclass and of the sections nested in it."""
     keys = []
     for f in dataclasses.fields(section):
-        nested = dataclasses.is_dataclass(f.type)
-        keys += config_keys(f.type, f"{prefix}{f.name}.") if nested else [prefix + f.name]
+        nested = section_of(f.type)
+        keys += config_keys(nested, f"{prefix}{f.name}.") if nested else [prefix + f.name]
     return keys
 
 
@@ -74,7 +80,7 @@ def type_of_key(section: type, key: str) -> Any:
         types = {f.name: f.type for f in dataclasses.fields(section)}
         if name not in types:
             return None
-        section = types[name]
-        if not dataclasses.is_dataclass(section):
-            return section
-    return section
+        kind = types[name]
+        if (section := section_of(kind)) is None:
+            return kind
+    return kind

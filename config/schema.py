@@ -35,6 +35,26 @@ def chat_template_file(name: str) -> Path:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685), by peft: for a frozen matrix W, W + alpha / r * B A is
+    used, with A and B of rank r trained.
+    """
+
+    r: PositiveInt = 16
+    """Rank."""
+    alpha: PositiveInt = 32
+    """The adapter's output is scaled by alpha / r."""
+    dropout: Fraction = 0.0
+    """Dropout of the adapter's input."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Modules with adapters, by the ends of their names, such as [q_proj, v_proj]; all-linear:
+    every linear layer but the output head. Experts that are one parameter per layer are none.
+    """
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained as a whole instead, such as [embed_tokens, lm_head]."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model and its tokenizer."""
 
@@ -76,6 +96,18 @@ class ModelConfig:
     ignore_weights: list[str] = field(default_factory=list)
     """Regular expressions for tensors in the model's files that are not to be loaded, e.g. layers
     used only for speculative decoding. Other tensors unknown to the architecture are an error.
+    """
+    lora: LoraConfig | None = None
+    """Train adapters and freeze the weights. Learning rates are about ten times those of training
+    all weights (Schulman et al. 2025, "LoRA Without Regret"), often 1e-4 to 2e-4.
+    """
+    trainable: list[str] = field(default_factory=list)
+    """Regular expressions: train the parameters with a match in their name, and freeze the others;
+    default: all are trained.
+    """
+    quantization: Literal["nf4"] | None = None
+    """nf4: freeze the linear layers in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes, which has
+    to be installed; with model.lora, at ZeRO stages 0 to 2.
     """
 
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config.ds_config import check_compiler, merge_ds_config
+from config.ds_config import check_compiler, merge_ds_config, zero_stage
 from config.places import config_keys, place_of_key, require
-from config.schema import CHAT_TEMPLATES, Config, TrainConfig, chat_template_file
+from config.schema import CHAT_TEMPLATES, Config, ModelConfig, TrainConfig, chat_template_file
 from runtime.errors import UserError
 from runtime.rank_env import rank_variables
 
@@ -24,6 +24,8 @@ def _is_null(config: Config, key: str) -> bool:
     holder: Any = config
     for section in sections:
         holder = getattr(holder, section)
+    if holder is None:  # a section that is off
+        return False
     kind = next(f.type for f in dataclasses.fields(holder) if f.name == name)
     return getattr(holder, name) is None and type(None) not in typing.get_args(kind)
 
@@ -66,13 +68,38 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
     )
     _check_model(config, check)
     try:
-        merge_ds_config(config)
+        stage = zero_stage(merge_ds_config(config))
         check_compiler(config)
     except UserError as error:  # add where the run config sets the key that the message names
         key = re.search(r"\b(train\.\w+|data\.\w+|checkpoint\.node_local)", str(error))
         raise UserError(
             f"{error} ({key[0]}: {place_of_key(key[0], argv)})" if key else str(error)
         ) from None
+    check(
+        not config.model.quantization or stage < 3,
+        "model.quantization",
+        f"{config.ds_config} has ZeRO stage 3, which cannot partition weights in 4 bits; use a "
+        "stage from 0 to 2, or LoRA without quantization: ds_configs/README.md has a table",
+    )
+
+
+def _check_trained(model: ModelConfig, check: Check) -> None:
+    """Which weights are trained, and in what form the others are kept."""
+    check(
+        not (model.lora and model.trainable),
+        "model.trainable",
+        "cannot be combined with model.lora; name whole modules to train in "
+        "model.lora.modules_to_save",
+    )
+    for pattern in model.trainable:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            check(False, "model.trainable", f"{pattern!r} is not a regular expression: {error.msg}")
+    if model.quantization:
+        key = "model.quantization"
+        check(model.lora is not None, key, "weights in 4 bits are frozen; set model.lora to train")
+        check(not model.from_config, key, "needs pretrained weights; model.from_config has none")
 
 
 def _check_train(train: TrainConfig, check: Check) -> None:
@@ -119,6 +146,7 @@ def _check_train(train: TrainConfig, check: Check) -> None:
 
 def _check_model(config: Config, check: Check) -> None:
     model = config.model
+    _check_trained(model, check)
     if model.chat_template:
         check(
             chat_template_file(model.chat_template).is_file(),

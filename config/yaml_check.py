@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from config.places import config_keys
+from config.places import config_keys, section_of
 from config.schema import Config
 from runtime.errors import UserError
 
@@ -107,7 +107,10 @@ def check_flag(name: str, value: str) -> None:
         UserError: a check fails.
     """
     node = compose(value, f"command line: {name}", is_text=True)
-    kind = _known(Config).get(name.removesuffix("+"))
+    known, key = _known(Config), name.removesuffix("+")
+    if "." in key and key not in known:
+        raise UserError(f"command line: {unknown_key(key, Config)}")
+    kind = known.get(key)
     if dataclasses.is_dataclass(kind):
         first = dataclasses.fields(kind)[0].name
         raise UserError(f"command line: {name}: is a section; set its keys, such as {name}.{first}")
@@ -120,8 +123,8 @@ def _known(section: type, prefix: str = "") -> dict[str, Any]:
     found = {}
     for f in dataclasses.fields(section):
         found[prefix + f.name] = f.type
-        if dataclasses.is_dataclass(f.type):
-            found |= _known(f.type, f"{prefix}{f.name}.")
+        if nested := section_of(f.type):
+            found |= _known(nested, f"{prefix}{f.name}.")
     return found
 
 
@@ -165,10 +168,12 @@ def unknown_key(key: str, section: type, prefix: str = "") -> str:
 
 def _check_value(node: yaml.Node, kind: Any, key: str, file: str | None) -> None:
     place = "command line" if file is None else f"{file}:{node.start_mark.line + 1}"
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(node, yaml.MappingNode):
+    if section := section_of(kind):
+        is_null = section is not kind and node.tag == "tag:yaml.org,2002:null"
+        if not (is_null or isinstance(node, yaml.MappingNode)):
             raise UserError(f"{place}: {key}: is a section, so its keys go below it")
-        _check_section(node, kind, f"{key}.", file)
+        if not is_null:
+            _check_section(node, section, f"{key}.", file)
     elif (element := _source_type(kind)) and isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             if isinstance(item, yaml.MappingNode):

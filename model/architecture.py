@@ -48,9 +48,9 @@ def freeze_other_parts(model: nn.Module) -> None:
     gradient, AdamW's weight decay alone would change it.
     """
     if _is_multimodal(model.config):
-        model.requires_grad_(False)
-        for part in (model.get_decoder(), model.get_output_embeddings()):
-            part.requires_grad_(True)
+        used = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
+        for parameter in set(model.parameters()).difference(used):
+            parameter.requires_grad_(False)
 
 
 def linear_cost(model_config: PretrainedConfig) -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 
 from config.ds_config import zero_stage
-from model.architecture import freeze_other_parts, meta_model
 from model.memory import estimate_memory
 from model.setup import Setup
+from model.trained import trained_skeleton
 from runtime.errors import UserError
 from runtime.process_group import Ranks
 
@@ -25,8 +25,7 @@ def check_host_memory(setup: Setup, ranks: Ranks) -> None:
         UserError: names what is needed and what is available, in GiB.
     """
     model, neighbours = setup.config.model, int(os.environ["LOCAL_WORLD_SIZE"])
-    skeleton = meta_model(setup.model_config, model.trust_remote_code)
-    freeze_other_parts(skeleton)
+    skeleton = trained_skeleton(model, setup.model_config)
     nodes = max(1, ranks.world_size // neighbours)
     estimate = estimate_memory(setup.config, skeleton, setup.ds_config, nodes, neighbours)
     reads = ranks.is_first or zero_stage(setup.ds_config) < 3

@@ -5,23 +5,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.utils import is_bitsandbytes_available
 
 from config.schema import CHAT_TEMPLATES, Config, chat_template_file
 from data.end_marks import fit_template, set_eos_token
-from model.architecture import freeze_other_parts
+from model.base import describe_base
 from model.blocks import change_blocks
 from model.hub import first_line, from_hub
+from model.trained import choose_trained
 from model.weights import _refuse_missing
 from runtime.errors import UserError
+from runtime.seeding import seed_everything
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -85,6 +90,7 @@ def load_model(
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
     an HfDeepSpeedConfig exists, to which it holds only a weak reference: the model keeps it alive.
+    The model's `read_from` says which files its weights were read from, None for random ones.
 
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
@@ -97,6 +103,8 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype}
     if config.model.attn_implementation:
         options["attn_implementation"] = config.model.attn_implementation
+    if config.model.quantization:
+        options |= quantized(dtype, get_accelerator().current_device_name())
     try:
         if config.model.from_config:
             options["trust_remote_code"] = config.model.trust_remote_code
@@ -112,9 +120,43 @@ def load_model(
     except Exception as error:  # e.g. flash_attention_2 without its package
         raise UserError(f"model.name_or_path: {name}: {first_line(error)}") from error
     model.hf_ds_config = hf_ds_config
-    freeze_other_parts(model)
+    revision = config.model.revision
+    model.read_from = None if config.model.from_config else describe_base(name, revision)
+    if config.model.quantization:  # a checkpoint's config.json is that of what is exported
+        del model.config.quantization_config
+    # Drawing and loading weights may have used other numbers on each rank.
+    seed_everything(config.train.seed)
+    choose_trained(model, config.model)
     change_blocks(model, config.model)
     return model
+
+
+def check_quantization(config: Config, device: torch.device) -> None:
+    """Refuse model.quantization where it cannot be used: bitsandbytes 0.50 trains on some CPUs only
+    until the first evaluation, which packs the weights in another way.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    lacks = "a GPU" if device.type != "cuda" else "the package bitsandbytes"
+    if config.model.quantization and (device.type != "cuda" or not is_bitsandbytes_available()):
+        raise UserError(
+            f"model.quantization: {config.model.quantization} needs {lacks}; without it remove the "
+            "key, to train adapters on weights in train.precision"
+        )
+
+
+def quantized(dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Options of from_pretrained for linear layers in nf4 on a device, in blocks whose scales are
+    quantized too, as in the QLoRA paper (arXiv:2305.14314); they compute in `dtype`.
+    """
+    kind = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": kind, "device_map": {"": device}}
 
 
 def set_end_tokens(

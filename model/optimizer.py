@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -209,8 +209,9 @@ def schedule_shift(train: TrainConfig, plan: DataPlan) -> int:
     return plan.step_shift if train.steps is None else 0
 
 
-def optimization_of(train: TrainConfig, mean_batch: float) -> dict[str, Any]:
+def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
     """The settings in which a resumed run has to agree with the saved one."""
+    train, model = config.train, config.model
     return {
         "train.learning_rate (scaled)": scaled_learning_rate(train, mean_batch),
         "train.weight_decay": train.weight_decay,
@@ -218,4 +219,7 @@ def optimization_of(train: TrainConfig, mean_batch: float) -> dict[str, Any]:
         "train.adam_epsilon": train.adam_epsilon,
         "train.lr_schedule": train.lr_schedule,
         "train.lr_schedule_args": train.lr_schedule_args,
+        "model.lora": model.lora and asdict(model.lora),
+        "model.trainable": model.trainable,
+        "model.quantization": model.quantization,
     }

@@ -14,9 +14,15 @@ from data.plan import Budget
 from model.architecture import check_model_fits, hidden_size, linear_cost
 from model.blocks import check_blocks
 from model.hub import commits, pin_revisions
-from model.load import best_precision, load_model_config, load_tokenizer
+from model.load import (
+    best_precision,
+    check_quantization,
+    load_model_config,
+    load_tokenizer,
+)
 from model.optimizer import make_schedule
 from model.packing import resolve_batching
+from model.trained import Counts, count_trained
 from runtime.agreement import require_same, run_on_all_ranks
 from runtime.process_group import Ranks
 
@@ -34,6 +40,8 @@ class Setup:
     """Merged with the run config: no value is "auto"."""
     why_batching: str
     """Why data.batching was resolved as it is, for the start-up table."""
+    counts: Counts
+    """Numbers of parameters."""
 
     def with_mean_batch(self, mean_batch: float) -> "Setup":
         """With ds_config's learning rate scaled for `mean_batch`, from DataPlan.mean_batch."""
@@ -69,8 +77,10 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
         try_engine(config, ds_config)
     check_model_fits(config, model_config, tokenizer)
     run_on_all_ranks(ranks, lambda: check_blocks(config, model_config, ranks.device))
+    check_quantization(config, ranks.device)
+    counts = count_trained(config.model, model_config)
     config, why = resolve_batching(config, model_config, ranks.device, precision)
-    return Setup(config, tokenizer, model_config, precision, ds_config, why)
+    return Setup(config, tokenizer, model_config, precision, ds_config, why, counts)
 
 
 def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, DataPlan | None]:

@@ -1,10 +1,13 @@
 """Write a checkpoint as a Hugging Face folder: safetensors, config, tokenizer and a model card.
 
     python scripts/export.py CHECKPOINT OUT [--dtype float32] [--max_shard_size 5GB] [--verify]
+    python scripts/export.py CHECKPOINT OUT --adapter
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder, whose newest
 complete checkpoint is taken. `AutoModelForCausalLM.from_pretrained(OUT)` loads the result. Weights
-are held in memory one file at a time, so smaller files need less memory.
+are held in memory one file at a time, so smaller files need less memory. If weights were frozen,
+the base model is loaded too, where the run read it from or from --base, and adapters are merged
+into it; --adapter writes them alone, for `peft.PeftModel.from_pretrained`.
 
 --verify also loads the result as a stranger would, with transformers alone in another process, and
 compares evaluation loss, prompts and end tokens with the run's: OUT is written only if they agree.
@@ -35,12 +38,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max_shard_size", default="5GB", help="of a weight file: 5GB, 500MB")
-    parser.add_argument("--verify", action="store_true", help="compare the result with the run")
+    parser.add_argument("--base", help="the base model's folder, if it has moved")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--adapter", action="store_true", help="only the adapters of model.lora")
+    only.add_argument("--verify", action="store_true", help="compare the result with the run")
     args = parser.parse_args()
     if not args.checkpoint.is_dir():
         raise UserError(f"no such folder: {args.checkpoint}")
 
-    from checkpoint.export import export_checkpoint
+    from checkpoint.export import export_adapter, export_checkpoint
     from checkpoint.find import find_checkpoint
     from checkpoint.run_folder import checkpoints_folder
     from checkpoint.verify import VerificationFailed
@@ -56,6 +62,10 @@ def main() -> None:
         if newest is None:
             raise UserError(f"{checkpoint} has no checkpoints yet")
         checkpoint = newest
+    if args.adapter:
+        export_adapter(checkpoint, args.out, args.dtype)
+        print(f"{checkpoint} -> {args.out}")
+        return
     config = read_run_config(checkpoint, is_needed=args.verify)
     verify = verification(checkpoint, config) if args.verify else None
 
@@ -66,7 +76,7 @@ def main() -> None:
             report(verify(draft))
 
     try:
-        export_checkpoint(checkpoint, args.out, args.dtype, args.max_shard_size, finish)
+        export_checkpoint(checkpoint, args.out, args.dtype, args.max_shard_size, args.base, finish)
     except VerificationFailed as failure:
         print(f"error: {failure}; {args.out} is not written", file=sys.stderr)
         sys.exit(EXIT_FAILURE)

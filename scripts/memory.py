@@ -87,12 +87,12 @@ def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
         UserError: the model's config cannot be loaded, or the DeepSpeed config is wrong.
     """
     from config.ds_config import merge_ds_config, resolve_precision
-    from model.architecture import freeze_other_parts, hidden_size, meta_model
+    from model.architecture import hidden_size
     from model.memory import estimate_memory
+    from model.trained import trained_skeleton
 
     architecture = load_shape(config)
-    skeleton = meta_model(architecture, config.model.trust_remote_code)
-    freeze_other_parts(skeleton)
+    skeleton = trained_skeleton(config.model, architecture)
     precision = resolve_precision(config, "bf16")
     ds_config = merge_ds_config(config, precision, hidden_size(architecture))
     return estimate_memory(config, skeleton, ds_config, cluster.nodes, cluster.gpus), skeleton

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
+import peft  # noqa: F401  where model.lora is set, takes a second
 import torch._inductor.compile_fx  # noqa: F401  for torch.compile, called there
 import transformers.models.llama.modeling_llama  # noqa: F401  for from_pretrained
 

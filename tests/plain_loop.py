@@ -13,16 +13,20 @@ from data.plan import Contents
 from data.tokenize import open_cache, tokenize_sources
 
 
-def train_plainly(config_file, tokenizer):
-    """(losses, gradient norms, learning rates, eval losses before and after, weights)."""
+def train_plainly(config_file, tokenizer, prepare=lambda model: model):
+    """(losses, gradient norms, learning rates, eval losses before and after, weights).
+
+    `prepare` is called with the model; what it returns is trained.
+    """
     torch.set_num_threads(1)  # as the ranks; more wait for each other on a busy machine
     config = parse_command_line(["--config", str(config_file)]).config
     train, data = config.train, config.data
     rows = read_rows("train_sources", tokenizer, data)
     held_out = read_rows("eval_sources", tokenizer, data)
-    model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    model = prepare(AutoModelForCausalLM.from_pretrained(config.model.name_or_path))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    others = [p for p in trained if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": train.weight_decay},
          {"params": others, "weight_decay": 0.0}],
@@ -42,8 +46,8 @@ def train_plainly(config_file, tokenizer):
         loss = mean_loss(model, [rows[i] for i in chosen])
         loss.backward()
         # in fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements
-        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
-        for p in model.parameters():
+        norm = torch.stack([p.grad.double().norm() for p in trained]).norm()
+        for p in trained:
             p.grad *= min(1.0, train.gradient_clipping / (norm.item() + 1e-6))
         # linear: up from 1/warmup to 1, then down to 1/(steps + 1 - warmup) at the last step
         factor = min((k + 1) / warmup, (steps - k) / (steps + 1 - warmup))

@@ -1,5 +1,6 @@
 """What a person sees while a run trains."""
 
+import logging
 import sys
 import time
 import warnings
@@ -60,5 +61,7 @@ def quieten_libraries(is_first: bool) -> None:
     if not is_first or not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+    # peft imports it for adapters; on CPU it names a package for inference that it lacks
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # "all_gather_into_tensor is deprecated": DeepSpeed's calls, on every rank, in every run
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

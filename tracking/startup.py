@@ -14,17 +14,18 @@ from transformers import PreTrainedTokenizerBase
 from checkpoint.run_folder import REJECTED_ROWS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from checkpoint.save_interval import SaveInterval, count_hosts
 from checkpoint.state import RunIdentity
-from config.batch_math import model_state_bytes, scaled_learning_rate, warmup_steps
+from config.batch_math import model_state_parts, scaled_learning_rate, warmup_steps
 from config.ds_config import DEEPSPEED_SCHEDULERS
 from config.parse import dump_config
-from config.schema import Config, DataConfig, TrainConfig
+from config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.render import OUTCOMES
 from data.sources import shared_files
-from model.architecture import check_model_fits, count_parameters, linear_cost
+from model.architecture import check_model_fits, linear_cost
 from model.load import load_model_config, load_tokenizer
 from model.packing import resolve_batching
 from model.setup import Setup
+from model.trained import Counts
 from runtime.errors import UserError
 from runtime.files import replace_text
 from runtime.process_group import Ranks
@@ -57,7 +58,7 @@ def startup_table(
     ranks: Ranks,
 ) -> str:
     """What the run is about to do: one line per name, with units."""
-    config, model_config = setup.config, setup.model_config
+    config = setup.config
     train, data, meta = config.train, config.data, train_plan.data.meta
     sampled = range(min(SAMPLED_STEPS, train_plan.steps_per_epoch))
     first = [train_plan.step(k) for k in sampled]
@@ -68,10 +69,9 @@ def startup_table(
     busy = sum(step.useful_cost for step in first) / sum(step.waited_cost for step in first)
     of_steps = "" if len(first) == train_plan.steps_per_epoch else f" (first {len(first)} steps)"
 
-    parameters = count_parameters(model_config, config.model.trust_remote_code)
-    memory = model_state_bytes(
-        parameters, identity.world_size, identity.zero_stage, identity.precision
-    )
+    counts = setup.counts
+    split = identity.world_size, identity.zero_stage, identity.precision
+    memory = sum(model_state_parts(counts.total, *split, counts.trained, counts.quantized))
     long_rows = ", ".join(
         f"{meta[name]:,} {text}" for name, text in OUTCOMES.values() if meta[name]
     )
@@ -87,7 +87,8 @@ def startup_table(
     }[train.lr_scaling]
     weights = "random weights" if config.model.from_config else "pretrained"
     rows = {
-        "model": f"{config.model.name_or_path}, {parameters / 1e6:,.1f} M parameters, {weights}",
+        "model": f"{config.model.name_or_path}, {counts.total / 1e6:,.1f} M parameters, {weights}",
+        **_trained(config.model, counts),
         "ranks": f"{identity.world_size} on {ranks.device.type}, {identity.precision}, "
         f"ZeRO stage {identity.zero_stage} ({config.ds_config})",
         "memory": f"{memory / 2**20:,.0f} MiB per rank for weights, gradients and optimizer "
@@ -150,6 +151,21 @@ def _tokenizer(setup: Setup, trained: Sequence[int] | None) -> str:
     else:
         template = "its own chat template" if tokenizer.chat_template else "no chat template"
     return f"{len(tokenizer):,} tokens; {eos}; {pad}; {template}"
+
+
+def _trained(model: ModelConfig, counts: Counts) -> dict[str, str]:
+    """If the config freezes parameters, a line about those that are trained."""
+    if not (model.lora or model.trainable):
+        return {}
+    what = f"those with {', '.join(model.trainable)}"
+    if lora := model.lora:
+        chosen = lora.target_modules
+        modules = chosen if isinstance(chosen, str) else ", ".join(chosen)
+        what = f"LoRA of rank {lora.r}, scaled by {lora.alpha} / {lora.r}, on {modules}"
+        what += f"; {', '.join(lora.modules_to_save)} as a whole" if lora.modules_to_save else ""
+        what += f"; the frozen layers in {model.quantization}" if model.quantization else ""
+    share = f"{counts.trained:,} of {counts.total:,} parameters"
+    return {"trained": f"{share} ({counts.trained / counts.total:.2%}): {what}"}
 
 
 def _schedule(train: TrainConfig) -> str:

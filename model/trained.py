@@ -1,0 +1,136 @@
+"""Which parameters are trained: all of them, those that model.trainable names, or the adapters of
+model.lora.
+"""
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from config.schema import LoraConfig, ModelConfig
+from model.architecture import freeze_other_parts, meta_model
+from model.hub import first_line
+from runtime.errors import UserError
+
+NAMES_SHOWN = 8
+
+
+class Counts(NamedTuple):
+    """Numbers of parameters, those of adapters included."""
+
+    trained: int
+    total: int
+    quantized: int = 0
+    """Of model.quantization: those of the linear layers but the output head."""
+
+
+def count_trained(config: ModelConfig, model_config: PretrainedConfig) -> Counts:
+    """What choose_trained will leave to be trained, found without memory for the weights.
+
+    Raises:
+        UserError: as choose_trained.
+    """
+    linear = []
+    if config.quantization:
+        linear = _quantizable(meta_model(model_config, config.trust_remote_code))
+    parameters = list(trained_skeleton(config, model_config).parameters())
+    return Counts(
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        total=sum(p.numel() for p in parameters),
+        quantized=sum(m.weight.numel() for m in linear),
+    )
+
+
+def trained_skeleton(config: ModelConfig, model_config: PretrainedConfig) -> nn.Module:
+    """The model on the meta device, with adapters and requires_grad as in training.
+
+    Raises:
+        UserError: as choose_trained.
+    """
+    model = meta_model(model_config, config.trust_remote_code)
+    with torch.device("meta"):
+        choose_trained(model, config)
+    return model
+
+
+def choose_trained(model: nn.Module, config: ModelConfig) -> None:
+    """Freeze what is not trained, and insert the adapters of model.lora into the model; their A is
+    drawn from the global RNG, their B is 0.
+
+    Raises:
+        UserError: model.trainable or model.lora names something that the model does not have, or
+            that cannot have an adapter.
+    """
+    if config.lora is not None:
+        _insert_adapters(model, config, config.lora)
+    elif config.trainable:
+        _freeze_others(model, config.trainable)
+    freeze_other_parts(model)
+
+
+def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> None:
+    import peft  # takes a second
+
+    modules = [name for name, _ in model.named_modules() if name]
+    for key in ("target_modules", "modules_to_save"):
+        wanted = getattr(lora, key)
+        for end in [] if wanted == "all-linear" else wanted:
+            found = [name for name in modules if f".{name}".endswith(f".{end}")]
+            if not found:
+                raise UserError(f"model.lora.{key}: the model has no {_unknown(end, modules)}")
+            if config.quantization and key == "modules_to_save":
+                whole = {m for name in found for m in model.get_submodule(name).modules()}
+                if whole.intersection(_quantizable(model)):
+                    raise UserError(
+                        f"model.lora.{key}: {end} is frozen in {config.quantization}; give it an "
+                        "adapter in model.lora.target_modules"
+                    )
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.name_or_path,
+        revision=config.revision,
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        modules_to_save=lora.modules_to_save or None,
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # tied weights, which export.py unties
+            peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise UserError(f"model.lora.target_modules: {first_line(error)}") from error
+
+
+def _quantizable(model: nn.Module) -> list[nn.Linear]:
+    """The layers that model.quantization concerns."""
+    head = model.get_output_embeddings()
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+
+
+def _freeze_others(model: nn.Module, patterns: list[str]) -> None:
+    names: dict[nn.Parameter, list[str]] = {}  # several for tied weights
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for pattern in patterns:
+        known = [name for of_one in names.values() for name in of_one]
+        if not any(re.search(pattern, name) for name in known):
+            raise UserError(f"model.trainable: no parameter matches {_unknown(pattern, known)}")
+    for parameter, of_one in names.items():
+        parameter.requires_grad_(any(re.search(p, name) for p in patterns for name in of_one))
+
+
+def _unknown(wanted: str, names: Iterable[str]) -> str:
+    """`wanted`, and what it may have meant: parts of dotted names."""
+    parts = dict.fromkeys(part for name in names for part in name.split(".")[::-1])
+    known = [part for part in parts if not part.isdigit()]
+    near = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.6)
+    if near:
+        return f"{wanted}; did you mean {' or '.join(near)}?"
+    more = " ..." if known[NAMES_SHOWN:] else ""
+    return f"{wanted}; its names have {', '.join(known[:NAMES_SHOWN])}{more}"
