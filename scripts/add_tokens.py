@@ -60,9 +60,6 @@ def main() -> None:
         check_extends(larger, tokenizer)
         tokenizer = larger
     new = add_tokens(tokenizer, args.tokens, args.special)
-    for token in dict.fromkeys(args.tokens):
-        i = tokenizer.convert_tokens_to_ids(token)
-        print(f"{token!r} {'gets' if token in new else 'exists already, with'} id {i:,}")
     if args.chat_template:
         set_chat_template(tokenizer, args.chat_template)
 
@@ -70,6 +67,9 @@ def main() -> None:
     old_rows = check_weights(args.model, load)
     if not (new or args.tokenizer or args.chat_template) and new_ids <= old_rows:
         raise UserError(f"{args.model} has all of these tokens already: there is nothing to add")
+    for token in dict.fromkeys(args.tokens):
+        i = tokenizer.convert_tokens_to_ids(token)
+        print(f"{token!r} {'gets' if token in new else 'exists already, with'} id {i:,}")
     model = load(AutoModelForCausalLM.from_pretrained, dtype="auto")
     rows = resize_vocabulary(model, old_ids, new_ids, args.pad_to_multiple_of)
     with new_folder(args.out) as draft:

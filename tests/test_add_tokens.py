@@ -149,6 +149,20 @@ def test_a_base_model_gets_the_marks_of_a_chat_and_trains(
     assert finished.code == 0 and "answers end in '<|im_end|>'" in finished.output, finished.output
 
 
+def test_a_model_with_a_vision_tower_keeps_it(command, tmp_path, sample_tokenizer):
+    base, out = tmp_path / "base", tmp_path / "out"
+    model = tiny("gemma3")
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    model.save_pretrained(base)
+    sample_tokenizer.save_pretrained(base)
+    command(base, out, "--tokens", *(f"<|{i}|>" for i in range(30)))
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == 384 and "vocab_size" not in config
+    old, new = (load_file(folder / "model.safetensors") for folder in (base, out))
+    changed = [name for name in old if not torch.equal(old[name], new[name])]
+    assert new.keys() == old.keys() and len(changed) == 1 and "embed_tokens" in changed[0]
+
+
 def test_a_model_of_the_hub(command, monkeypatch, tmp_path, tiny_model):
     commit = "c0ffee" * 6 + "c0ff"
     repo = tmp_path / "hub" / "models--org--tiny"

