@@ -27,7 +27,8 @@ def check_host_memory(setup: Setup, ranks: Ranks) -> None:
     model, neighbours = setup.config.model, int(os.environ["LOCAL_WORLD_SIZE"])
     skeleton = trained_skeleton(model, setup.model_config)
     nodes = max(1, ranks.world_size // neighbours)
-    estimate = estimate_memory(setup.config, skeleton, setup.ds_config, nodes, neighbours)
+    shape = setup.counts.quantized, setup.ds_config, nodes, neighbours
+    estimate = estimate_memory(setup.config, skeleton, *shape)
     reads = ranks.is_first or zero_stage(setup.ds_config) < 3
     needed, available = estimate.host + (estimate.loading if reads else 0), available_bytes()
     if needed > available:

@@ -89,13 +89,15 @@ def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
     from config.ds_config import merge_ds_config, resolve_precision
     from model.architecture import hidden_size
     from model.memory import estimate_memory
-    from model.trained import trained_skeleton
+    from model.trained import count_trained, trained_skeleton
 
     architecture = load_shape(config)
     skeleton = trained_skeleton(config.model, architecture)
     precision = resolve_precision(config, "bf16")
     ds_config = merge_ds_config(config, precision, hidden_size(architecture))
-    return estimate_memory(config, skeleton, ds_config, cluster.nodes, cluster.gpus), skeleton
+    quantized = count_trained(config.model, architecture).quantized
+    shape = cluster.nodes, cluster.gpus
+    return estimate_memory(config, skeleton, quantized, ds_config, *shape), skeleton
 
 
 def load_shape(config: "Config") -> "PretrainedConfig":
