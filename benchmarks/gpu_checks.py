@@ -577,17 +577,20 @@ def check_fused_adam(place: Place) -> Finding:
 
 def check_loss_memory(place: Place) -> Finding:
     """Peak memory of forward and backward through the output head and the loss, where one token in
-    four is supervised and where all are: logits of all tokens, and of the supervised ones alone.
+    four is supervised and where all are: logits of all tokens, of the supervised ones alone, and of
+    one chunk of them at a time.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from config.schema import ModelConfig
     from data.loader import MicroBatch
     from model.loss import SupervisedLoss
 
     device = torch.device("cpu" if place.toy else "cuda")
-    tokens = 256 if place.toy else 16_384
-    sizes = {"num_hidden_layers": 1}
+    tokens = 2048 if place.toy else 16_384
+    # one small layer, so that the loss is what needs the memory
+    sizes = {"num_hidden_layers": 1} | ({"vocab_size": 16_384} if place.toy else {})
     architecture = AutoConfig.from_pretrained(write_model(place, "0.5b", **sizes))
     dtype = torch.float32 if place.toy else torch.bfloat16
     model = AutoModelForCausalLM.from_config(architecture, dtype=dtype).to(device)
@@ -609,18 +612,24 @@ def check_loss_memory(place: Place) -> Finding:
     def of_supervised(batch: MicroBatch) -> torch.Tensor:
         return selected(model, batch).cross_entropy
 
-    # A loss that needs no whole logits is one more entry here.
-    losses: dict[str, Callable] = {"all logits": of_all_logits, "supervised": of_supervised}
+    losses: dict[str, Callable] = {
+        "all logits": of_all_logits, "supervised": of_supervised, "chunked": of_supervised,
+    }  # fmt: skip
     figures: dict[str, Any] = {}
     values: dict[str, dict[str, float]] = {}
+    problems = []
     for name, loss in losses.items():
         if name == "supervised":
             selected = SupervisedLoss(model)
+        if name == "chunked":
+            chunk_tokens = 64 if place.toy else ModelConfig.loss_chunk_tokens
+            words = range(3, architecture.vocab_size)
+            if problem := selected.use_chunks(model, words, device, chunk_tokens):
+                problems.append(f"whole logits: {problem}")
         for share, every in (("1/4", 4), ("all", 1)):
             value, gigabytes = peak_of(loss, batch_of(every).to(device), model)
             figures.setdefault(share, {})[name] = gigabytes
             values.setdefault(share, {})[name] = value
-    problems = []
     for share, of_share in values.items():
         exact = of_share["all logits"]
         for name, value in of_share.items():
@@ -628,29 +637,45 @@ def check_loss_memory(place: Place) -> Finding:
                 problems.append(f"{name}, {share} supervised: loss {value:.6g}, not {exact:.6g}")
     summary = "; ".join(
         f"{share} of {tokens:,} tokens supervised: "
-        + ", ".join(f"{name} {gigabytes:.1f} GB" for name, gigabytes in of_share.items())
+        + ", ".join(f"{name} {gigabytes:.2f} GB" for name, gigabytes in of_share.items())
         for share, of_share in figures.items()
     )
     return Finding(summary, figures, problems)
 
 
 def peak_of(loss: Callable, batch: Any, model: Any) -> tuple[float, float]:
-    """The value of a loss, and how much memory its forward and backward pass need, in GB; 0 on CPU,
-    where torch does not count it.
+    """The value of a loss, and how much memory its forward and backward pass need, in GB; on CPU
+    that of the process, where Linux counts it.
     """
     import torch
 
     on_cuda = batch.input_ids.is_cuda
-    before = 0
     if on_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+    else:
+        before = peak_resident_bytes(reset=True)
     value = loss(batch)
     value.backward()
-    peak = torch.cuda.max_memory_allocated() - before if on_cuda else 0
+    peak = torch.cuda.max_memory_allocated() if on_cuda else peak_resident_bytes()
     model.zero_grad(set_to_none=True)
-    return float(value.detach()), peak / 1e9
+    return float(value.detach()), (peak - before) / 1e9
+
+
+def peak_resident_bytes(reset: bool = False) -> int:
+    """Most memory that this process has had since the last reset; 0 where Linux does not say.
+
+    Args:
+        reset: start counting again, from what it has now.
+    """
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
 
 
 @dataclass(frozen=True)

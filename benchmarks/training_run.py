@@ -241,7 +241,7 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
             per_device_train_batch_size=run.trainer_rows, gradient_accumulation_steps=accumulation,
             num_train_epochs=1, learning_rate=config.train.learning_rate, use_cpu=on_cpu,
             train_sampling_strategy="group_by_length", report_to="none", save_strategy="no",
-            gradient_checkpointing=config.model.activation_checkpointing, logging_steps=10**6,
+            gradient_checkpointing=bool(config.model.activation_checkpointing), logging_steps=10**6,
             gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True,
             remove_unused_columns=False,
         )  # fmt: skip

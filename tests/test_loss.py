@@ -208,9 +208,7 @@ def test_gradients_of_the_head_are_summed_in_fp32():
 
 
 RUNS = {
-    "stage 0, packed": (0, "packed", LlamaConfig(tie_word_embeddings=True), False),
     "stage 1, soft caps, tied": (1, "bucketed", Gemma2Config(final_logit_softcapping=3.0), False),
-    "stage 2, scaled, tied": (2, "packed", CohereConfig(logit_scale=0.25), False),
     "stage 3, tied": (3, "bucketed", LlamaConfig(tie_word_embeddings=True), False),
     "stage 3, divided, LoRA on the head": (3, "packed", GraniteConfig(logits_scaling=3.0), True),
 }

@@ -81,7 +81,7 @@ LAYOUTS = {
 def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, stage, layout):
     ranks, budget = LAYOUTS[layout]
     config = tiny_config(
-        data__micro_batch_tokens=budget, data__batching="bucketed",
+        data__micro_batch_tokens=budget, data__batching="bucketed", model__loss_chunk_tokens=60,
         ds_config=f"ds_configs/zero{stage}.json",
     )  # fmt: skip
     if not plain:
@@ -109,7 +109,7 @@ def test_packed_examples_equal_a_plain_loop(
 ):
     config = tiny_config(
         data__micro_batch_tokens=300, model__activation_checkpointing=checkpointing,
-        ds_config=f"ds_configs/zero{stage}.json",
+        model__loss_chunk_tokens=60, ds_config=f"ds_configs/zero{stage}.json",
     )  # fmt: skip
     if not plain:
         plain["run"] = train_plainly(config, sample_tokenizer)
