@@ -58,6 +58,7 @@ def test_every_check_passes_at_toy_size(tmp_path):
             )
     assert figures["saves"]["difference"] == 0
     assert figures["packed"]["difference"] < 1e-5
+    assert figures["lora"]["difference"] < 1e-5
     assert set(figures["loss_memory"]["all"]) >= {"all logits", "supervised"}
     assert "skipped" in checks["gpu_tests"]["summary"]
 
