@@ -40,6 +40,8 @@ LAST_STEPS, END = 5, 0.03
 # order: packed or bucketed, one Adam or the other, resumed or not. On CPU a run in bf16 differed
 # from one in fp32 by .02 after 25 steps with a higher learning rate.
 SAME = {"bf16": 2e-2, "fp32": 1e-4}
+# The same for weights in 4 bits, each of which is off by about a tenth.
+IN_4_BITS = 5e-2
 COMPARED_RATE = 3e-4  # the learning rate of those runs: the loss has to fall, or all would agree
 
 
@@ -575,6 +577,38 @@ def check_fused_adam(place: Place) -> Finding:
     return finding
 
 
+def check_lora(place: Place) -> Finding:
+    """LoRA under ZeRO 1 and 3, with recomputed activations, and QLoRA, from the same weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = write_model(place, "124m")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    config = long_tailed(place, folder, steps=16, step_tokens=65_536)
+    config = changed(
+        config, model__from_config=False, model__lora={"r": 16, "alpha": 32},
+        model__activation_checkpointing=True,
+    )  # fmt: skip
+    configs = {f"ZeRO {n}": changed(config, ds_config=f"ds_configs/zero{n}.json") for n in (1, 3)}
+    finding = compare_runs(place, configs, SAME[place.precision])
+    if place.toy:
+        finding.summary += "; QLoRA not run: it needs a GPU"
+        return finding
+    kinds = {"LoRA": config, "QLoRA": changed(config, model__quantization="nf4")}
+    in_4_bits = compare_runs(place, kinds, IN_4_BITS)
+    memory = ", ".join(
+        f"{name} {values['peak_memory_gb']:.1f} GB"
+        for name, values in (finding.figures | in_4_bits.figures).items()
+        if isinstance(values, dict)
+    )
+    return Finding(
+        f"{finding.summary}; {in_4_bits.summary}; peak memory {memory}",
+        {"stages": finding.figures, "nf4": in_4_bits.figures},
+        finding.problems + in_4_bits.problems,
+    )
+
+
 def check_loss_memory(place: Place) -> Finding:
     """Peak memory of forward and backward through the output head and the loss, where one token in
     four is supervised and where all are: logits of all tokens, of the supervised ones alone, and of
@@ -791,6 +825,7 @@ CHECKS = (
     Check("gpu_tests", "pytest -m gpu", 120, check_gpu_tests),
     Check("offload", "each with offload in bf16 and fp16, against fp32", 240, check_offload),
     Check("loss_memory", "peak memory of the loss", 60, check_loss_memory),
+    Check("lora", "LoRA under ZeRO 1 and 3, QLoRA", 150, check_lora, alone=True),
     *dense_checks("0.5b", 120),
     Check("packed", "packed against bucketed", 120, check_packed, alone=True),
     Check("saves", "asynchronous saves, kill -9, resume", 150, check_saves, alone=True),
@@ -798,4 +833,4 @@ CHECKS = (
     *dense_checks("1.5b", 200),
     Check("fused_adam", "FusedAdam against AdamW", 240, check_fused_adam, alone=True),
 )
-"""In order of value. LoRA, once it is supported, is a check of its own, before the dense shapes."""
+"""In order of value."""

@@ -66,11 +66,12 @@ def section_of(kind: Any) -> type | None:
 
 
 def config_keys(section: type, prefix: str = "") -> list[str]:
-    """The dotted keys of a dataclass and of the sections nested in it."""
+    """The dotted keys of a dataclass and its sections; one that may be null is itself a key too."""
     keys = []
     for f in dataclasses.fields(section):
         nested = section_of(f.type)
-        keys += config_keys(nested, f"{prefix}{f.name}.") if nested else [prefix + f.name]
+        keys += [prefix + f.name] if nested is not f.type else []
+        keys += config_keys(nested, f"{prefix}{f.name}.") if nested else []
     return keys
 
 

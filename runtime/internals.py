@@ -43,7 +43,7 @@ INTERNALS = (
     ),
     Internals(
         "checkpoint/save.py", "deepspeed.runtime.engine",
-        ("checkpoint_engine", "_copy_recovery_script", "basic_optimizer"),
+        ("checkpoint_engine", "_copy_recovery_script", "basic_optimizer", "buffer_names"),
         "the state that would be written, without writing it",
     ),
     Internals(

@@ -3,6 +3,7 @@ checkpoints hold; resuming; exports.    pytest tests/test_lora.py
 """
 
 import json
+import re
 import shutil
 
 import bitsandbytes
@@ -10,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import yaml
 from conftest import REPO, determined, read_metrics, save_tiny_llama, strategy
 from engine_logits import TOKENS
 from plain_loop import train_plainly
@@ -18,9 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from checkpoint.export import export_adapter, export_checkpoint
 from checkpoint.run_folder import list_complete
 from checkpoint.shards import Shards
+from config.batch_math import model_state_parts
+from config.parse import dump_config, parse_command_line
 from config.schema import LoraConfig, ModelConfig
 from model.base import describe_base
-from model.load import quantized
+from model.load import check_quantization, quantized
 from model.trained import Counts, count_trained
 from runtime.errors import UserError
 
@@ -253,7 +257,7 @@ def test_a_tied_head_with_an_adapter_is_untied_and_a_random_base_is_saved(
     assert "base_model.model.model.embed_tokens.weight" in names
 
 
-@pytest.mark.parametrize("name, precision", [("zero1", "bf16"), ("zero2", "fp32")])
+@pytest.mark.parametrize("name, precision", [("zero1", "bf16"), ("zero2_offload", "fp32")])
 def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     forks, write, tmp_path, base, sample_tokenizer, plain, monkeypatch, name, precision
 ):
@@ -370,6 +374,68 @@ def test_names_that_the_model_does_not_have_are_one_line(base, settings, line):
     with pytest.raises(UserError) as refused:
         count_trained(ModelConfig(str(base), **settings), AutoConfig.from_pretrained(base))
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        ("lora: {r: 8, alpha: x}", "model.lora.alpha: expected int >0, got 'x'"),
+        ("lora: {r: 8, dropot: 0.1}", "model.lora.dropot: unknown key; did you mean model.lora.dr"),
+        ("lora: 8", "model.lora: is a section, so its keys go below it"),
+        ("lora: {r: null}", "model.lora.r: is null, but needs a value"),
+        ("trainable: ['head(']", "model.trainable: 'head(' is not a regular expression: missing )"),
+        ("{trainable: [head], lora: {}}", "model.trainable: cannot be combined with model.lora"),
+        ("quantization: nf4", "model.quantization: weights in 4 bits are frozen; set model.lora"),
+        ("{quantization: nf4, lora: {}}", "zero3.json has ZeRO stage 3, which cannot partition we"),
+        ("{quantization: nf4, lora: {}, from_config: true}", "model.quantization: needs pretrain"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_one_line(tiny_config, base, settings, line):
+    values = yaml.safe_load(settings if settings[0] == "{" else f"{{{settings}}}")
+    changes = {f"model__{key}": value for key, value in values.items()}
+    config = tiny_config(model=base, ds_config="ds_configs/zero3.json", **changes)
+    with pytest.raises(UserError) as refused:
+        parse_command_line(["--config", str(config)])
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+    assert re.match(rf"{config}:\d+: ", str(refused.value)), "names the line"
+
+
+def test_a_section_may_be_absent_null_or_changed_by_flags(tiny_config, base):
+    config = tiny_config(model=base, model__lora={"r": 8})
+
+    def parsed(*flags):
+        return parse_command_line(["--config", str(config), *flags]).config
+
+    assert parsed().model.lora == LoraConfig(r=8)
+    assert parsed("--model.lora.alpha", "4").model.lora == LoraConfig(r=8, alpha=4)
+    assert parsed("--model.lora", "null").model.lora is None
+    with pytest.raises(UserError, match=r"command line: model\.lora\.rank: unknown key"):
+        parsed("--model.lora.rank", "4")
+    file = config.with_name("again.yaml")
+    file.write_text(dump_config(parsed()))
+    assert parse_command_line(["--config", str(file)]).config == parsed()
+
+
+def test_4_bits_need_a_gpu(write, tmp_path):
+    config = parse_command_line(["--config", str(write(model__quantization="nf4"))]).config
+    with pytest.raises(
+        UserError, match=r"^model\.quantization: nf4 needs a GPU; without it remove"
+    ):
+        check_quantization(config, torch.device("cpu"))
+
+
+def test_memory_of_what_is_frozen_is_only_its_weights():
+    frozen, trained, ranks = 10**9, 10**6, 4
+    whole = frozen + trained
+    for stage, weights, gradients, optimizer in (
+        (0, 2 * whole, 2 * trained, 12 * trained),
+        (2, 2 * whole, 2 * trained / ranks, 12 * trained / ranks),
+        (3, 2 * whole / ranks, 2 * trained / ranks, 12 * trained / ranks),
+    ):
+        parts = model_state_parts(whole, ranks, stage, "bf16", trained)
+        assert parts == (weights, gradients, optimizer)
+    in_4_bits = model_state_parts(whole, ranks, 2, "bf16", trained, quantized=frozen)
+    assert in_4_bits[0] == pytest.approx(2 * trained + frozen * 4.127 / 8)
 
 
 def test_a_fingerprint_is_of_the_weights_wherever_they_are(base, tmp_path):
