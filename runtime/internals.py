@@ -123,6 +123,10 @@ INTERNALS = (
         ("basic_optimizer",), "the optimizer inside ZeRO's",
     ),
     Internals(
+        "model/logits.py", "deepspeed.runtime.chunked_cross_entropy",
+        ("chunked_cross_entropy",), "the cross entropy of a chunk of logits",
+    ),
+    Internals(
         "model/optimizer.py", "deepspeed.runtime.zero.partition_parameters",
         ("ds_shape",), "the shape of a partitioned parameter",
     ),
