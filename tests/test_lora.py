@@ -129,7 +129,7 @@ def test_lora_equals_a_plain_loop_with_peft(
     file = strategy(tmp_path, name)
     block = json.loads(file.read_text())
     block["zero_optimization"] |= changes
-    if "offload" in name and shutil.which("g++"):
+    if name == "zero2_offload" and shutil.which("g++"):  # DeepSpeed's CPU Adam
         del block["optimizer"]["params"]["torch_adam"]
     file.write_text(json.dumps(block))
     config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
