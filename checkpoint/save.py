@@ -201,13 +201,17 @@ class Saver:
     def _collect(self) -> dict[str, Any]:
         """What this rank has to write, by file name; tensors are those in use, not copies."""
         collector, module = StateCollector(), self.engine.module
-        in_files = module.read_from is not None  # the frozen weights, so they are not saved
+        is_trained = {
+            n: p.requires_grad for n, p in module.named_parameters(remove_duplicate=False)
+        }
+        # frozen weights that are in the model's files are not saved
+        leaves_out = module.read_from is not None and not all(is_trained.values())
         usual, self.engine.checkpoint_engine = self.engine.checkpoint_engine, collector
         # rank 0 would write a recovery script next to the shards; export.py replaces it
         self.engine._copy_recovery_script = lambda folder: None
         try:
             self.engine.save_checkpoint(
-                "/", tag=SHARDS, save_latest=False, exclude_frozen_parameters=in_files
+                "/", tag=SHARDS, save_latest=False, exclude_frozen_parameters=leaves_out
             )
         finally:
             self.engine.checkpoint_engine = usual
@@ -217,11 +221,12 @@ class Saver:
             "read_from": module.read_from,
         }
         files = {f"{SHARDS}/{path.name}": s | about for path, s in collector.files.items()}
-        trained = {name for name, p in module.named_parameters() if p.requires_grad}
         for state in files.values():
-            if in_files and "module" in state:
+            if leaves_out and "module" in state:
                 # DeepSpeed has left in second names of tied weights, and scales of quantized ones
-                kept = trained.union(state["buffer_names"])
+                kept = {name for name in is_trained if is_trained[name]}.union(
+                    state["buffer_names"]
+                )
                 state["module"] = {n: w for n, w in state["module"].items() if n in kept}
         files[f"{RNG}/rank_{self.ranks.rank:05d}.pt"] = rng_state()
         return files

@@ -232,7 +232,12 @@ class Shards:
         checkpoint holds them.
         """
         found = self.model.get("read_from")
-        return found and {key: found[key] for key in ("name_or_path", "revision", "fingerprint")}
+        if found is None:
+            return None
+        texts = {key: found[key] for key in ("name_or_path", "revision", "fingerprint")}
+        if not all(isinstance(v, str | None) for v in texts.values()) or not texts["name_or_path"]:
+            raise ValueError("read_from does not name a model")
+        return texts
 
     @_damage_in_one_line
     def holds(self, name: str) -> bool:

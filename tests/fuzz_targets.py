@@ -373,9 +373,12 @@ def shard_trees() -> list[dict[str, Any]]:
     def about(stage: int, *fragments: tuple) -> dict[str, Any]:
         layout = {
             "zero_stage": stage, "shards": 2 if stage else 1, "wrapper": "W", "optimizer": "AdamW",
-            "fragments": [(name, shapes[name], *rest) for name, *rest in fragments], "frozen": {},
+            "fragments": [(name, shapes[name], *rest) for name, *rest in fragments],
+            "frozen": {"c": (2,)},
         }  # fmt: skip
-        return {"layout": layout, "progress": {"updates": 4, "loss_scale": None}}
+        read_from = {"name_or_path": "base", "revision": None, "fingerprint": "0123456789abcdef"}
+        progress = {"updates": 4, "loss_scale": None}
+        return {"layout": layout, "progress": progress, "read_from": read_from}
 
     def adam(*flats: torch.Tensor) -> dict[str, Any]:
         moments = {"exp_avg": flats[0], "exp_avg_sq": flats[0], "step": torch.tensor(4.0)}
@@ -448,7 +451,10 @@ def shards_target() -> Target:
 
     def read(folder: Path, arguments: None) -> None:
         shards = Shards(folder / "checkpoint")
-        for name in shards.names():
+        read_from = shards.read_from
+        assert read_from is None or all(isinstance(v, str | None) for v in read_from.values())
+        assert set(shards.missing()) <= set(shards.names())
+        for name in filter(shards.holds, shards.names()):
             assert tuple(shards.weight(name).shape) == tuple(shards.shape(name))
         for name in shards.trained:
             for key in STATES:

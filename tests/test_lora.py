@@ -5,6 +5,7 @@ checkpoints hold; resuming; exports.    pytest tests/test_lora.py
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import bitsandbytes
 import numpy as np
@@ -18,6 +19,7 @@ from plain_loop import train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint.export import export_adapter, export_checkpoint
+from checkpoint.merge import insert_adapters
 from checkpoint.run_folder import list_complete
 from checkpoint.shards import Shards
 from config.batch_math import model_state_parts
@@ -107,18 +109,18 @@ def assert_only_trained(checkpoint, bytes_trained):
 
 
 @pytest.mark.parametrize(
-    "name, checkpointing",
+    "name, ranks, checkpointing",
     [
-        ("zero0", False),
-        ("zero1", True),
-        ("zero2", False),
-        ("zero3", True),
-        ("zero2_offload", True),
-        ("zero3_offload", False),
+        ("zero0", 2, False),
+        ("zero1", 1, True),
+        ("zero2", 2, False),
+        ("zero3", 2, True),
+        ("zero2_offload", 1, True),
+        ("zero3_offload", 2, False),
     ],
 )
 def test_lora_equals_a_plain_loop_with_peft(
-    forks, write, tmp_path, base, sample_tokenizer, plain, name, checkpointing
+    forks, write, tmp_path, base, sample_tokenizer, plain, name, ranks, checkpointing
 ):
     changes = {}
     if name == "zero3":  # so that nothing stays gathered because it will be needed again
@@ -127,14 +129,14 @@ def test_lora_equals_a_plain_loop_with_peft(
     file = strategy(tmp_path, name)
     block = json.loads(file.read_text())
     block["zero_optimization"] |= changes
-    if "offload" in name and shutil.which("g++"):
+    if name == "zero2_offload" and shutil.which("g++"):  # DeepSpeed's CPU Adam
         del block["optimizer"]["params"]["torch_adam"]
     file.write_text(json.dumps(block))
     config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
     if "lora" not in plain:
         plain["lora"] = train_plainly(config, sample_tokenizer, with_peft)
     module = "gathered" if name == "zero3" else "engine_logits"
-    finished = forks.train(config, ranks=2, module=module)
+    finished = forks.train(config, ranks=ranks, module=module)
     assert finished.code == 0, finished.output
     assert_equal_to(plain["lora"], tmp_path / "run")
     share = f"trained        {TRAINED:,} of {WHOLE + TRAINED:,} parameters (4.30%): LoRA of rank 4"
@@ -154,7 +156,7 @@ def test_lora_equals_a_plain_loop_with_peft(
     torch.testing.assert_close(merged, trained, rtol=0, atol=1e-5)
     export_adapter(checkpoint, tmp_path / "adapter")
     files = {file.name: file.stat().st_size for file in (tmp_path / "adapter").iterdir()}
-    assert files["adapter_model.safetensors"] < 4 * TRAINED + 4000 and "config.json" not in files
+    assert files["adapter_model.safetensors"] < 4 * TRAINED + 6000 and "config.json" not in files
     model = AutoModelForCausalLM.from_pretrained(base)
     assert (logits_of(model) - trained).abs().max() > 0.1, "the adapters should matter"
     model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
@@ -194,21 +196,14 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     weights_only = ("--checkpoint.weights_only", "true", "--checkpoint.resume", last,
                     "--output_dir", tmp_path / "next")  # fmt: skip
 
-    def refusal(*flags):
-        finished = forks.train(config, *flags)
-        assert finished.code == 2 and len(finished.errors) == 1, finished.output
-        return finished.errors[0]
-
-    line = refusal(*weights_only, "--model.name_or_path", other)
+    finished = forks.train(config, *weights_only, "--model.name_or_path", other)
+    assert finished.code == 2 and len(finished.errors) == 1, finished.output
+    line = finished.errors[0]
     assert f"has only the weights that were trained; the others are those of {moved}" in line
     assert f"this run's model is {other}, with other weights; set model.name_or_path" in line
-    assert "model.lora was {'r': 4, 'alpha': 8, " in refusal("--model.lora.alpha", "9")
-    line = refusal(*weights_only, "--model.lora", "null")
-    assert "is of another model: " in line and "if only model.lora differs, export it" in line
-
     (tmp_path / "next").mkdir(exist_ok=True)
     (tmp_path / "next" / "stop").touch()
-    finished = forks.train(config, *weights_only, ranks=2)
+    finished = forks.train(config, *weights_only)
     assert finished.code == 75 and "starting with the weights of" in finished.output
     ended, began = (
         read_metrics(folder, "eval")[i]["eval_loss"]
@@ -257,9 +252,11 @@ def test_a_tied_head_with_an_adapter_is_untied_and_a_random_base_is_saved(
     assert "base_model.model.model.embed_tokens.weight" in names
 
 
-@pytest.mark.parametrize("name, precision", [("zero1", "bf16"), ("zero2_offload", "fp32")])
+@pytest.mark.parametrize(
+    "name, precision, ranks", [("zero1", "bf16", 1), ("zero2_offload", "fp32", 2)]
+)
 def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
-    forks, write, tmp_path, base, sample_tokenizer, plain, monkeypatch, name, precision
+    forks, write, tmp_path, base, sample_tokenizer, plain, monkeypatch, name, precision, ranks
 ):
     def in_4_bits(_model):
         return with_peft(
@@ -275,7 +272,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     )  # fmt: skip
     if "nf4" not in plain:
         plain["nf4"] = train_plainly(config, sample_tokenizer, in_4_bits)
-    finished = forks.train(config, ranks=2, module="nf4_anyway")
+    finished = forks.train(config, ranks=ranks, module="nf4_anyway")
     assert finished.code == 0, finished.output
     assert "the frozen layers in nf4" in finished.output
     tolerance = {"fp32": 1e-5, "bf16": 5e-2}[precision]
@@ -322,8 +319,7 @@ def test_patterns_freeze_the_others(forks, write, tmp_path, base, sample_tokeniz
     second = tmp_path / "second"
     finished = forks.train(
         config, "--model.trainable", "[embed]", "--checkpoint.weights_only", "true",
-        "--checkpoint.resume", checkpoint, "--output_dir", second, ranks=2,
-        module="engine_logits",
+        "--checkpoint.resume", checkpoint, "--output_dir", second, module="engine_logits",
     )  # fmt: skip
     assert finished.code == 0, finished.output
     ended, began = (
@@ -414,6 +410,14 @@ def test_a_section_may_be_absent_null_or_changed_by_flags(tiny_config, base):
     file = config.with_name("again.yaml")
     file.write_text(dump_config(parsed()))
     assert parse_command_line(["--config", str(file)]).config == parsed()
+
+
+@pytest.mark.parametrize("lora", [8, {"r": "8"}, {"rank": 8}, {"target_modules": 7}])
+def test_damaged_settings_of_a_checkpoint_are_one_line(base, lora):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    with pytest.raises(UserError, match=r"the checkpoint's model\.lora cannot be used"):
+        insert_adapters(model, SimpleNamespace(lora=lora))
 
 
 def test_4_bits_need_a_gpu(write, tmp_path):
