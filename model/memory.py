@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from config.batch_math import NF4_BYTES
 from config.ds_config import zero_stage
 from config.schema import Config
 from model.architecture import hidden_size, layer_widths, text_config_of
@@ -56,12 +57,18 @@ class Memory:
 
 
 def estimate_memory(
-    config: Config, skeleton: nn.Module, ds_config: dict[str, Any], nodes: int, gpus: int
+    config: Config,
+    skeleton: nn.Module,
+    quantized: int,
+    ds_config: dict[str, Any],
+    nodes: int,
+    gpus: int,
 ) -> Memory:
     """The memory of a run with bf16, fp16 or fp32 weights and AdamW.
 
     Args:
         skeleton: the model on the meta device, with requires_grad as in training.
+        quantized: how many of its parameters are kept in nf4.
         ds_config: merged, with no value "auto".
         gpus: of one node; each is a rank.
 
@@ -79,7 +86,8 @@ def estimate_memory(
     share = trained / ranks if stage >= 1 else trained
 
     width = _weight_bytes(ds_config)
-    weights = width * total / (ranks if stage == 3 else 1)
+    held = width * (total - quantized) + NF4_BYTES * quantized
+    weights = held / (ranks if stage == 3 else 1)
     summed = 4 if ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     if stage < 2 and summed != width:
         summed += width  # its BF16_Optimizer keeps the 16-bit gradients next to their sum
@@ -87,7 +95,7 @@ def estimate_memory(
     optimizer = MASTER_AND_MOMENTS * share
     by = f" / {ranks} ranks" if ranks > 1 else ""
     states = [
-        Part("weights", weights, f"{width} bytes x all{by if stage == 3 else ''}"),
+        Part("weights", weights, f"{held / total:.3g} bytes x all{by if stage == 3 else ''}"),
         Part("gradients", gradients, f"{summed} bytes x trained{by if stage >= 2 else ''}"),
         Part("optimizer", optimizer, f"12 bytes x trained{by if stage >= 1 else ''}"),
     ]
@@ -107,7 +115,7 @@ def estimate_memory(
     update = _update(trained, share, zero, stage, on_cpu["optimizer"])
     # under ZeRO 3 the first rank alone reads the files
     loading = width * total * (gpus if stage < 3 else 1)
-    checkpoint = (MASTER_AND_MOMENTS + width) * trained + width * (total - trained)
+    checkpoint = (MASTER_AND_MOMENTS + width) * trained  # frozen weights are in their own files
     return Memory(states, backward, update, loading, gpus * host, checkpoint)
 
 
@@ -163,7 +171,7 @@ def _activations(config: Config, skeleton: nn.Module, width: int) -> tuple[float
         config.data.micro_batch_tokens,
     )
     layers, hidden = int(text.num_hidden_layers), hidden_size(skeleton.config)
-    sizes = layer_bytes(skeleton.config, getattr(model, "tiled_mlp", 0) or 1)
+    sizes = layer_bytes(skeleton.config, model.tiled_mlp or 1)
     kept, gradients = (width / 2 * tokens * size for size in sizes)
     loss = _loss(config, skeleton, width)
     inputs = width * layers * hidden * tokens
@@ -187,7 +195,7 @@ def _loss(config: Config, skeleton: nn.Module, width: int) -> Part:
         config.data.micro_batch_tokens,
         int(text_config_of(skeleton.config).vocab_size),
     )
-    chunk = getattr(config.model, "loss_chunk_tokens", 0)
+    chunk = config.model.loss_chunk_tokens
     logits, head = min(tokens, chunk or tokens), skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad) if chunk else 0
     states = 2 * width * hidden_size(skeleton.config) * tokens

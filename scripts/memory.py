@@ -86,16 +86,22 @@ def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
     Raises:
         UserError: the model's config cannot be loaded, or the DeepSpeed config is wrong.
     """
+    import torch
+
     from config.ds_config import merge_ds_config, resolve_precision
-    from model.architecture import freeze_other_parts, hidden_size, meta_model
+    from model.architecture import hidden_size, meta_model
     from model.memory import estimate_memory
+    from model.trained import choose_trained, count_trained
 
     architecture = load_shape(config)
     skeleton = meta_model(architecture, config.model.trust_remote_code)
-    freeze_other_parts(skeleton)
+    with torch.device("meta"):
+        choose_trained(skeleton, config.model)
     precision = resolve_precision(config, "bf16")
     ds_config = merge_ds_config(config, precision, hidden_size(architecture))
-    return estimate_memory(config, skeleton, ds_config, cluster.nodes, cluster.gpus), skeleton
+    quantized = count_trained(config.model, architecture).quantized
+    shape = cluster.nodes, cluster.gpus
+    return estimate_memory(config, skeleton, quantized, ds_config, *shape), skeleton
 
 
 def load_shape(config: "Config") -> "PretrainedConfig":
