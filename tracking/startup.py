@@ -154,10 +154,10 @@ def _tokenizer(setup: Setup, trained: Sequence[int] | None) -> str:
 
 
 def _trained(model: ModelConfig, counts: Counts) -> dict[str, str]:
-    """If the config freezes parameters, a line about those that are trained."""
-    if not (model.lora or model.trainable):
+    """If parameters are frozen, a line about those that are trained."""
+    if not (model.lora or model.trainable) and counts.trained == counts.total:
         return {}
-    what = f"those with {', '.join(model.trainable)}"
+    what = f"those with {', '.join(model.trainable)}" if model.trainable else "those of text"
     if lora := model.lora:
         chosen = lora.target_modules
         modules = chosen if isinstance(chosen, str) else ", ".join(chosen)
