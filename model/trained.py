@@ -95,9 +95,9 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
         # peft wraps a parameter that is in no layer, as the experts and the router of a mixture are
         if isinstance(module, ParamWrapper):
             raise UserError(
-                f"model.lora.target_modules: {name}.{module.parameter_name} is in no linear layer, and "
-                "adapters of experts and routers are not supported; name the attention's layers, "
-                "such as [q_proj, k_proj, v_proj, o_proj]"
+                f"model.lora.target_modules: {name}.{module.parameter_name} is in no linear layer, "
+                "and adapters of experts and routers are not supported; name the attention's "
+                "layers, such as [q_proj, k_proj, v_proj, o_proj]"
             )
 
 
