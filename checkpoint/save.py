@@ -201,11 +201,10 @@ class Saver:
     def _collect(self) -> dict[str, Any]:
         """What this rank has to write, by file name; tensors are those in use, not copies."""
         collector, module = StateCollector(), self.engine.module
-        is_trained = {
-            n: p.requires_grad for n, p in module.named_parameters(remove_duplicate=False)
-        }
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        trained = {name for name, p in parameters.items() if p.requires_grad}
         # frozen weights that are in the model's files are not saved
-        leaves_out = module.read_from is not None and not all(is_trained.values())
+        leaves_out = module.read_from is not None and len(trained) < len(parameters)
         usual, self.engine.checkpoint_engine = self.engine.checkpoint_engine, collector
         # rank 0 would write a recovery script next to the shards; export.py replaces it
         self.engine._copy_recovery_script = lambda folder: None
@@ -224,9 +223,7 @@ class Saver:
         for state in files.values():
             if leaves_out and "module" in state:
                 # DeepSpeed has left in second names of tied weights, and scales of quantized ones
-                kept = {name for name in is_trained if is_trained[name]}.union(
-                    state["buffer_names"]
-                )
+                kept = trained.union(state["buffer_names"])
                 state["module"] = {n: w for n, w in state["module"].items() if n in kept}
         files[f"{RNG}/rank_{self.ranks.rank:05d}.pt"] = rng_state()
         return files

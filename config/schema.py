@@ -48,7 +48,7 @@ class LoraConfig:
     """Dropout of the adapter's input."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules with adapters, by the ends of their names, such as [q_proj, v_proj]; all-linear:
-    every linear layer but the output head. Experts that are one parameter per layer are none.
+    every linear layer but the output head. Experts and routers cannot have any.
     """
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained as a whole instead, such as [embed_tokens, lm_head]."""

@@ -75,6 +75,7 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
 
 def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> None:
     import peft  # takes a second
+    from peft.tuners.lora import ParamWrapper
 
     modules = [name for name, _ in model.named_modules() if name]
     for key in ("target_modules", "modules_to_save"):
@@ -105,6 +106,14 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise UserError(f"model.lora.target_modules: {first_line(error)}") from error
+    for name, module in model.named_modules():
+        # peft wraps a parameter that is in no layer, as the experts and the router of a mixture are
+        if isinstance(module, ParamWrapper):
+            raise UserError(
+                f"model.lora.target_modules: {name}.{module.parameter_name} is in no linear layer, "
+                "and adapters of experts and routers are not supported; name the attention's "
+                "layers, such as [q_proj, k_proj, v_proj, o_proj]"
+            )
 
 
 def _quantizable(model: nn.Module) -> list[nn.Linear]:

@@ -16,7 +16,7 @@ import yaml
 from conftest import REPO, determined, read_metrics, save_tiny_llama, strategy
 from engine_logits import TOKENS
 from plain_loop import train_plainly
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from checkpoint.export import export_adapter, export_checkpoint
 from checkpoint.merge import insert_adapters
@@ -410,6 +410,15 @@ def test_a_section_may_be_absent_null_or_changed_by_flags(tiny_config, base):
     file = config.with_name("again.yaml")
     file.write_text(dump_config(parsed()))
     assert parse_command_line(["--config", str(file)]).config == parsed()
+
+
+def test_adapters_of_experts_are_refused_and_those_of_attention_are_not():
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(UserError, match="is in no linear layer, and adapters of experts and rou"):
+        count_trained(ModelConfig("", lora=LoraConfig()), config)
+    attention = LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    assert count_trained(ModelConfig("", lora=attention), config).trained == 2 * 2 * 2 * (32 + 32)
 
 
 @pytest.mark.parametrize("lora", [8, {"r": "8"}, {"rank": 8}, {"target_modules": 7}])
