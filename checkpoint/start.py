@@ -120,11 +120,12 @@ def load_start(engine: "DeepSpeedEngine", start: Start, config: Config, nodes: N
         UserError: the checkpoint is of another model, or cannot be converted to this run's layout;
             or weights differ from their files.
     """
+    is_frozen = any(not p.requires_grad for p in engine.module.parameters())
+    if not config.model.from_config and (start.checkpoint is None or is_frozen):
+        line = prove_weights(engine, config, nodes.ranks)
+        if nodes.ranks.is_first:
+            print(line, flush=True)
     if start.checkpoint is None:
-        if not config.model.from_config:
-            line = prove_weights(engine, config, nodes.ranks)
-            if nodes.ranks.is_first:
-                print(line, flush=True)
         return
     if start.saved is None:
         load_weights(engine, start.checkpoint, nodes.ranks)

@@ -139,6 +139,8 @@ def test_lora_equals_a_plain_loop_with_peft(
     finished = forks.train(config, ranks=ranks, module=module)
     assert finished.code == 0, finished.output
     assert_equal_to(plain["lora"], tmp_path / "run")
+    proof = re.search(r"(\d+) tensors on \d ranks equal .* files \(.*\)$", finished.output, re.M)
+    assert int(proof[1]) == 2 + 9 * LAYERS, finished.output
     share = f"trained        {TRAINED:,} of {WHOLE + TRAINED:,} parameters (4.30%): LoRA of rank 4"
     assert share in finished.output, finished.output
     checkpoint = last_checkpoint(tmp_path / "run")
