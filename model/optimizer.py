@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.runtime import lr_schedules
 from torch import nn
-from transformers import get_scheduler
 
 from config.batch_math import scaled_learning_rate, warmup_steps
 from config.ds_config import DEEPSPEED_SCHEDULERS
@@ -101,6 +100,8 @@ class Schedule:
 
     @cached_property
     def _rate_at(self) -> Callable[[int], float]:
+        from transformers import get_scheduler  # imports peft and bitsandbytes, .5 s
+
         try:
             if self.name in DEEPSPEED_SCHEDULERS:
                 return self._deepspeed_rate()
