@@ -25,6 +25,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import peft  # noqa: F401  where model.lora is set, takes a second
 import torch._inductor.compile_fx  # noqa: F401  for torch.compile, called there
 import transformers.models.llama.modeling_llama  # noqa: F401  for from_pretrained
+import transformers.optimization  # noqa: F401  for get_scheduler
 
 import train  # noqa: F401  and everything that it imports
 from data.check_sources import parse_with_sources

@@ -222,7 +222,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
     assert whole.code == 0, whole.output
     run_folder, chance, drafts = tmp_path / "run", random.Random(7), 0
-    kills = int(os.environ.get("KILLS", "20"))
+    kills = int(os.environ.get("KILLS", "12"))
     for attempt in range(kills):
         began = time.time()
         is_async = str(attempt % 2 == 1).lower()

@@ -59,7 +59,7 @@ def test_every_check_passes_at_toy_size(tmp_path):
     assert figures["saves"]["difference"] == 0
     assert figures["packed"]["difference"] < 1e-5
     for of_share in figures["loss_memory"].values():
-        assert of_share["chunked"] < of_share["supervised"] / 3 < of_share["all logits"]
+        assert of_share["chunked"] < of_share["supervised"] / 2 < of_share["all logits"]
     assert figures["lora"]["difference"] < 1e-5
     assert "skipped" in checks["gpu_tests"]["summary"]
 
