@@ -124,7 +124,7 @@ def load_start(engine: "DeepSpeedEngine", start: Start, config: Config, nodes: N
     if not config.model.from_config and (start.checkpoint is None or is_frozen):
         line = prove_weights(engine, config, nodes.ranks)
         if nodes.ranks.is_first:
-            print(line, flush=True)
+            print(f"  {'weights':<13}  {line}", flush=True)  # the last row of the start-up table
     if start.checkpoint is None:
         return
     if start.saved is None:

@@ -24,7 +24,7 @@ import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
 import peft  # noqa: F401  where model.lora is set, takes a second
 import torch._inductor.compile_fx  # noqa: F401  for torch.compile, called there
-import transformers.models.llama.modeling_llama  # noqa: F401  for from_pretrained
+import transformers.models.llama.modeling_llama
 import transformers.optimization  # noqa: F401  for get_scheduler
 
 import train  # noqa: F401  and everything that it imports

@@ -82,7 +82,8 @@ def test_what_ranks_hold_equals_the_files(
     proofs = [x for x in finished.output.splitlines() if "tensors on" in x or "differ from" in x]
     equal = [line for line in proofs if "tensors on 2 ranks equal the" in line]
     assert len(proofs) == 4 and len(equal) == 2, finished.output
-    assert equal[0].startswith(f"{len(meta_model_of(folders[model])):,} tensors")
+    tensors = len(meta_model_of(folders[model]))
+    assert equal[0].startswith(f"  weights        {tensors:,} tensors on 2 ranks"), equal
     for line, kind in zip(proofs[1:3], ("held", "updated"), strict=True):
         assert line.startswith(f"{kind}: ") and f"files: {TENSOR}; start again" in line
 
