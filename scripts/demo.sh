@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv, trains on the sample data with the deepspeed launcher (two processes on CPU, or all
-# GPUs), exports the model and shows what it learned.
+# GPUs), exports the model and shows what it learned. Arguments go to train.py:
+#   ./scripts/demo.sh --train.steps 100
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -14,6 +15,6 @@ port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.g
 run="runs/demo_$(date +%Y%m%d_%H%M%S)"
 
 deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning \
-  train.py --config recipes/demo.yaml --output_dir "$run"
+  train.py --config recipes/demo.yaml --output_dir "$run" "$@"
 python scripts/export.py "$run" "$run/model"
 python scripts/demo_report.py "$run" "$run/model"

@@ -14,7 +14,7 @@ FOLDERS = (
 )
 SECTIONS = "model|data|train|checkpoint|tracking|distributed|launch"
 README = (REPO / "README.md").read_text()
-
+SHORT_DEMO = "--train.steps 110"
 
 NOT_IN_THE_TREE = {
     "README.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "pyproject.toml", "requirements.txt",
@@ -95,7 +95,8 @@ def test_every_file_and_flag_named_in_the_documents_exists():
 def test_the_commands_run_in_a_fresh_copy(tmp_path):
     """Every ```bash block in order, in a clean checkout with an empty HOME.
 
-    The copy uses this checkout's .venv, so that packages are not installed again.
+    The copy uses this checkout's .venv, so that packages are not installed again. The demo trains
+    for a third of its steps, unless WHOLE_DEMO is set; then it learns what the README shows.
     """
     copy = tmp_path / "copy"
     for name in tracked_files():
@@ -109,9 +110,12 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
 
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", README, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 4 and "./scripts/demo.sh" in blocks[0]
+    whole = "WHOLE_DEMO" in os.environ
     for block in blocks:
+        if not whole:
+            block = block.replace("./scripts/demo.sh", f"./scripts/demo.sh {SHORT_DEMO}")
         env = {**environment(), "HOME": str(tmp_path / "home")}
-        for ours in ("PYTHONPATH", "OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE"):
+        for ours in ("PYTHONPATH", "DS_ACCELERATOR", "HF_HUB_OFFLINE"):
             env.pop(ours)
         finished = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block], cwd=copy, env=env, text=True,
@@ -119,16 +123,16 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
         )  # fmt: skip
         assert finished.returncode == 0, f"{block}\n{finished.stdout[-3000:]}"
         if "demo.sh" in block:
-            check_demo(finished.stdout, copy)
+            check_demo(finished.stdout, copy, whole)
     assert (copy / "runs" / "mine" / "model" / "model.safetensors").exists()
 
 
-def check_demo(output, copy):
+def check_demo(output, copy, whole):
     """The demo prints what the README shows, and the model has learned."""
     before, after = map(float, re.search(r"held-out loss\D+([\d.]+)\s+([\d.]+)", output).groups())
-    assert after < before / 10, output
+    assert after < before / (100 if whole else 10), output
     right = re.search(r"answers right\s+(\d+) of 200\s+(\d+) of 200", output).groups()
-    assert int(right[0]) == 0 and int(right[1]) >= 100, output
+    assert int(right[0]) == 0 and int(right[1]) >= (100 if whole else 0), output
     for name in ("speed", "checkpoint", "model", "metrics", "W&B", "next:"):
         assert re.search(rf"^  {name}", output, re.MULTILINE), output
     checkpoint = re.search(r"^  checkpoint\s+(\S+)", output, re.MULTILINE)[1]
