@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from checkpoint.shards import STATES, Fragment, Shards, flat_weights, layout, partition
+from checkpoint.shards import STATES, Fragment, Shards, flat_weights, is_on_nvme, layout, partition
 from model.base import is_same_base
 from runtime.errors import UserError
 
@@ -26,9 +26,7 @@ def check_model(engine: "DeepSpeedEngine", shards: Shards, checkpoint: "Path") -
     Raises:
         UserError: names the first parameter that differs.
     """
-    if any(
-        getattr(engine.optimizer, n, False) for n in ("swap_optimizer", "params_in_nvme_and_cpu")
-    ):
+    if is_on_nvme(engine):
         raise UserError(
             f"{checkpoint} has another layout and cannot be loaded into states on NVMe; set the "
             "offload device to cpu"

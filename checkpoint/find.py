@@ -17,7 +17,7 @@ from checkpoint.run_folder import (
 )
 from checkpoint.state import TrainerState, read_state
 from config.schema import CheckpointConfig
-from runtime.errors import UserError, describe
+from runtime.errors import UserError, describe, some
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ def node_checkpoints(
 def format_ranks(ranks: Iterable[int]) -> str:
     """E.g. "rank 3" or "ranks 0, 1, 2 ..."."""
     ranks = sorted(ranks)
-    some = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, 8)}"
 
 
 def alone(work: Callable[[], Any], catch: Any = None) -> dict[str, Any]:

@@ -108,6 +108,12 @@ def partition(p: torch.Tensor) -> tuple[int, int]:
     return start, min(size, p.ds_numel - start)
 
 
+def is_on_nvme(engine: "DeepSpeedEngine") -> bool:
+    """Whether weights or optimizer states are on NVMe, out of reach of flat_weights."""
+    swapped = ("swap_optimizer", "params_in_nvme_and_cpu")
+    return any(getattr(engine.optimizer, name, False) for name in swapped)
+
+
 def progress(engine: "DeepSpeedEngine") -> dict[str, Any]:
     """The scalars of the optimizer: number of updates, for AdamW's bias correction, and loss scale
     of fp16.

@@ -28,7 +28,7 @@ from data.render import render
 from data.sources import parse_row, read_rows
 from data.tokenize import TokenizedRows
 from model.load import DTYPES
-from runtime.errors import UserError
+from runtime.errors import UserError, some
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,6 @@ SAMPLED_ROWS = 20
 FIRST_EXAMPLES = 10_000  # from which they are taken, so that not all of a large file is read
 FETCHED_EXAMPLES = 500  # at a time
 LOSS_TOLERANCE = 1e-5  # nats, or relative above 1 nat; in fp32 layouts agree within it
-NAMES_SHOWN = 3
 
 
 class VerificationFailed(Exception):
@@ -146,8 +145,8 @@ def _arrays(examples: TokenizedRows | None) -> dict[str, np.ndarray]:
     ids, masks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
     for start in range(0, 0 if examples is None else len(examples), FETCHED_EXAMPLES):
         rows = np.arange(start, min(start + FETCHED_EXAMPLES, len(examples)))
-        for all_of, some in zip((ids, masks), examples.fetch(rows), strict=True):
-            all_of += some
+        for all_of, fetched in zip((ids, masks), examples.fetch(rows), strict=True):
+            all_of += fetched
     lengths = np.array([len(example) for example in ids[1:]], np.int64)
     return {"ids": np.concatenate(ids), "mask": np.concatenate(masks), "lengths": lengths}
 
@@ -238,8 +237,7 @@ def _check_weights(answers: dict[str, Any]) -> Finding:
     text = f"{answers['architecture']}, {answers['dtype']}: "
     for problem in ("missing", "unexpected"):
         if names := answers[problem]:
-            shown = ", ".join(names[:NAMES_SHOWN])
-            return Finding("weights", f"{text}{len(names):,} are {problem}: {shown}", True)
+            return Finding("weights", f"{text}{len(names):,} are {problem}: {some(names)}", True)
     return Finding("weights", f"{text}every tensor is found, and none is left over")
 
 

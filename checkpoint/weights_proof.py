@@ -24,18 +24,17 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from checkpoint.shards import Fragment, flat_weights, layout, partition
+from checkpoint.shards import Fragment, flat_weights, is_on_nvme, layout, partition
 from config.schema import Config
 from model.base import weight_files
 from runtime.agreement import run_on_all_ranks
-from runtime.errors import UserError
+from runtime.errors import UserError, some
 from runtime.process_group import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 CHUNK = 1 << 18  # elements, which stay in a core's cache: 10 times as fast as 1 << 22 on CPU
-NAMES_SHOWN = 3
 WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)")
 """What peft puts into the names of the weights that it keeps or copies."""
 
@@ -64,7 +63,7 @@ class StoredWeights:
     """The tensors in the files of a pretrained model, read one at a time."""
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError: there are no such files, or they cannot be read."""
+        """Raises UserError: there are no such files."""
         name = config.model.name_or_path
         self.files = weight_files(name, config.model.revision)
         if not self.files:
@@ -119,6 +118,8 @@ def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> st
     Raises:
         UserError: names the tensors that differ.
     """
+    if is_on_nvme(engine):
+        return "not compared with the files: offload to NVMe keeps them out of memory"
     began = time.perf_counter()
     tensors = _floating_tensors(engine.module)
     names = list(tensors)
@@ -146,7 +147,7 @@ def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> st
     if wrong := [name for name, flag in zip(names, differs.tolist(), strict=True) if flag]:
         raise UserError(
             f"model.name_or_path: {config.model.name_or_path}: {len(wrong):,} tensors on the ranks "
-            f"differ from those in its files: {_some(wrong)}; start again, and check memory and "
+            f"differ from those in its files: {some(wrong)}; start again, and check memory and "
             "disk if it happens twice"
         )
     left = [name for name, i in numbers.items() if not found[i] and ".lora_" not in name]
@@ -154,7 +155,7 @@ def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> st
     return (
         f"{int(found.sum()):,} tensors on {ranks.world_size:,} ranks equal the "
         f"{stored.bytes / 2**30:,.2f} GiB of files (checksums, {seconds:.1f} s)"
-    ) + (f"; not in the files: {_some(left)}" if left else "")
+    ) + (f"; not in the files: {some(left)}" if left else "")
 
 
 ABSENT, WHOLE, PART = range(3)
@@ -195,7 +196,3 @@ def _floating_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     tensors = {**dict(model.named_parameters()), **buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:NAMES_SHOWN]) + (" ..." if names[NAMES_SHOWN:] else "")

@@ -24,6 +24,7 @@ import xxhash
 
 from checkpoint.run_folder import checkpoints_folder, list_complete
 from runtime.errors import UserError
+from runtime.host_memory import available_memory
 
 if TYPE_CHECKING:
     from config.schema import Config
@@ -37,8 +38,6 @@ BLOCKS_PER_PATH = 2048
 """Fewer blocks of each file are read if there are many: 2 GiB at most per path of the config."""
 NAMED_FILES = 200
 """Up to this many files of a path are compared one by one, more only as a whole."""
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json",
-           "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 
 
 def survey(
@@ -244,9 +243,11 @@ def config_files(argv: list[str]) -> list[str]:
 
 def _hub_model(key: str, name: str, revision: str | None, wants_weights: bool) -> dict[str, Any]:
     """Which commit of a model or tokenizer is in the hub cache, and whether its weights are."""
+    from model.base import weight_files  # imports transformers
+
     file = "config.json" if key == "model.name_or_path" else "tokenizer_config.json"
     commit = _cached(name, file, revision, "model")
-    weights = not wants_weights or any(_cached(name, f, revision, "model") for f in WEIGHTS)
+    weights = not wants_weights or bool(weight_files(name, revision))
     return {"key": key, "name": name, "commit": commit, "weights": weights}
 
 
@@ -435,41 +436,10 @@ def limits() -> dict[str, Any]:
     }
 
 
-def memory(root: Path = Path("/")) -> dict[str, Any]:
-    """{"available_bytes": that can still be allocated, "limited_by": "MemAvailable" or the cgroup's
-    file}.
-
-    Args:
-        root: the folder that contains proc and sys.
-    """
-    meminfo = (root / "proc/meminfo").read_text()
-    kib = int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)[1])
-    best = (kib * 1024, "MemAvailable")
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        top = root / base
-        folder = top / path.lstrip("/")
-        # the limits of all parent groups apply; in a container only the top one may be visible
-        for group in [folder, *folder.parents]:
-            file = group / names[0]
-            if file.is_file() and (text := file.read_text().strip()) != "max":
-                used = int((group / names[1]).read_text())
-                # the page cache is freed when memory is needed
-                cached = re.search(
-                    rf"^{names[2]} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
-                )
-                left = int(text) - used + (int(cached[1]) if cached else 0)
-                best = min(best, (left, f"{file.name} of {group.relative_to(root)}"))
-            if group == top:
-                break
-    return {"available_bytes": best[0], "limited_by": best[1]}
+def memory() -> dict[str, Any]:
+    """{"available_bytes": that can still be allocated, "limited_by": what limits them}."""
+    available_bytes, limited_by = available_memory()
+    return {"available_bytes": available_bytes, "limited_by": limited_by}
 
 
 def needs(
@@ -480,10 +450,11 @@ def needs(
 
     An estimate, without activations and libraries; None for a model that is not on this host yet.
     """
-    from config.batch_math import model_state_parts
     from config.ds_config import merge_ds_config, resolve_precision, zero_stage
+    from model.architecture import hidden_size
     from model.load import load_model_config
-    from model.trained import count_trained
+    from model.memory import estimate_memory
+    from model.trained import trained_skeleton
 
     config = _config(argv)
     facts: dict[str, Any] = {"memory_bytes": None, "checkpoint_bytes": None, "parameters": None,
@@ -491,25 +462,17 @@ def needs(
     name = config.model.name_or_path
     if not Path(name).is_dir() and not _cached(name, "config.json", config.model.revision, "model"):
         return facts
-    ds_config = merge_ds_config(config)
-    stage = zero_stage(ds_config)
+    architecture = load_model_config(config)
+    skeleton, counts = trained_skeleton(config.model, architecture)
     precision = resolve_precision(config, "bf16" if on_gpu else "fp32")
-    trained, parameters, quantized = count_trained(config.model, load_model_config(config))
-    parts = model_state_parts(parameters, world_size, stage, precision, trained, quantized)
-    weight_bytes = parameters * (4 if precision == "fp32" else 2)
-    if on_gpu:
-        zero = ds_config.get("zero_optimization", {})
-        offloaded = [(zero.get(f"offload_{n}") or {}).get("device") == "cpu"
-                     for n in ("param", "optimizer", "optimizer")]  # fmt: skip
-        states = sum(part for part, is_here in zip(parts, offloaded, strict=True) if is_here)
-        # every rank loads the weights into host memory; under ZeRO-3 only rank 0 does
-        loading = weight_bytes * (slots if stage < 3 else int(holds_first_rank))
-        memory_bytes = slots * states + loading
-    else:
-        memory_bytes = slots * sum(parts)
-    # weights and AdamW's state; the optimizer keeps an fp32 copy even of fp32 weights
-    share = slots / world_size if config.checkpoint.node_local else 1
-    held = parameters if config.model.from_config else trained  # frozen ones are in their files
-    checkpoint_bytes = weight_bytes * held // parameters + int(share * 12 * trained)
-    return {**facts, "memory_bytes": memory_bytes, "checkpoint_bytes": checkpoint_bytes,
-            "parameters": parameters}  # fmt: skip
+    ds_config = merge_ds_config(config, precision, hidden_size(architecture))
+    estimate = estimate_memory(
+        config, skeleton, counts.quantized, ds_config, world_size, local_ranks=slots
+    )
+    memory_bytes = estimate.host
+    if not on_gpu:
+        memory_bytes += slots * sum(part.size for part in estimate.states)
+    elif zero_stage(ds_config) < 3 or holds_first_rank:
+        memory_bytes += estimate.loading
+    return {**facts, "memory_bytes": int(memory_bytes), "parameters": counts.total,
+            "checkpoint_bytes": int(estimate.checkpoint)}  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 from data.render import mask_method
 from data.sources import BadRow
 from data.turns import apply_template, marks_generation
-from runtime.errors import UserError
+from runtime.errors import UserError, some
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -53,7 +53,7 @@ def describe_masks(
         vocabulary = tokenizer.get_vocab()
         others = [m for m in dict.fromkeys(MARK.findall(template)) if m not in vocabulary]
         if others:
-            shown = ", ".join(others[:SHOWN_MARKS]) + (" ..." if others[SHOWN_MARKS:] else "")
+            shown = some(others, SHOWN_MARKS)
             method.append(
                 f"marks that the tokenizer does not have as tokens, so plain text: {shown}"
             )

@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from config.batch_math import NF4_BYTES
 from config.ds_config import zero_stage
 from config.schema import Config
 from model.architecture import hidden_size, layer_widths, text_config_of
 
-MASTER_AND_MOMENTS = 12  # bytes per trained parameter: fp32 weight and AdamW's two moments
+MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
+MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
+NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
 LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
 
 
@@ -46,7 +47,7 @@ class Memory:
     host: float
     """CPU memory of a node in training."""
     checkpoint: float
-    """On disk, of one checkpoint of all nodes."""
+    """On disk, of one checkpoint; with checkpoint.node_local of a node's part of it."""
 
     @property
     def peak(self) -> float:
@@ -61,8 +62,8 @@ def estimate_memory(
     skeleton: nn.Module,
     quantized: int,
     ds_config: dict[str, Any],
-    nodes: int,
-    gpus: int,
+    ranks: int,
+    local_ranks: int,
 ) -> Memory:
     """The memory of a run with bf16, fp16 or fp32 weights and AdamW.
 
@@ -70,12 +71,12 @@ def estimate_memory(
         skeleton: the model on the meta device, with requires_grad as in training.
         quantized: how many of its parameters are kept in nf4.
         ds_config: merged, with no value "auto".
-        gpus: of one node; each is a rank.
+        local_ranks: of one node; each has a GPU.
 
     Raises:
         UserError: the ZeRO stage is not a number.
     """
-    ranks, stage = nodes * gpus, zero_stage(ds_config)
+    stage = zero_stage(ds_config)
     zero = ds_config.get("zero_optimization", {})
     on_cpu = {
         name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none"
@@ -92,12 +93,13 @@ def estimate_memory(
     if stage < 2 and summed != width:
         summed += width  # its BF16_Optimizer keeps the 16-bit gradients next to their sum
     gradients = summed * trained / (ranks if stage >= 2 else 1)
-    optimizer = MASTER_AND_MOMENTS * share
+    updated = MOMENTS + (MASTER if stage or width < 4 else 0)
+    optimizer = updated * share
     by = f" / {ranks} ranks" if ranks > 1 else ""
     states = [
         Part("weights", weights, f"{held / total:.3g} bytes x all{by if stage == 3 else ''}"),
         Part("gradients", gradients, f"{summed} bytes x trained{by if stage >= 2 else ''}"),
-        Part("optimizer", optimizer, f"12 bytes x trained{by if stage >= 1 else ''}"),
+        Part("optimizer", optimizer, f"{updated} bytes x trained{by if stage >= 1 else ''}"),
     ]
     moved = (on_cpu["param"], on_cpu["optimizer"], on_cpu["optimizer"])
     host = sum(part.size for part, gone in zip(states, moved, strict=True) if gone)
@@ -111,12 +113,14 @@ def estimate_memory(
     if config.model.activation_checkpointing == "cpu":
         host += inputs
     if config.checkpoint.async_save:
-        host += MASTER_AND_MOMENTS * share + (width * total / gpus if stage < 3 else 0)
+        host += updated * share + (width * total / local_ranks if stage < 3 else 0)
     update = _update(trained, share, zero, stage, on_cpu["optimizer"])
     # under ZeRO 3 the first rank alone reads the files
-    loading = width * total * (gpus if stage < 3 else 1)
-    checkpoint = (MASTER_AND_MOMENTS + width) * trained  # frozen weights are in their own files
-    return Memory(states, backward, update, loading, gpus * host, checkpoint)
+    loading = width * total * (local_ranks if stage < 3 else 1)
+    saved = total if config.model.from_config else trained  # else frozen ones are in their files
+    part = local_ranks / ranks if config.checkpoint.node_local else 1
+    checkpoint = width * saved + part * updated * trained
+    return Memory(states, backward, update, loading, local_ranks * host, checkpoint)
 
 
 def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> Part:

@@ -1,9 +1,11 @@
 """What a run is, resolved before any data or weights are read; and its data plans."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from config.ds_check import check_with_deepspeed, try_engine
@@ -20,9 +22,10 @@ from model.load import (
     load_model_config,
     load_tokenizer,
 )
+from model.memory import Memory, estimate_memory
 from model.optimizer import make_schedule
 from model.packing import resolve_batching
-from model.trained import Counts, count_trained
+from model.trained import Counts, trained_skeleton
 from runtime.agreement import require_same, run_on_all_ranks
 from runtime.process_group import Ranks
 
@@ -40,6 +43,8 @@ class Setup:
     """Merged with the run config: no value is "auto"."""
     why_batching: str
     """Why data.batching was resolved as it is, for the start-up table."""
+    skeleton: nn.Module
+    """The model on the meta device, with adapters and requires_grad as in training."""
     counts: Counts
     """Numbers of parameters."""
 
@@ -49,6 +54,13 @@ class Setup:
             self.config, self.precision, hidden_size(self.model_config), mean_batch
         )
         return replace(self, ds_config=ds_config)
+
+    def memory(self, world_size: int) -> Memory:
+        """Estimated memory of a run on this many ranks, with as many per node as here."""
+        quantized, local_ranks = self.counts.quantized, int(os.environ["LOCAL_WORLD_SIZE"])
+        return estimate_memory(
+            self.config, self.skeleton, quantized, self.ds_config, world_size, local_ranks
+        )
 
     def budget(self, world_size: int) -> Budget:
         """The token budget of micro-batches."""
@@ -78,9 +90,9 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     check_model_fits(config, model_config, tokenizer)
     run_on_all_ranks(ranks, lambda: check_blocks(config, model_config, ranks.device))
     check_quantization(config, ranks.device)
-    counts = count_trained(config.model, model_config)
+    skeleton, counts = trained_skeleton(config.model, model_config)
     config, why = resolve_batching(config, model_config, ranks.device, precision)
-    return Setup(config, tokenizer, model_config, precision, ds_config, why, counts)
+    return Setup(config, tokenizer, model_config, precision, ds_config, why, skeleton, counts)
 
 
 def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, DataPlan | None]:

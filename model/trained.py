@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from config.schema import LoraConfig, ModelConfig
 from model.architecture import freeze_other_parts, meta_model
 from model.hub import first_line
-from runtime.errors import UserError
+from runtime.errors import UserError, some
 
 NAMES_SHOWN = 8
 
@@ -29,33 +29,22 @@ class Counts(NamedTuple):
     """Of model.quantization: those of the linear layers but the output head."""
 
 
-def count_trained(config: ModelConfig, model_config: PretrainedConfig) -> Counts:
-    """What choose_trained will leave to be trained, found without memory for the weights.
-
-    Raises:
-        UserError: as choose_trained.
-    """
-    linear = []
-    if config.quantization:
-        linear = _quantizable(meta_model(model_config, config.trust_remote_code))
-    parameters = list(trained_skeleton(config, model_config).parameters())
-    return Counts(
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
-        total=sum(p.numel() for p in parameters),
-        quantized=sum(m.weight.numel() for m in linear),
-    )
-
-
-def trained_skeleton(config: ModelConfig, model_config: PretrainedConfig) -> nn.Module:
+def trained_skeleton(
+    config: ModelConfig, model_config: PretrainedConfig
+) -> tuple[nn.Module, Counts]:
     """The model on the meta device, with adapters and requires_grad as in training.
 
     Raises:
         UserError: as choose_trained.
     """
     model = meta_model(model_config, config.trust_remote_code)
+    linear = _quantizable(model) if config.quantization else []
+    quantized = sum(m.weight.numel() for m in linear)
     with torch.device("meta"):
         choose_trained(model, config)
-    return model
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+    return model, Counts(trained, total, quantized)
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> None:
@@ -141,5 +130,4 @@ def _unknown(wanted: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.6)
     if near:
         return f"{wanted}; did you mean {' or '.join(near)}?"
-    more = " ..." if known[NAMES_SHOWN:] else ""
-    return f"{wanted}; its names have {', '.join(known[:NAMES_SHOWN])}{more}"
+    return f"{wanted}; its names have {some(known, NAMES_SHOWN)}"

@@ -9,15 +9,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config.schema import Config
 from model.hub import from_hub
-from runtime.errors import UserError
+from runtime.errors import UserError, some
 
 # Masks and tables that older versions of transformers saved with the weights.
 NO_WEIGHTS = re.compile(
     r"(^|\.)(inv_freq|position_ids|masked_bias|causal_mask|(attn|attention)\.bias)$"
 )
-
-
-NAMES_SHOWN = 3
 
 
 def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
@@ -50,7 +47,7 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
         if unmade := _unmade_tensors(error.__cause__):
             raise UserError(
                 f"model.name_or_path: {name}: {len(unmade):,} tensors cannot be built from those "
-                f"in its files, of which some are missing or have another shape: {_some(unmade)}"
+                f"in its files, of which some are missing or have another shape: {some(unmade)}"
             ) from error
         raise
     if mismatched := sorted(found["mismatched_keys"]):
@@ -75,12 +72,12 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
     if left_out := [key for key in unused if places.intersection(_places(key))]:
         raise UserError(
             f"model.name_or_path: {name} has {len(left_out):,} weights that its config.json has no "
-            f"place for: {_some(left_out)}; use the config.json that belongs to the weights, or "
+            f"place for: {some(left_out)}; use the config.json that belongs to the weights, or "
             "ignore them with model.ignore_weights (regular expressions)"
         )
     if not unused:
         return None
-    return f"{name}: {len(unused):,} weights of other parts are not used: {_some(unused)}"
+    return f"{name}: {len(unused):,} weights of other parts are not used: {some(unused)}"
 
 
 def _unmade_tensors(error: BaseException | None) -> list[str]:
@@ -100,7 +97,7 @@ def _refuse_missing(name: str, missing: Iterable[str]) -> None:
     if missing := sorted(missing):
         raise UserError(
             f"model.name_or_path: {name} has no weights for {len(missing):,} of the model's "
-            f"tensors: {_some(missing)}; they would start from random values: complete the files, "
+            f"tensors: {some(missing)}; they would start from random values: complete the files, "
             "or set model.from_config to true to train from random weights"
         )
 
@@ -112,7 +109,3 @@ def _places(key: str) -> set[str]:
     if "*" in parts:
         places.add(".".join(parts[: parts.index("*") + 1]))
     return places
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:NAMES_SHOWN]) + (" ..." if names[NAMES_SHOWN:] else "")

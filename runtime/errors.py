@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from runtime.rank_env import rank_variables
@@ -37,6 +37,11 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def some(names: Sequence[object], shown: int = 3) -> str:
+    """The first `shown` of names, for a message."""
+    return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
 
 
 def exit_on_error(work: Callable[[], T]) -> T:

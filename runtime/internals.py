@@ -56,7 +56,8 @@ INTERNALS = (
     ),
     Internals(
         "checkpoint/shards.py", "deepspeed.runtime.zero.stage3",
-        ("fp16_groups", "fp32_partitioned_groups_flat", "ds_tensor"),
+        ("fp16_groups", "fp32_partitioned_groups_flat", "ds_tensor", "swap_optimizer",
+         "params_in_nvme_and_cpu"),
         "the flat tensors of stage 3",
     ),
     Internals(
@@ -106,8 +107,7 @@ INTERNALS = (
     ),
     Internals(
         "checkpoint/fill.py", "deepspeed.runtime.zero.stage3",
-        ("checkpoint_event_prologue", "checkpoint_event_epilogue", "fp16_partitioned_groups_flat",
-         "swap_optimizer", "params_in_nvme_and_cpu"),
+        ("checkpoint_event_prologue", "checkpoint_event_epilogue", "fp16_partitioned_groups_flat"),
         "loading into stage 3",
     ),
     Internals(

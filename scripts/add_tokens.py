@@ -19,10 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.errors import UserError, exit_on_error
+from runtime.errors import UserError, exit_on_error, some
 from runtime.files import new_folder
-
-NAMES_SHOWN = 3
+from runtime.host_memory import available_memory
 
 
 def main() -> None:
@@ -88,7 +87,6 @@ def check_weights(name: str, load: Callable[..., Any]) -> int:
     Raises:
         UserError: names the weights that are missing, or that would be lost; or the memory.
     """
-    import psutil
     from transformers import AutoModelForCausalLM
 
     from model.weights import NO_WEIGHTS
@@ -103,9 +101,8 @@ def check_weights(name: str, load: Callable[..., Any]) -> int:
         ("has weights that its causal language model does not use, and a copy would lack", lost),
     ):
         if keys:
-            more = f" and {len(keys) - NAMES_SHOWN:,} more" if keys[NAMES_SHOWN:] else ""
-            raise UserError(f"{name} {problem} {', '.join(keys[:NAMES_SHOWN])}{more}")
-    needed, free = sum(p.nbytes for p in model.parameters()), psutil.virtual_memory().available
+            raise UserError(f"{name} {problem} {some(keys)}")
+    needed, (free, _) = sum(p.nbytes for p in model.parameters()), available_memory()
     if needed > free:
         raise UserError(
             f"{name} needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are "

@@ -89,15 +89,14 @@ def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
     from config.ds_config import merge_ds_config, resolve_precision
     from model.architecture import hidden_size
     from model.memory import estimate_memory
-    from model.trained import count_trained, trained_skeleton
+    from model.trained import trained_skeleton
 
     architecture = load_shape(config)
-    skeleton = trained_skeleton(config.model, architecture)
+    skeleton, counts = trained_skeleton(config.model, architecture)
     precision = resolve_precision(config, "bf16")
     ds_config = merge_ds_config(config, precision, hidden_size(architecture))
-    quantized = count_trained(config.model, architecture).quantized
-    shape = cluster.nodes, cluster.gpus
-    return estimate_memory(config, skeleton, quantized, ds_config, *shape), skeleton
+    shape = cluster.nodes * cluster.gpus, cluster.gpus
+    return estimate_memory(config, skeleton, counts.quantized, ds_config, *shape), skeleton
 
 
 def load_shape(config: "Config") -> "PretrainedConfig":

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 
-import psutil
 import pytest
 import torch
 from conftest import strategy, write_rows
@@ -241,8 +240,7 @@ def test_mistakes_are_one_line_and_leave_nothing(command, monkeypatch, tmp_path,
     (changed / "model.safetensors").unlink()
     refuse(f"cannot load {changed}: ", model=changed)
 
-    memory = psutil.virtual_memory()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+    monkeypatch.setattr(add_tokens, "available_memory", lambda: (1000, "MemAvailable"))
     refuse("needs 0.0 GiB of memory, and 0.0 GiB are free")
 
 

@@ -22,12 +22,12 @@ from checkpoint.export import export_adapter, export_checkpoint
 from checkpoint.merge import insert_adapters
 from checkpoint.run_folder import list_complete
 from checkpoint.shards import Shards
-from config.batch_math import model_state_parts
 from config.parse import dump_config, parse_command_line
 from config.schema import LoraConfig, ModelConfig
 from model.base import describe_base
 from model.load import check_quantization, quantized
-from model.trained import Counts, count_trained
+from model.memory import estimate_memory
+from model.trained import Counts, trained_skeleton
 from runtime.errors import UserError
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
@@ -345,7 +345,7 @@ def test_parameters_are_counted_without_weights(base):
     assert sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) == WHOLE
 
     def count(**settings):
-        return count_trained(ModelConfig(str(base), **settings), config)
+        return trained_skeleton(ModelConfig(str(base), **settings), config)[1]
 
     assert count() == Counts(WHOLE, WHOLE)
     assert count(lora=LoraConfig(**LORA)) == Counts(TRAINED, WHOLE + TRAINED)
@@ -370,7 +370,7 @@ def test_names_that_the_model_does_not_have_are_one_line(base, settings, line):
     if "lora" in settings:
         settings = {"lora": LoraConfig(**settings["lora"])}
     with pytest.raises(UserError) as refused:
-        count_trained(ModelConfig(str(base), **settings), AutoConfig.from_pretrained(base))
+        trained_skeleton(ModelConfig(str(base), **settings), AutoConfig.from_pretrained(base))
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
@@ -418,9 +418,10 @@ def test_adapters_of_experts_are_refused_and_those_of_attention_are_not():
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40}
     config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(UserError, match="is in no linear layer, and adapters of experts and rou"):
-        count_trained(ModelConfig("", lora=LoraConfig()), config)
+        trained_skeleton(ModelConfig("", lora=LoraConfig()), config)
     attention = LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
-    assert count_trained(ModelConfig("", lora=attention), config).trained == 2 * 2 * 2 * (32 + 32)
+    _, counts = trained_skeleton(ModelConfig("", lora=attention), config)
+    assert counts.trained == 2 * 2 * 2 * (32 + 32)
 
 
 @pytest.mark.parametrize("lora", [8, {"r": "8"}, {"rank": 8}, {"target_modules": 7}])
@@ -439,18 +440,26 @@ def test_4_bits_need_a_gpu(write, tmp_path):
         check_quantization(config, torch.device("cpu"))
 
 
-def test_memory_of_what_is_frozen_is_only_its_weights():
-    frozen, trained, ranks = 10**9, 10**6, 4
-    whole = frozen + trained
+def test_memory_of_what_is_frozen_is_only_its_weights(write, base):
+    config = parse_command_line(["--config", str(write())]).config
+    skeleton, counts = trained_skeleton(config.model, AutoConfig.from_pretrained(base))
+    whole = WHOLE + TRAINED
+    assert counts == Counts(TRAINED, whole)
+
+    def states(stage, quantized=0):
+        ds_config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        memory = estimate_memory(config, skeleton, quantized, ds_config, ranks=4, local_ranks=4)
+        return {part.name: part.size for part in memory.states}
+
     for stage, weights, gradients, optimizer in (
-        (0, 2 * whole, 2 * trained, 12 * trained),
-        (2, 2 * whole, 2 * trained / ranks, 12 * trained / ranks),
-        (3, 2 * whole / ranks, 2 * trained / ranks, 12 * trained / ranks),
+        (0, 2 * whole, 2 * TRAINED, 12 * TRAINED),
+        (2, 2 * whole, 2 * TRAINED / 4, 12 * TRAINED / 4),
+        (3, 2 * whole / 4, 2 * TRAINED / 4, 12 * TRAINED / 4),
     ):
-        parts = model_state_parts(whole, ranks, stage, "bf16", trained)
-        assert parts == (weights, gradients, optimizer)
-    in_4_bits = model_state_parts(whole, ranks, 2, "bf16", trained, quantized=frozen)
-    assert in_4_bits[0] == pytest.approx(2 * trained + frozen * 4.127 / 8)
+        expected = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        assert {name: states(stage)[name] for name in expected} == expected
+    in_4_bits = states(2, quantized=WHOLE)["weights"]
+    assert in_4_bits == pytest.approx(2 * TRAINED + WHOLE * 4.127 / 8)
 
 
 def test_a_fingerprint_is_of_the_weights_wherever_they_are(base, tmp_path):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from checkpoint.run_folder import REJECTED_ROWS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from checkpoint.save_interval import SaveInterval, count_hosts
 from checkpoint.state import RunIdentity
-from config.batch_math import model_state_parts, scaled_learning_rate, warmup_steps
+from config.batch_math import scaled_learning_rate, warmup_steps
 from config.ds_config import DEEPSPEED_SCHEDULERS
 from config.parse import dump_config
 from config.schema import Config, DataConfig, ModelConfig, TrainConfig
@@ -70,8 +70,8 @@ def startup_table(
     of_steps = "" if len(first) == train_plan.steps_per_epoch else f" (first {len(first)} steps)"
 
     counts = setup.counts
-    split = identity.world_size, identity.zero_stage, identity.precision
-    memory = sum(model_state_parts(counts.total, *split, counts.trained, counts.quantized))
+    states = setup.memory(identity.world_size).states
+    memory = ", ".join(f"{part.name} {part.size / 2**20:,.0f}" for part in states)
     long_rows = ", ".join(
         f"{meta[name]:,} {text}" for name, text in OUTCOMES.values() if meta[name]
     )
@@ -91,7 +91,7 @@ def startup_table(
         **_trained(config.model, counts),
         "ranks": f"{identity.world_size} on {ranks.device.type}, {identity.precision}, "
         f"ZeRO stage {identity.zero_stage} ({config.ds_config})",
-        "memory": f"{memory / 2**20:,.0f} MiB per rank for weights, gradients and optimizer "
+        "memory": f"{sum(part.size for part in states) / 2**20:,.0f} MiB per rank: {memory} "
         "(estimate, without activations)",
         "tokenizer": _tokenizer(setup, meta["end_tokens"]),
         "data": f"{meta['rows_read']:,} rows read as {', '.join(dict.fromkeys(meta['formats']))}, "
