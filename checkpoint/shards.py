@@ -29,7 +29,21 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")  # of each parameter: weight and AdamW's moments
-DEEPSPEED_TYPES = [fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler]
+
+
+def _zero_stage(kind: type, name: str) -> ZeroStageEnum:
+    """In place of getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle members
+    of enumerations.
+    """
+    if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise UnpicklingError("GLOBAL getattr")
+    return ZeroStageEnum[name]
+
+
+DEEPSPEED_TYPES = [
+    fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler,
+    (_zero_stage, "builtins.getattr"),
+]  # fmt: skip
 """What DeepSpeed's files hold besides tensors and plain types; none runs code when it is read."""
 ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam"}  # the optimizers with these states
 

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_tiny_config
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from checkpoint.export import export_checkpoint
 from checkpoint.files import checksum
 from checkpoint.find import find_checkpoint
 from checkpoint.lock import RunLock
 from checkpoint.run_folder import list_complete
+from checkpoint.shards import load_safely
 from config.schema import CheckpointConfig
 from runtime.errors import UserError
 from runtime.files import new_folder, replace_text
@@ -33,6 +36,16 @@ class Touch:
 
     def __reduce__(self):
         return os.mknod, (self.canary,)
+
+
+class Attribute:
+    """Unpickled by getattr, as enumerations are that Python 3.11.2 writes."""
+
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
 
 
 def rewrite(checkpoint, file, content):
@@ -59,6 +72,16 @@ def trained(forks, tmp_path_factory, tiny_model, chat_rows):
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
     return config, folder / "run" / "checkpoints" / "step_00000002"
+
+
+def test_enumerations_of_older_pythons_are_read_and_no_other_attribute(tmp_path):
+    file = tmp_path / "shard.pt"
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "gradients")}, file)
+    assert load_safely(file) == {"zero_stage": ZeroStageEnum.gradients}
+    for of in ((ZeroStageEnum, "__class__"), (LossScaler, "__init__"), ("text", "format")):
+        torch.save({"zero_stage": Attribute(*of)}, file)
+        with pytest.raises(UserError, match="holds an object of getattr, which no checkpoint"):
+            load_safely(file)
 
 
 @pytest.mark.parametrize("pattern", ["*optim_states.pt", "mp_rank_00_model_states.pt"])
