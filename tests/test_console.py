@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import sys
 import termios
 import time
@@ -46,7 +47,7 @@ def test_status_says_what_a_run_reports_and_leaves_out_the_rest():
     for step in range(11, 51):
         now[0] += 3.0
         status.update("train", {"step": step, "loss": 4.0 if step <= 30 else 3.0})
-    assert status.facts() == {"loss": "3.0000 (-25.0%)"}
+    assert status.facts() == {"loss": "3.0000 (-25%)"}
     assert status.remaining() == "0:03:00" and "left 0:03:00" in status.line()
 
     status.update("train", {"step": 51, **TRAIN})
@@ -263,3 +264,43 @@ def test_errors_carry_the_rank_and_agreed_ones_are_said_once(capsys, monkeypatch
     assert all(line.startswith(f"[rank 3 @ {here}] ") for line in text.splitlines())
     assert end(ValueError("alone"), 0, 0, 1)[1].startswith("Traceback (most recent call last)")
     assert rank_prefix() == ""
+
+
+@pytest.mark.launch
+def test_other_ranks_are_silent_but_for_their_errors(forks, tiny_config):
+    config, rank = tiny_config(), f"[rank 1 @ {os.uname().nodename}] "
+    for variables, times in (({}, 1), ({"LIBRARY_LOGS": "INFO"}, 2)):
+        finished = forks.train(config, ranks=2, module="odd_rank", **variables)
+        assert finished.code == 1
+        assert finished.output.count(f"{rank}data: a file is missing\n") == 1
+        assert finished.output.count("logged by every rank") == times
+        assert finished.output.count("chatter") == 2 * (times - 1)
+        if times == 1:
+            assert finished.output.count("UserWarning: warned by every rank") == 1
+        assert "logged error" in finished.output
+        trace = [line for line in finished.output.splitlines() if line.startswith(rank)]
+        assert f"{rank}Traceback (most recent call last):" in trace
+        assert trace[-2:] == [f"{rank}ValueError: two", f"{rank}lines"]
+
+
+@pytest.mark.launch
+def test_a_run_on_a_terminal_is_stopped_by_a_signal(forks, tiny_config):
+    """Two ranks share the terminal, as under a launcher."""
+    terminal = Terminal(80)
+    config = tiny_config(train__epochs=None, train__steps=100_000, train__global_batch_size=35)
+    ranks = forks.start(config, ranks=2, log=terminal.name, TERM="xterm")
+    terminal.until(lambda: re.search(r"step \d+ of 100,000", "\n".join(terminal.screen.lines)))
+    ranks.kill(1, signal.SIGTERM)
+    terminal.until(lambda: any("preempted, saved" in line for line in terminal.screen.lines))
+    assert forks.ask({"wait": ranks.pids})["codes"] == [75, 75]
+    lines = terminal.screen.lines
+    step = int(re.search(r"preempted, saved: step ([\d,]+)", lines[-2])[1].replace(",", ""))
+    top, bottom = (next(i for i, x in enumerate(lines) if x.startswith(c)) for c in "╭╰")
+    assert re.match(rf"│ step {step:,} of 100,000 .* left │$", lines[top + 1]), lines
+    assert sum("of 100,000" in line for line in lines) == 1
+    assert {len(line) for line in lines[top : bottom + 1]} == {80} and bottom == len(lines) - 3
+    assert any(line.startswith(f"step {step:>6}/100000  saved in ") for line in lines[:top])
+    assert any(line.startswith("  tokenizer      ") for line in lines[:top])
+    assert terminal.screen.wraps == 0 and not terminal.screen.cursor_hidden
+    assert termios.tcgetattr(terminal.slave) == terminal.settings
+    terminal.close()

@@ -91,7 +91,8 @@ class Status:
         losses, half = list(self._losses), len(self._losses) // 2
         if half < 2 or not (before := sum(losses[-2 * half : -half])):
             return ""
-        return f" ({sum(losses[-half:]) / before - 1:+.1%})"
+        change = sum(losses[-half:]) / before - 1
+        return f" ({change:+.{0 if abs(change) >= 0.0995 else 1}%})"
 
 
 def describe(kind: str, values: Mapping[str, Any]) -> str | None:
