@@ -24,7 +24,7 @@ from runtime.progress import progress
 from tracking.status import Status, describe
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
-DRAW_SECONDS = 0.5  # between drawings of the panel, each of which takes 3 ms
+DRAW_SECONDS = 1.0  # between drawings of the panel, each of which takes 2 to 3 ms
 CELL_COLUMNS = 25  # of the panel, for one label and its text
 
 
