@@ -53,7 +53,8 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
                     due = now + interval
                     of_total = "" if total is None else f" of {total:,}"
                     rate = done / (now - began)
-                    show(done, f"{done:,}{of_total} {unit}, {rate:,.0f} {unit}/s")
+                    digits = 0 if rate >= 10 else 1
+                    show(done, f"{done:,}{of_total} {unit}, {rate:,.{digits}f} {unit}/s")
 
             yield report
     finally:

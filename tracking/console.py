@@ -58,12 +58,13 @@ class ConsoleSink:
             self._panel.draw(self._status)
 
     def close(self, exit_code: int) -> None:
-        is_failure = self._panel is not None and exit_code not in (0, EXIT_PREEMPTED)
-        is_shown = self._status.train.get("step", self._shown_step) == self._shown_step
-        if not (is_shown or is_failure):
-            self._show()
+        is_failure = exit_code not in (0, EXIT_PREEMPTED)
         if self._panel is not None:
+            if self._status.train and not is_failure:
+                self._show()  # an evaluation and a save may have followed the last step
             self._panel.close(is_failure)
+        elif self._status.train.get("step", self._shown_step) != self._shown_step:
+            self._show()
 
 
 class LivePanel:

@@ -42,9 +42,9 @@ class Status:
             self._saved_at = self._clock()
 
     def remaining(self) -> str | None:
-        """Time to the last step; None before the first."""
+        """Time to the last step; None before the first and at the end."""
         (then, first), (now, last) = self._steps[0], self._steps[-1]
-        if first == last:
+        if last in (first, self.total_steps):
             return None
         return duration((self.total_steps - last) * (now - then) / (last - first))
 
