@@ -14,7 +14,8 @@ def show_rows(rows: Mapping[str, str], group_starts: Collection[str] = ()) -> No
         group_starts: names of rows that have an empty line before them on a terminal.
     """
     if not sys.stdout.isatty():
-        lines = (f"  {name:<{NAME_WIDTH}}  {text}" for name, text in rows.items())
+        width = max(NAME_WIDTH, *map(len, rows))
+        lines = (f"  {name:<{width}}  {text}" for name, text in rows.items())
         print("\n".join(lines), flush=True)
         return
     from rich.console import Console

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 from terminal import Terminal
+from transformers import AutoModelForCausalLM
 
 from runtime import progress as progress_module
 from runtime.errors import AgreedError, UserError, exit_on_error, rank_prefix
@@ -234,6 +235,17 @@ def test_long_work_in_a_log(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     work()
     assert capsys.readouterr() == ("", "")
+
+
+def test_weights_that_are_loaded_in_a_log(tiny_model, capsys, monkeypatch):
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    quieten_libraries(is_first=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    lines = capsys.readouterr().err.splitlines()
+    tensors = len(list(model.parameters()))
+    expected = rf"loading weights: \d+ of {tensors} tensors, [\d,.]+ tensors/s"
+    assert len(lines) == tensors and all(re.fullmatch(expected, line) for line in lines), lines
 
 
 # --------------------------------------------------------------------------------------------------
