@@ -52,7 +52,7 @@ from runtime.process_group import Ranks, apply_timeout, process_group
 from runtime.world_size import check_world_size
 from tracking.console import quieten_libraries
 from tracking.metrics import Metrics, open_metrics
-from tracking.startup import startup_table, write_resolved_configs
+from tracking.startup import show_startup, write_resolved_configs
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,9 @@ def main(config: Config, dry_run: bool) -> None:
         train_plan, eval_plan = load_plans(setup, ranks)
         setup = setup.with_mean_batch(train_plan.mean_batch)
         identity = RunIdentity.of(setup, train_plan)
-        table = run_on_first_rank(
-            ranks, lambda: startup_table(setup, train_plan, eval_plan, identity, ranks)
+        run_on_first_rank(
+            ranks, lambda: show_startup(setup, train_plan, eval_plan, identity, ranks)
         )
-        if ranks.is_first:
-            print(table, flush=True)
         if dry_run:
             return
 

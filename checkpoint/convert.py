@@ -31,6 +31,7 @@ from checkpoint.shards import ADAMS, STATES, Shards, flat_weights, layout, load_
 from runtime.agreement import run_on_all_ranks
 from runtime.errors import UserError
 from runtime.process_group import Ranks
+from runtime.progress import progress
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -71,7 +72,7 @@ def convert(checkpoint: Path, shards: Shards, folder: Path, nodes: Nodes) -> Uni
     missing = prepared[nodes.here]
     mine = _assign(missing, shards, len(sharing))[sharing.index(ranks.rank)]
     draft = target / f"draft_{ranks.rank:05d}"
-    run_on_all_ranks(ranks, lambda: [_write(shards, name, draft, target) for name in mine])
+    run_on_all_ranks(ranks, lambda: _write_all(shards, mine, draft, target))
     if ranks.is_first:
         done, seconds = len(shards.trained) - len(missing), time.perf_counter() - began
         print(
@@ -126,6 +127,14 @@ def _assign(names: list[str], shards: Shards, ranks: int) -> list[list[str]]:
         of_ranks[rank].append(name)
         loads[rank] += sizes[name]
     return of_ranks
+
+
+def _write_all(shards: Shards, names: list[str], draft: Path, target: Path) -> None:
+    """Convert parameters; the progress shown is that of rank 0's share."""
+    with progress("converting", len(names), "parameters") as report:
+        for done, name in enumerate(names):
+            report(done)
+            _write(shards, name, draft, target)
 
 
 def _write(shards: Shards, name: str, draft: Path, target: Path) -> None:

@@ -23,6 +23,7 @@ from checkpoint.state import RunIdentity, read_state
 from model.load import DTYPES
 from runtime.errors import UserError, describe
 from runtime.files import new_folder
+from runtime.progress import progress
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -182,11 +183,14 @@ def save_streaming(
     transformers takes it for a model whose weights accelerate offloads to disk, and reads each
     weight from the hook's mapping when it writes its file.
     """
-    add_hook_to_module(model, AlignDevicesHook(weights_map=_Cast(weights, model.state_dict())))
-    model.hf_device_map = {"": "disk"}
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # says that the tensors of a file must fit into memory
+    like = model.state_dict()
+    with (
+        progress("exporting", len(like), "tensors") as report,
+        warnings.catch_warnings(action="ignore"),  # the tensors of a file must fit into memory
+    ):
+        cast = _Cast(weights, like, report)
+        add_hook_to_module(model, AlignDevicesHook(weights_map=cast))
+        model.hf_device_map = {"": "disk"}
         try:
             model.save_pretrained(folder, max_shard_size=max_shard_size)
         except SafetensorError as error:  # e.g. a full disk
@@ -194,14 +198,20 @@ def save_streaming(
 
 
 class _Cast(Mapping[str, torch.Tensor]):
-    """`weights` cast to the dtypes of `like`."""
+    """`weights` cast to the dtypes of `like`; `report` gets the number of those that were read."""
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+        self,
+        weights: Mapping[str, torch.Tensor],
+        like: Mapping[str, torch.Tensor],
+        report: Callable[[int], None],
     ) -> None:
-        self._weights, self._like = weights, like
+        self._weights, self._like, self._report = weights, like, report
+        self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        self._read.add(name)
+        self._report(len(self._read))
         return self._weights[name].to(self._like[name].dtype)
 
     def __iter__(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from checkpoint.lock import RunLock
 from runtime.agreement import gather_json, run_on_all_ranks
-from runtime.errors import UserError, describe
+from runtime.errors import AgreedError, UserError, describe
 from runtime.process_group import Ranks
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Nodes:
         by_node = {name: outcomes[ranks[0]] for name, ranks in self.members.items()}
         for name, (_, error) in by_node.items():
             if error is not None:
-                raise UserError(f"{self.label(name)}{error}")
+                raise AgreedError(f"{self.label(name)}{error}")
         return {name: result for name, (result, _) in by_node.items()}  # type: ignore[misc]
 
 
@@ -122,7 +122,7 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
 
     if not node_local:
         if blind := [rank for rank in range(ranks.world_size) if firsts[0] not in seen[rank]]:
-            raise UserError(
+            raise AgreedError(
                 f"output_dir: {hosts[blind[0]]} does not see what {hosts[firsts[0]]} writes to "
                 f"{folder}; choose a folder on a disk that all hosts share, or set "
                 "checkpoint.node_local true, so that each node keeps its own ranks' shards of "
@@ -132,7 +132,7 @@ def find_nodes(ranks: Ranks, folder: Path, node_local: bool) -> Nodes:
     for rank, which in enumerate(seen):
         if len(which) != 1:
             writers = " and ".join(hosts[first] for first in which) or "no host"
-            raise UserError(
+            raise AgreedError(
                 f"checkpoint.node_local: {hosts[rank]} sees in output_dir {folder} what {writers} "
                 "wrote there; each node needs a disk of its own: choose another folder, or set "
                 "checkpoint.node_local false"

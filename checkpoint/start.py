@@ -16,6 +16,7 @@ from data.plan_change import continue_plan, describe_change
 from model.optimizer import Schedule, describe_move, schedule_of
 from runtime.agreement import run_on_all_ranks
 from runtime.errors import UserError
+from runtime.table import show_rows
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -124,7 +125,7 @@ def load_start(engine: "DeepSpeedEngine", start: Start, config: Config, nodes: N
     if not config.model.from_config and (start.checkpoint is None or is_frozen):
         line = prove_weights(engine, config, nodes.ranks)
         if nodes.ranks.is_first:
-            print(f"  {'weights':<13}  {line}", flush=True)  # the last row of the start-up table
+            show_rows({"weights": line})
     if start.checkpoint is None:
         return
     if start.saved is None:

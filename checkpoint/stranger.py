@@ -9,12 +9,13 @@ Imports nothing of this repository; with -I, it could not. FOLDER has
     examples.npz    ids int32 [tokens], mask bool [tokens]: which of them carry loss,
                     lengths int32 [examples]
     answers.json    is written: see `answer`
+    done            gets a byte for each example whose loss has been computed
 """
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -48,7 +49,8 @@ def answer(model_folder: str, folder: Path) -> dict[str, Any]:
     }
     with np.load(folder / "examples.npz") as arrays:
         ids, mask, lengths = (arrays[name] for name in ("ids", "mask", "lengths"))
-    return answers | mean_loss(model.eval(), ids, mask, lengths)
+    with (folder / "done").open("ab", buffering=0) as done:
+        return answers | mean_loss(model.eval(), ids, mask, lengths, done)
 
 
 def prompt_ids(tokenizer: Any, **prompt: Any) -> list[int] | str:
@@ -64,7 +66,7 @@ def prompt_ids(tokenizer: Any, **prompt: Any) -> list[int] | str:
 
 @torch.no_grad()
 def mean_loss(
-    model: Any, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+    model: Any, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, done: BinaryIO
 ) -> dict[str, float]:
     """`loss` and `sensitivity` over all targets, one example at a time, so without padding."""
     loss = sensitivity = 0.0
@@ -79,6 +81,7 @@ def mean_loss(
         loss += nats.double().sum().item()
         largest = logits.abs().amax(-1)
         sensitivity += ((1 - torch.exp(-nats)) * largest).double().sum().item()
+        done.write(b".")
     count = max(1, int(mask.sum()))
     return {"loss": loss / count, "sensitivity": sensitivity / count}
 

@@ -29,6 +29,7 @@ from data.sources import parse_row, read_rows
 from data.tokenize import TokenizedRows
 from model.load import DTYPES
 from runtime.errors import UserError, some
+from runtime.progress import polled_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,13 +125,17 @@ def _ask_stranger(
         work = Path(name)
         (work / "prompts.json").write_text(json.dumps(prompts))
         np.savez(work / "examples.npz", **_arrays(examples))
-        finished = subprocess.run(
-            [sys.executable, "-I", str(STRANGER), str(folder.resolve()), name],
-            cwd=work,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-        )
+        done = work / "done"
+        done.touch()
+        total = 0 if examples is None else len(examples)
+        with polled_progress("verifying", total, "examples", lambda: done.stat().st_size):
+            finished = subprocess.run(
+                [sys.executable, "-I", str(STRANGER), str(folder.resolve()), name],
+                cwd=work,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                capture_output=True,
+                text=True,
+            )
         if finished.returncode:
             lines = [line for line in finished.stderr.splitlines() if line.strip()]
             raise VerificationFailed(

@@ -28,7 +28,7 @@ from checkpoint.shards import Fragment, flat_weights, is_on_nvme, layout, partit
 from config.schema import Config
 from model.base import weight_files
 from runtime.agreement import run_on_all_ranks
-from runtime.errors import UserError, some
+from runtime.errors import AgreedError, UserError, some
 from runtime.process_group import Ranks
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> st
         differs |= (total != expected) & (found > 0) & (kinds != ABSENT)
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=ranks.control)
     if wrong := [name for name, flag in zip(names, differs.tolist(), strict=True) if flag]:
-        raise UserError(
+        raise AgreedError(
             f"model.name_or_path: {config.model.name_or_path}: {len(wrong):,} tensors on the ranks "
             f"differ from those in its files: {some(wrong)}; start again, and check memory and "
             "disk if it happens twice"

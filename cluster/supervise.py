@@ -28,6 +28,7 @@ from runtime.errors import (
     UserError,
     exit_code_of_signal,
 )
+from runtime.library_output import LIBRARY_LOGS
 from runtime.rank_env import SECRET
 
 POLL_SECONDS = 0.2
@@ -101,6 +102,7 @@ def launcher_command(job: Job, folder: Path, address: str, port: int) -> list[st
         *("--master_addr", address, "--master_port", str(port)),
         *("--launcher", job.launcher, *arguments, "--force_multi"),  # a single host is remote too
         *("--no_ssh_check", "--no_local_rank"),
+        *("--log_level", "info" if os.environ.get(LIBRARY_LOGS) else "warning"),
         *script,
     ]
 

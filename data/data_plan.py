@@ -1,6 +1,5 @@
 """The step plans of a run: tokenized examples, contents and budget joined, for any global step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -103,15 +102,9 @@ def make_budget(data: "DataConfig", world_size: int, linear_cost: int) -> Budget
 
 
 def make_plans(
-    config: "Config",
-    tokenizer: "PreTrainedTokenizerBase",
-    budget: Budget,
-    announce: Callable[[str], None] | None = None,
+    config: "Config", tokenizer: "PreTrainedTokenizerBase", budget: Budget
 ) -> tuple[DataPlan, DataPlan | None]:
     """The plans of the training and of the held-out data, which are tokenized if not cached.
-
-    Args:
-        announce: receives progress lines.
 
     Raises:
         UserError: a row cannot be used, there is less than one global batch, or an example exceeds
@@ -120,7 +113,7 @@ def make_plans(
     data, train = config.data, config.train
 
     def tokenized(sources: list["Source"]) -> TokenizedRows:
-        return open_cache(tokenize_sources(sources, tokenizer, data, announce))
+        return open_cache(tokenize_sources(sources, tokenizer, data))
 
     sources = data.sources("train_sources")
     train_rows, eval_rows = tokenized(sources), None

@@ -2,9 +2,8 @@
 `scripts/prove.py data`.
 """
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,8 @@ class RowProof:
         self.wrong: dict[str, list[str]] = {"loss masks": [], "tokenized examples": []}
         self.ends = Ends()
 
-    def read(self, source: "Source") -> None:
-        """Check the rows of the next source of the cache."""
+    def read(self, source: "Source", report: Callable[[int], None]) -> None:
+        """Check the rows of the next source of the cache, and `report` how many rows are done."""
         own = {f.name for f in fields(source)} & {f.name for f in fields(RenderOptions)}
         options = replace(
             RenderOptions.of(self.config), **{name: getattr(source, name) for name in own}
@@ -51,8 +50,7 @@ class RowProof:
         for file, raw in sources.read_rows(source, self.config.max_row_characters):
             number, place = self.counts["rows"], f"{file}:{raw.place}"
             self.counts["rows"] += 1
-            if sys.stderr.isatty() and number % 1000 == 0:
-                print(f"\r{number:,} rows ", end="", file=sys.stderr, flush=True)
+            report(number)
             try:
                 row = sources.parse_row(raw, options.columns, options.ignore_keys)
                 if options.format == "auto":
@@ -133,8 +131,6 @@ class RowProof:
 
     def report(self) -> bool:
         """Print counts and problems; return whether there are no problems."""
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
         lines = dict(self._counted())
         width = max(map(len, lines))
         for key, text in lines.items():

@@ -19,10 +19,9 @@ import json
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from data.render import OUTCOMES, REJECTED, SPLIT, check_template, fit, render
 from data.sources import BadRow, RawRow
 from runtime.errors import UserError, describe
 from runtime.files import explain, sync_folder, sync_tree
+from runtime.progress import polled_progress, progress, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,6 @@ RAW_ROWS, RAW_CHARACTERS = 1000, 1 << 26  # at most so much of the sources is wr
 FORMAT_ROWS = 1000  # rows of a source that are searched for one that shows its format
 MEASURED_ROWS = 500  # examples read at a time: with 32,000 tokens each, some 300 MB
 POLL_SECONDS = 0.2
-PROGRESS_SECONDS = 10.0  # between progress lines
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
 
 RAW = datasets.Features(
@@ -133,7 +132,7 @@ def _tokenize_batch(
     tokenizer: "PreTrainedTokenizerBase",
     options: list[RenderOptions],
     on_bad_row: str,
-    progress: Path,
+    done: Path,
 ) -> dict[str, list]:
     out: dict[str, list] = {name: [] for name in TOKENIZED}
     rows = zip(index, *(batch[name] for name in RAW), strict=True)
@@ -161,7 +160,7 @@ def _tokenize_batch(
             values = (ids, mask, source, file, place, number, outcome, special, reason, problem)
             for name, value in zip(TOKENIZED, values, strict=True):
                 out[name].append(value)
-    with progress.open("ab") as counter:  # a short append is atomic across workers
+    with done.open("ab") as counter:  # a short append is atomic across workers
         counter.write(b"." * len(index))
     return out
 
@@ -210,14 +209,10 @@ def tokenize_sources(
     given: list["Source"],
     tokenizer: "PreTrainedTokenizerBase",
     config: "DataConfig",
-    announce: Callable[[str], None] | None = None,
 ) -> Path:
     """Create the cache of these sources unless it exists, and return its folder.
 
     Concurrent callers, on one machine or on a shared disk, wait for the first of them.
-
-    Args:
-        announce: receives a progress line every few seconds.
 
     Raises:
         UserError: a row cannot be used (the message has file and line), a source has no rows, or
@@ -229,7 +224,7 @@ def tokenize_sources(
         while not target.exists():
             with _lease(target) as lease:
                 try:
-                    _tokenize_alone(given, tokenizer, config, target, announce)
+                    _tokenize_alone(given, tokenizer, config, target)
                 except Exception:
                     # If this process was stopped for a minute, another one has taken over and
                     # deleted what this one had written: wait for that one.
@@ -278,7 +273,6 @@ def _tokenize_alone(
     tokenizer: "PreTrainedTokenizerBase",
     config: "DataConfig",
     target: Path,
-    announce: Callable[[str], None] | None,
 ) -> None:
     """Create `target` unless it exists by now, and nothing else; called while its lock is held."""
     if target.exists():
@@ -287,7 +281,7 @@ def _tokenize_alone(
         shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     try:
-        _build_cache(given, tokenizer, config, work, announce)
+        _build_cache(given, tokenizer, config, work)
         sync_tree(work / "cache")
         os.replace(work / "cache", target)
         sync_folder(target.parent)
@@ -300,7 +294,6 @@ def _build_cache(
     tokenizer: "PreTrainedTokenizerBase",
     config: "DataConfig",
     work: Path,
-    announce: Callable[[str], None] | None,
 ) -> None:
     began = time.perf_counter()
     raw = _read_raw(given, config, work)
@@ -315,15 +308,16 @@ def _build_cache(
     if chat:
         check_template(tokenizer, tokenizer.name_or_path)
     workers = config.workers or min(os.cpu_count() or 1, len(raw) // ROWS_PER_WORKER)
-    progress = work / "progress"
-    with _progress_lines(progress, len(raw), announce):
+    done = work / "progress"
+    done.touch()
+    with polled_progress("tokenizing", len(raw), "rows", lambda: done.stat().st_size):
         mapped = raw.map(
             partial(
                 _tokenize_batch,
                 tokenizer=tokenizer,
                 options=options,
                 on_bad_row=config.on_bad_row,
-                progress=progress,
+                done=done,
             ),
             batched=True,
             with_indices=True,
@@ -333,7 +327,6 @@ def _build_cache(
             load_from_cache_file=False,
             cache_file_name=str(work / "mapped.arrow"),
             new_fingerprint="mapped",
-            desc="tokenizing",
         )
     columns = mapped.with_format("numpy")
     outcome, source_of = columns["outcome"][:], columns["source"][:]
@@ -369,18 +362,19 @@ def _build_cache(
         "bytes": {str(f.relative_to(cache)): f.stat().st_size for f in _files(cache)},
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
-    if announce:
-        seconds = max(1e-3, time.perf_counter() - began)
-        announce(
-            f"tokenized {len(raw):,} rows in {seconds:,.1f} s ({len(raw) / seconds:,.0f} rows/s)"
-        )
+    seconds = max(1e-3, time.perf_counter() - began)
+    say(f"tokenized {len(raw):,} rows in {seconds:,.1f} s ({len(raw) / seconds:,.0f} rows/s)")
 
 
 def _read_raw(given: list["Source"], config: "DataConfig", work: Path) -> datasets.Dataset:
     """All rows of the sources, in an Arrow file."""
-    schema, rows, characters = RAW.arrow_schema, list[dict[str, Any]](), 0
+    schema, rows, characters, read = RAW.arrow_schema, list[dict[str, Any]](), 0, 0
     file = work / "raw.arrow"
-    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
+    with (
+        progress("reading", None, "rows") as report,
+        pa.OSFile(str(file), "wb") as out,
+        pa.ipc.new_stream(out, schema) as writer,
+    ):
         for number, source in enumerate(given):
             found = False
             for name, row in sources.read_rows(source, config.max_row_characters):
@@ -388,6 +382,8 @@ def _read_raw(given: list["Source"], config: "DataConfig", work: Path) -> datase
                 found, characters = True, characters + len(row.text)
                 if len(rows) == RAW_ROWS or characters > RAW_CHARACTERS:
                     writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                    read += len(rows)
+                    report(read)
                     rows, characters = [], 0
             if not found:
                 raise UserError(f"{sources.name_of(source)}: has no rows")
@@ -477,31 +473,6 @@ def _what_became(outcome: np.ndarray) -> str:
     counts = {text: int((outcome == code).sum()) for code, (_, text) in OUTCOMES.items()}
     counts["rejected (data.on_bad_row)"] = int((outcome == REJECTED).sum())
     return ", ".join(f"{n:,} {text}" for text, n in counts.items() if n)
-
-
-@contextlib.contextmanager
-def _progress_lines(
-    progress: Path, total: int, announce: Callable[[str], None] | None
-) -> Iterator[None]:
-    """Announce rows done and rows/s every few seconds; workers append one byte per row to the
-    file `progress`.
-    """
-    done = threading.Event()
-    began = time.perf_counter()
-
-    def watch() -> None:
-        while not done.wait(PROGRESS_SECONDS):
-            rows = progress.stat().st_size if progress.exists() else 0
-            rate = rows / (time.perf_counter() - began)
-            announce(f"tokenizing: {rows:,} of {total:,} rows, {rate:,.0f} rows/s")
-
-    thread = threading.Thread(target=watch, name="tokenize-progress", daemon=True)
-    if announce:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 def open_cache(path: Path) -> TokenizedRows:

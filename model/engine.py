@@ -13,6 +13,7 @@ from model.probes import check_causal, check_packing, ordinary_tokens
 from model.setup import Setup
 from model.weights import check_weights
 from runtime.agreement import run_on_all_ranks
+from runtime.library_output import prints_hidden
 from runtime.process_group import Ranks
 from runtime.seeding import rank_seed, seed_everything
 
@@ -44,11 +45,12 @@ def build_engine(
     fit_experts(model, setup.ds_config.get("zero_optimization", {}).get("stage", 0))
     loss = SupervisedLoss(model)
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=parameter_groups(model, config.train.weight_decay),
-            config=setup.ds_config,
-        )
+        with prints_hidden():
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameter_groups(model, config.train.weight_decay),
+                config=setup.ds_config,
+            )
     except Exception as error:
         # out of memory and lost connections, RuntimeErrors, may concern one rank only
         if not isinstance(error, (RuntimeError, OSError, MemoryError)):

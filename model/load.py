@@ -20,12 +20,13 @@ from transformers.utils import is_bitsandbytes_available
 
 from config.schema import CHAT_TEMPLATES, Config, chat_template_file
 from data.end_marks import fit_template, set_eos_token
-from model.base import describe_base
+from model.base import describe_base, weight_files
 from model.blocks import change_blocks
 from model.hub import first_line, from_hub
 from model.trained import choose_trained
 from model.weights import _refuse_missing
 from runtime.errors import UserError
+from runtime.progress import say
 from runtime.seeding import seed_everything
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,7 +96,7 @@ def load_model(
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
     """
-    name = config.model.name_or_path
+    name, revision = config.model.name_or_path, config.model.revision
     hf_ds_config = HfDeepSpeedConfig(ds_config)
     dtype = DTYPES[
         next((p for p in ("bf16", "fp16") if ds_config.get(p, {}).get("enabled")), "fp32")
@@ -110,6 +111,8 @@ def load_model(
             options["trust_remote_code"] = config.model.trust_remote_code
             model = AutoModelForCausalLM.from_config(model_config, **options)
         else:
+            gib = sum(file.stat().st_size for file in weight_files(name, revision)) / 2**30
+            say(f"loading {gib:,.2f} GiB of weights from {name}")  # ZeRO-3 shows no progress
             load = partial(AutoModelForCausalLM.from_pretrained, output_loading_info=True)
             model, found = from_hub(
                 load, "model.name_or_path", name, config, config=model_config, **options
@@ -120,7 +123,6 @@ def load_model(
     except Exception as error:  # e.g. flash_attention_2 without its package
         raise UserError(f"model.name_or_path: {name}: {first_line(error)}") from error
     model.hf_ds_config = hf_ds_config
-    revision = config.model.revision
     model.read_from = None if config.model.from_config else describe_base(name, revision)
     if config.model.quantization:  # a checkpoint's config.json is that of what is exported
         del model.config.quantization_config

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -102,10 +101,9 @@ def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, DataPlan | None]:
         UserError: unusable rows, different data on different ranks, or invalid arguments of the
             learning-rate schedule.
     """
-    announce = partial(print, flush=True) if ranks.is_first else None
     plans = run_on_all_ranks(
         ranks,
-        lambda: make_plans(setup.config, setup.tokenizer, setup.budget(ranks.world_size), announce),
+        lambda: make_plans(setup.config, setup.tokenizer, setup.budget(ranks.world_size)),
         first_on_machine=True,
     )
     for plan in filter(None, plans):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runtime.errors import UserError
+from runtime.errors import AgreedError, UserError, rank_prefix
 from runtime.process_group import Ranks
 
 T = TypeVar("T")
@@ -54,7 +54,8 @@ def _not_ours(rank: int, what: str) -> str:
 
 
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False) -> T:
-    """Run `work` on every rank. A UserError on any rank is raised on all of them.
+    """Run `work` on every rank. A UserError on any rank is raised on all of them, with its
+    rank's prefix if that is not rank 0.
 
     Otherwise the rank with the error would exit, and the others would wait for it until the
     timeout.
@@ -68,10 +69,12 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool
         if turn is None or turn == (ranks.local_rank == 0):
             try:
                 result = work()
-            except UserError as mistake:
+            except AgreedError as mistake:
                 error = str(mistake)
+            except UserError as mistake:
+                error = ("" if ranks.is_first else rank_prefix()) + str(mistake)
         if first := next((e for e in gather_json(ranks, error) if e is not None), None):
-            raise UserError(first)
+            raise AgreedError(first)
     return result  # type: ignore[return-value]
 
 
@@ -81,7 +84,7 @@ def require_same(ranks: Ranks, name: str, value: str) -> None:
     odd = [rank for rank, (its, _) in enumerate(values) if its != values[0][0]]
     if odd:
         there, here = (" on ".join(values[rank]) for rank in (odd[0], 0))
-        raise UserError(
+        raise AgreedError(
             f"{name} of rank {odd[0]} ({there}) differs from that of rank 0 ({here}): do all "
             "machines have the same files, tokenizer and library versions?"
         )
@@ -99,7 +102,7 @@ def run_on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
             error = str(mistake)
     result, error = gather_json(ranks, [result, error])[0]
     if error is not None:
-        raise UserError(error)
+        raise AgreedError(error)
     return result  # type: ignore[return-value]
 
 

@@ -5,6 +5,7 @@ Exit codes: 0 finished, 2 a user's mistake, 75 preempted and saved (the same com
 """
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -32,6 +33,10 @@ class UserError(Exception):
     """
 
 
+class AgreedError(UserError):
+    """A UserError that is raised on all ranks, so that rank 0 alone reports it."""
+
+
 def describe(error: Exception) -> str:
     """The message of an error in one line, without the errno and repr that Python adds."""
     if isinstance(error, OSError) and error.strerror:
@@ -44,23 +49,45 @@ def some(names: Sequence[object], shown: int = 3) -> str:
     return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
 
 
+def rank_prefix() -> str:
+    """ "[rank 12 @ host-3] ", which begins a line about this rank; "" if it is the only one."""
+    ranks = rank_variables(os.environ)
+    if ranks.get("WORLD_SIZE", "1") == "1":
+        return ""
+    return f"[rank {ranks['RANK']} @ {socket.gethostname()}] "
+
+
 def exit_on_error(work: Callable[[], T]) -> T:
     """Return `work()`, or exit: with one line for a UserError, with a traceback for anything else.
-
-    Under a launcher one process per machine prints the line and the others wait some seconds,
-    because a launcher stops all processes as soon as one has failed, and the line must be printed
-    before that.
+    What ranks other than 0 print of it, and tracebacks of all of them, carry the rank's prefix.
     """
     try:
         return work()
     except UserError as mistake:
-        if rank_variables(os.environ).get("LOCAL_RANK", "0") == "0":
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(3)
+        _report(mistake)
         sys.exit(EXIT_USER_MISTAKE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:
-        traceback.print_exc()
+        prefix = rank_prefix()
+        lines = traceback.format_exc().splitlines()
+        print("\n".join(prefix + line for line in lines), file=sys.stderr, flush=True)
         sys.exit(EXIT_FAILURE)
+
+
+def _report(mistake: UserError) -> None:
+    """Print the line of a UserError once per run if it is agreed, otherwise once per machine.
+
+    The processes that do not print it at once wait some seconds, because a launcher stops all
+    processes as soon as one has failed, and the line must be printed before that. Those that are
+    still running then have an error of their own.
+    """
+    ranks = rank_variables(os.environ)
+    if ranks.get("RANK", "0") == "0":
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        return
+    is_agreed = isinstance(mistake, AgreedError)
+    if is_agreed or ranks["LOCAL_RANK"] != "0":
+        time.sleep(3)
+    if not is_agreed:
+        print(f"{rank_prefix()}error: {mistake}", file=sys.stderr, flush=True)

@@ -146,11 +146,9 @@ def report(findings: "list[Finding]") -> None:
         VerificationFailed: something differs.
     """
     from checkpoint.verify import VerificationFailed
+    from runtime.table import show_rows
 
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        mark = "DIFFERS: " if finding.differs else ""
-        print(f"  {finding.name:<{width}}  {mark}{finding.text}", flush=True)
+    show_rows({f.name: ("DIFFERS: " if f.differs else "") + f.text for f in findings})
     for finding in findings:
         if finding.differs:
             raise VerificationFailed(f"{finding.name}: {finding.text}")

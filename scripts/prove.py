@@ -17,10 +17,8 @@ Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in 
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.check_sources import parse_with_sources
 from runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+from runtime.progress import progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,21 +115,18 @@ class Ledger:
         from data.loader import load_steps
 
         counts = np.zeros(len(self.keys) + 1, np.int64)
-        began = time.perf_counter()
-        for plan, first, last in parts:
-            for rank in range(plan.budget.world_size):
+        loaders = [
+            (plan, rank, first, last)
+            for plan, first, last in parts
+            for rank in range(plan.budget.world_size)
+        ]
+        with progress("loading", len(loaders), "ranks") as report:
+            for done, (plan, rank, first, last) in enumerate(loaders):
+                report(done)
                 for step in load_steps(plan, rank, first, last):
                     assigned = (ranks[rank] for ranks in step.plan.micro_batches)
                     for rows, batch in zip(assigned, step.micro_batches, strict=True):
                         np.add.at(counts, self._numbers(rows.tolist(), batch), 1)
-                if sys.stderr.isatty():
-                    rate = counts.sum() / (time.perf_counter() - began)
-                    text = (
-                        f"\r{rank + 1} of {plan.budget.world_size} ranks, {rate:,.0f} examples/s "
-                    )
-                    print(text, end="", file=sys.stderr, flush=True)
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
         return counts
 
     def _numbers(self, assigned: list[int], batch: "MicroBatch") -> list[int]:
@@ -250,11 +246,11 @@ def prove_data(config: "Config") -> bool:
     for key in ("train_sources", "eval_sources"):
         given = config.data.sources(key)
         if given:
-            announce = partial(print, file=sys.stderr, flush=True)
-            cache = open_cache(tokenize_sources(given, tokenizer, config.data, announce))
+            cache = open_cache(tokenize_sources(given, tokenizer, config.data))
             proof = RowProof(config.data, tokenizer, cache)
-            for source in given:
-                proof.read(source)
+            with progress("checking", None, "rows") as report:
+                for source in given:
+                    proof.read(source, report)
             print(f"data.{key}: {', '.join(cache.meta['sources'])}")
             proved &= proof.report()
     return proved

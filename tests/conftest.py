@@ -185,13 +185,15 @@ class ForkServer:
         return json.loads(self.process.stdout.readline())
 
     def start(
-        self, config, *flags, ranks=1, module="train", disks=None, at=None, **variables
+        self, config, *flags, ranks=1, module="train", disks=None, at=None, log=None, **variables
     ) -> Forked:
-        """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`."""
+        """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`.
+        `log`: a terminal's name, instead of a file.
+        """
         self.runs += 1
         if disks:
             ranks, disks = sum(disks.values()), {str(disk): n for disk, n in disks.items()}
-        log = self.folder / f"log_{self.runs}"
+        log = Path(log) if log else self.folder / f"log_{self.runs}"
         request = {
             "argv": ["--config", str(config), *map(str, flags)], "ranks": ranks,
             "log": str(log), "port": free_port(), "environment": variables,

@@ -333,8 +333,7 @@ class Tokenizing:
             os._exit(code)
 
     def _tokenize(self, config, tokenizer):
-        announce = partial(print, file=sys.stderr, flush=True)
-        path = tokenize_sources(config.sources("train_sources"), tokenizer, config, announce)
+        path = tokenize_sources(config.sources("train_sources"), tokenizer, config)
         open_cache(path)
         print(path, flush=True)
 
@@ -354,7 +353,7 @@ class Tokenizing:
 
 @pytest.fixture
 def start_tokenizing(tmp_path, sample_tokenizer):
-    quieten_libraries(is_first=False)
+    quieten_libraries(is_first=True)
 
     def start(cache="cache", folder=tmp_path, user=None):
         rows = str(tmp_path / "rows.jsonl")
@@ -412,15 +411,13 @@ int flock(int file, int operation) {
 """
 SCRIPT = """
 import sys
-from functools import partial
 from transformers import AutoTokenizer
 from config.schema import DataConfig
 from data.tokenize import tokenize_sources
 
 config = DataConfig(train_sources=[sys.argv[1]], cache_dir=sys.argv[2], workers=2)
 tokenizer = AutoTokenizer.from_pretrained("data/sample/model")
-announce = partial(print, flush=True)
-tokenize_sources(config.sources("train_sources"), tokenizer, config, announce)
+tokenize_sources(config.sources("train_sources"), tokenizer, config)
 """
 
 
@@ -441,7 +438,7 @@ def test_the_lock_holds_where_flock_does_not(tmp_path):
         ))  # fmt: skip
     outputs = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert sum("tokenized 2,000 rows" in out for out, _ in outputs) == 1, outputs
+    assert sum("tokenized 2,000 rows" in err for _, err in outputs) == 1, outputs
     [folder] = (tmp_path / "cache").iterdir()
     assert len(open_cache(folder)) == 2_000
 

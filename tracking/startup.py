@@ -1,11 +1,9 @@
 """The table printed at start-up, and the resolved configs written to the run folder."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +27,9 @@ from model.trained import Counts
 from runtime.errors import UserError
 from runtime.files import replace_text
 from runtime.process_group import Ranks
+from runtime.table import show_rows
 
+GROUP_STARTS = ("data", "batching", "seed")
 SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-steps and padding
 
 
@@ -46,18 +46,17 @@ def open_plans(
     check_model_fits(config, model_config, tokenizer)
     config, _ = resolve_batching(config, model_config, torch.device("cpu"), "fp32")
     budget = make_budget(config.data, world_size, linear_cost(model_config))
-    announce = partial(print, file=sys.stderr, flush=True)
-    return config, tokenizer, *make_plans(config, tokenizer, budget, announce)
+    return config, tokenizer, *make_plans(config, tokenizer, budget)
 
 
-def startup_table(
+def show_startup(
     setup: Setup,
     train_plan: DataPlan,
     eval_plan: DataPlan | None,
     identity: RunIdentity,
     ranks: Ranks,
-) -> str:
-    """What the run is about to do: one line per name, with units."""
+) -> None:
+    """Print what the run is about to do: a row per name, with units."""
     config = setup.config
     train, data, meta = config.train, config.data, train_plan.data.meta
     sampled = range(min(SAMPLED_STEPS, train_plan.steps_per_epoch))
@@ -121,8 +120,7 @@ def startup_table(
         "checkpoints": SaveInterval(config.checkpoint, count_hosts(ranks), None).text(),
         "output": config.output_dir,
     }
-    width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+    show_rows(rows, GROUP_STARTS)
 
 
 def _tokenizer(setup: Setup, trained: Sequence[int] | None) -> str:
@@ -244,7 +242,7 @@ def _rejected(*plans: DataPlan | None) -> dict[str, str]:
 def _special_text(*plans: DataPlan | None) -> dict[str, str]:
     found = dict.fromkeys(p.data.meta["special_text"] for p in plans if p)
     text = "; ".join(filter(None, found))
-    return {"special tokens": text} if text else {}
+    return {"special text": text} if text else {}
 
 
 def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan | None]) -> None:

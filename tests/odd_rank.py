@@ -1,0 +1,33 @@
+"""Ranks that warn together, and rank 1 that fails, for test_console.py."""
+
+import logging
+import warnings
+
+from runtime.agreement import run_on_all_ranks
+from runtime.errors import UserError
+from runtime.process_group import process_group
+from tracking.console import quieten_libraries
+
+
+def main(config, dry_run):
+    with process_group() as ranks:
+        quieten_libraries(ranks.is_first)
+        for _ in range(3):
+            warnings.warn("warned by every rank", UserWarning, stacklevel=1)
+            with warnings.catch_warnings():  # makes Python forget what it has warned of
+                warnings.simplefilter("ignore")
+        logging.getLogger("DeepSpeed").warning("logged by every rank")
+        logging.getLogger("DeepSpeed").info("chatter")
+
+        def work():
+            if ranks.rank == 1:
+                raise UserError("data: a file is missing")
+
+        try:
+            run_on_all_ranks(ranks, work)
+        except UserError as error:
+            if ranks.is_first:
+                print(error, flush=True)
+        if ranks.rank == 1:
+            logging.getLogger("DeepSpeed").error("logged error")
+            raise ValueError("two\nlines")
