@@ -129,7 +129,7 @@ def check_demo(output, copy):
     assert after < before / 10, output
     right = re.search(r"answers right\s+(\d+) of 200\s+(\d+) of 200", output).groups()
     assert int(right[0]) == 0 and int(right[1]) >= 100, output
-    for name in ("speed", "checkpoint", "model", "metrics", "W&B", "next:"):
+    for name in ("speed", "checkpoint", "model", "metrics", "report", "W&B", "next:"):
         assert re.search(rf"^  {name}", output, re.MULTILINE), output
     checkpoint = re.search(r"^  checkpoint\s+(\S+)", output, re.MULTILINE)[1]
     assert (copy / checkpoint / "COMPLETE").exists()
