@@ -37,14 +37,6 @@ def report_page(folders: Sequence[Path]) -> str:
     Raises:
         UserError: one of them is not a run folder.
     """
-    names = _names(folders)
-    runs = [
-        Run(name, COLORS[i % len(COLORS)], read_history(folder))
-        for i, (name, folder) in enumerate(zip(names, folders, strict=True))
-    ]
-    with np.errstate(all="ignore"):  # a value of 1e300, or a median of 0
-        charts = charts_of(runs)
-    figures = ",".join(chart.figure.to_json(engine="json") for chart in charts)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -52,15 +44,37 @@ def report_page(folders: Sequence[Path]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template(TEMPLATE).render(
-        runs=runs,
-        charts=charts,
-        summary=_table([_summary(run) for run in runs]),
-        problems=[(run.name, text) for run in runs for text in _problems(run.history)],
-        events=[event for run in runs for event in _events(run)],
-        generations=[(run, _generations(run.history)) for run in runs],
-        differences=_differences(runs),
-        configs=[
+    template = environment.get_template(TEMPLATE)
+    page = template.render(**content_of(runs_of(folders)), plotly=get_plotlyjs())
+    return page.encode("utf-8", "replace").decode()  # JSON may have half a surrogate pair
+
+
+def runs_of(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders, each with a name and a color of its own.
+
+    Raises:
+        UserError: one of them is not a run folder.
+    """
+    return [
+        Run(name, COLORS[i % len(COLORS)], read_history(folder))
+        for i, (name, folder) in enumerate(zip(_names(folders), folders, strict=True))
+    ]
+
+
+def content_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """What report.html shows, by its names there: texts as they are, and figures as JSON."""
+    with np.errstate(all="ignore"):  # a value of 1e300, or a median of 0
+        charts = charts_of(runs)
+    figures = ",".join(chart.figure.to_json(engine="json") for chart in charts)
+    return {
+        "runs": runs,
+        "charts": charts,
+        "summary": _table([_summary(run) for run in runs]),
+        "problems": [(run.name, text) for run in runs for text in _problems(run.history)],
+        "events": [event for run in runs for event in _events(run)],
+        "generations": [(run, _generations(run.history)) for run in runs],
+        "differences": _differences(runs),
+        "configs": [
             (run.name, title, _shown(config))
             for run in runs
             for title, config in (
@@ -68,13 +82,11 @@ def report_page(folders: Sequence[Path]) -> str:
                 ("DeepSpeed config", run.history.ds_config),
             )
         ],
-        starts=[start for run in runs for start in _starts(run)],
-        versions=_table([_versions(run.history) for run in runs]),
+        "starts": [start for run in runs for start in _starts(run)],
+        "versions": _table([_versions(run.history) for run in runs]),
         # within <script>, where only `<` could end it
-        figures=f"[{figures}]".replace("<", "\\u003c"),
-        plotly=get_plotlyjs(),
-    )
-    return page.encode("utf-8", "replace").decode()  # JSON may have half a surrogate pair
+        "figures": f"[{figures}]".replace("<", "\\u003c"),
+    }
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -140,25 +140,25 @@ def smooth(y: np.ndarray, half_life: float) -> np.ndarray:
     return np.array(averages)
 
 
-def _figure(axis: str, axis_type: str = "linear", legend: bool = False) -> go.Figure:
-    """An empty figure over steps; the page adds its colors."""
-    figure = go.Figure()
-    figure.update_layout(
-        margin={"l": 60, "r": 12, "t": 8, "b": 40},
-        showlegend=legend,
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        hovermode="closest",
-        xaxis={"title": {"text": "step", "standoff": 4}},
-        yaxis={"title": {"text": axis}, "type": axis_type, "automargin": True},
-        template=None,
-    )
-    return figure
+def _figure(axis: str, legend: bool = False, **y: Any) -> go.Figure:
+    """An empty figure over steps, with these properties of the y axis; the page adds colors."""
+    return go.Figure(layout={
+        "margin": {"l": 60, "r": 12, "t": 8, "b": 40},
+        "showlegend": legend,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "step", "standoff": 4}},
+        "yaxis": {"title": {"text": axis}, "automargin": True, **y},
+        "template": "none",
+    })  # fmt: skip
 
 
-def _line(x: np.ndarray, y: np.ndarray, run: Run, name: str, **style: Any) -> go.Scatter:
+def _line(
+    x: np.ndarray, y: np.ndarray, run: Run, name: str, mode: str = "lines", **style: Any
+) -> go.Scatter:
     """A line; y is drawn in single precision, which halves the page."""
     return go.Scatter(
-        x=x, y=y.astype(np.float32), name=name, mode="lines",
+        x=x, y=y.astype(np.float32), name=name, mode=mode,
         hovertemplate=f"step %{{x:,}}<br>%{{y:.5g}}<extra>{escape(run.name)}</extra>",
         **style,
     )  # fmt: skip
@@ -182,14 +182,14 @@ def _values(history: History, series: Series) -> np.ndarray | None:
 
 def _lines(runs: Sequence[Run], series: Series) -> Chart | None:
     """The series of all runs: each step, and smoothed if it is noisy."""
-    figure = _figure(series.axis, series.axis_type)
-    figure.update_layout(yaxis_tickformat=series.format)
+    figure = _figure(series.axis, type=series.axis_type, tickformat=series.format)
     for run in runs:
         if (values := _values(run.history, series)) is None:
             continue
         steps, color = run.history.records.train["step"], run.color
-        raw = _line(*thin(steps, values), run, "each step", line={"color": color, "width": 1})
-        figure.add_trace(raw.update(opacity=0.4 if series.is_noisy else 1))
+        line, opacity = {"color": color, "width": 1}, 0.4 if series.is_noisy else 1
+        raw = _line(*thin(steps, values), run, "each step", line=line, opacity=opacity)
+        figure.add_trace(raw)
         if series.is_noisy:
             smoothed = smooth(values, max(1.0, len(values) / 100))
             line = {"color": color, "width": 2}
@@ -203,12 +203,11 @@ def _loss(runs: Sequence[Run]) -> Chart | None:
         return None
     figure = chart.figure
     figure.add_traces([mark for run in runs for mark in _marks(run)])
-    figure.update_layout(
-        meta="loss",
-        showlegend=True,
-        # of the marks, from the bottom to the top of the chart
-        yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-    )
+    figure.layout.meta, figure.layout.showlegend = "loss", True
+    # of the marks, from the bottom to the top of the chart
+    figure.layout.yaxis2 = {
+        "overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True,
+    }  # fmt: skip
     _name_once(figure)
     return replace(chart, is_wide=True)
 
@@ -217,7 +216,7 @@ def _name_once(figure: go.Figure) -> None:
     """One entry of the legend per name, for the traces of all runs, whose colors the page names."""
     named: set[str] = set()
     for trace in figure.data:
-        trace.update(legendgroup=trace.name, showlegend=trace.name not in named)
+        trace.legendgroup, trace.showlegend = trace.name, trace.name not in named
         named.add(trace.name)
 
 
@@ -296,15 +295,15 @@ def _evaluation(runs: Sequence[Run]) -> list[Chart]:
             for number, (name, points) in enumerate(evaluations(run.history, prefixes).items()):
                 color = run.color if len(runs) > 1 else COLORS[number % len(COLORS)]
                 steps, values = (np.array(list(part)) for part in zip(*points.items(), strict=True))
-                trace = _line(
-                    *thin(steps, values), run, escape(name),
+                figure.add_trace(_line(
+                    *thin(steps, values), run, escape(name), mode="lines+markers",
+                    marker={"size": 6},
                     line={"color": color, "width": 2, "dash": DASHES[number % len(DASHES)]},
-                )  # fmt: skip
-                figure.add_trace(trace.update(mode="lines+markers", marker={"size": 6}))
+                ))  # fmt: skip
         if figure.data:
             _name_once(figure)
             one = len({trace.name for trace in figure.data}) == 1
-            figure.update_layout(showlegend=not one, meta=prefixes[0])
+            figure.layout.showlegend, figure.layout.meta = not one, prefixes[0]
             found.append(Chart(title, "", figure))
     return found
 
@@ -358,7 +357,7 @@ def _step_time(run: Run, suffix: str) -> Chart | None:
     # one step of minutes, such as the first one with torch.compile, would flatten all others
     means = np.add.reduceat(np.nan_to_num(train["step_seconds"]), starts) / sizes
     top = 1.3 * max(float(np.percentile(means, 98)), float(np.nanmedian(slowest)))
-    figure.update_layout(yaxis_range=[0, top if top > 0 else 1])
+    figure.layout.yaxis.range = [0, top if top > 0 else 1]
     per = f", means of {sizes.max():,} steps" if sizes.max() > 1 else ""
     return Chart(f"Step time{suffix}", f"of rank 0, without evaluation and saves{per}", figure)
 
@@ -410,12 +409,11 @@ def _heat_map(
     else:
         low = min(float(np.nanmin(z)), 0.8 * high)
         colors = [[0, usual], [1, "#e07b39"]]
-    figure = _figure("")
+    figure = _figure("", type="category", autorange="reversed")
     figure.add_trace(go.Heatmap(
         z=z, x=steps, y=labels, hovertemplate="step %{x:,}<br>rank %{y}<br>%{z:.4g}<extra></extra>",
         colorbar={"title": {"text": axis, "side": "right"}, "thickness": 10},
         colorscale=colors, zmin=low, zmax=high,
     ))  # fmt: skip
-    figure.update_layout(yaxis={"type": "category", "autorange": "reversed"})
     note = "outside of collectives, over the median rank; 1 is usual" if relative else ""
     return Chart(title, note, figure)
