@@ -23,7 +23,7 @@ TRAIN_KEYS = (
     "router_loss", "expert_load_max", "experts_unused",
 )  # fmt: skip
 KINDS = ("start", "eval", "save", "event", "generations")
-OF_RANKS = ("own_seconds", "data_seconds")
+OF_RANKS = ("own_seconds", "data_seconds")  # the former includes the latter
 OF_GPUS = ("temperature_celsius", "sm_clock_mhz", "power_watts")
 MOST_STEPS = 1 << 53  # a float has larger integers only with gaps
 
