@@ -3,7 +3,8 @@
     OUTPUT_DIR/
         resolved_config.yaml            the run config as it was used
         resolved_ds_config.json         the DeepSpeed config as it was used
-        metrics.jsonl                   one line per step, evaluation and save
+        metrics.jsonl                   one line per start, step, evaluation, save, event ...
+        report.html                     drawn from it by scripts/report.py
         rejected_rows.jsonl             rows that were rejected, if any
         run.lock                        held while a run writes here
         stop, save_now                  touched by a user: save and exit, or save

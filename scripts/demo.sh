@@ -17,4 +17,5 @@ run="runs/demo_$(date +%Y%m%d_%H%M%S)"
 deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning \
   train.py --config recipes/demo.yaml --output_dir "$run" "$@"
 python scripts/export.py "$run" "$run/model"
+python scripts/report.py "$run" > /dev/null
 python scripts/demo_report.py "$run" "$run/model"

@@ -57,6 +57,7 @@ def main() -> None:
     print(f"  checkpoint  {list_complete(run / 'checkpoints')[-1]}")
     print(f"  model       {model_folder}  (a Hugging Face folder)")
     print(f"  metrics     {run / 'metrics.jsonl'}")
+    print(f"  report      {run / 'report.html'}  (charts of the run, for a browser)")
     print(f"  W&B         {run / 'wandb'}  (offline; `wandb sync` uploads it)")
     print(f"\n  next: .venv/bin/python scripts/exact_match.py {model_folder} "
           f"{config['data']['eval_sources'][0]} --show 3\n")  # fmt: skip

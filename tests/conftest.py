@@ -20,7 +20,7 @@ sys.path.insert(0, str(REPO))
 os.environ["STARTED_BY"] = str(os.getpid())
 
 
-MAKE_HOSTS = {"test_launch", "test_node_local", "test_preflight", "test_slurm"}
+MAKE_HOSTS = {"test_launch", "test_node_local", "test_preflight", "test_scaling", "test_slurm"}
 """Tests that create hosts never run two at a time: network namespaces and daemons have global
 names."""
 
@@ -262,6 +262,14 @@ def wait_until(happened, process, seconds=120):
 def read_metrics(run_folder, kind="train"):
     lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def logged(run_folder, kind="train"):
+    """read_metrics of a run that is starting, or in the middle of writing a line."""
+    path = Path(run_folder) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if record["kind"] == kind]
 
 
 def determined(run_folder):

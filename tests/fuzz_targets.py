@@ -466,10 +466,52 @@ def shards_target() -> Target:
     return Target(cases(), read)
 
 
+# --------------------------------------------------------------------------------------------------
+# metrics.jsonl
+
+
+def metrics_target() -> Target:
+    from runtime.errors import UserError
+    from tracking.report import content_of, runs_of
+
+    train = {"kind": "train", "step": 1, "time": 1.8e9, "loss": 2.0, "step_seconds": 0.5}
+    start = {"kind": "start", "step": 0, "world_size": 2, "hosts": ["a"], "gpus": [["x"]]}
+    records = [
+        {**train, "padding_efficiency": 0.9, "data_seconds": 0.1}, {**train, "step": 2}, start,
+        {**start, "step": 1, "hosts": ["a", "b"], "versions": {"torch": "2"}},
+        {"kind": "eval", "step": 2, "loss/a": 1.0, "score/a": 0.5, "eval_loss": 1.0},
+        {"kind": "save", "step": 2, "save_seconds": 1.0},
+        {"kind": "event", "step": 2, "time": 1.8e9, "name": "hang", "text": "rank 1"},
+        {"kind": "generations", "step": 2, "set": "a", "rows": [{"prompt": "a", "score": 1.0}]},
+        {"kind": "ranks", "step": 2, "own_seconds": [0.1, 0.2], "hosts": ["a", "b"],
+         "gpu": [{"power_watts": 1.0}, None]},
+    ]  # fmt: skip
+    odd = ODD | st.sampled_from(["<script>", "</script>", "<img src=x>", "step", "loss/<b>"])
+    configs = {"resolved_config.yaml": b"train: {seed: 1}", "resolved_ds_config.json": b"{}"}
+
+    @st.composite
+    def cases(draw: Any) -> Case:
+        chosen = draw(st.lists(one_of(records), min_size=1, max_size=3))
+        content = b"\n".join(to_json(draw(changed(record, odd, 2))) for record in chosen)
+        if draw(st.integers(0, 2)) == 0:
+            content = draw(damaged(content, JSON_WORDS))
+        return Case({"metrics.jsonl": content, **configs})
+
+    def read(folder: Path, _: Any) -> None:
+        content = content_of(runs_of([folder]))
+        json.loads(content["figures"])
+        assert "<" not in content["figures"], "a text could end the script"
+        if content["problems"]:
+            raise UserError(f"left out: {content['problems'][0][1]}")
+
+    return Target(cases(), read)
+
+
 TARGETS: dict[str, Callable[[], Target]] = {  # cluster/ may have been deleted
     **({"hostfile": hostfile_target} if find_spec("cluster") else {}),
     "config": config_target,
     "rows": rows_target,
     "state": state_target,
     "shards": shards_target,
+    "metrics": metrics_target,
 }

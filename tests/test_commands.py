@@ -14,6 +14,7 @@ from conftest import (
     SAMPLE,
     environment,
     launch_command,
+    logged,
     ranks_of,
     read_metrics,
     run,
@@ -117,8 +118,7 @@ def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(left_running, tiny_c
 def test_a_killed_rank_ends_the_job(left_running, tiny_config, tmp_path):
     config = tiny_config(train__epochs=None, train__steps=5000)
     process = start(config, ranks=2)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    wait_until(lambda: logged(tmp_path / "run", "eval"), process)
     assert len(left_running()) >= 4, "runner, launcher and two ranks"
     ranks_of(process)[1].kill()
     assert process.wait(60) not in (0, 2)
@@ -136,8 +136,7 @@ def test_a_terminated_launcher_saves_and_leaves_no_process(
         train__epochs=None, train__steps=5000, tracking={"wandb": "offline"}
     )  # fmt: skip
     process = start(config, ranks=2, launcher="torchrun" if launcher == "torchrun" else "deepspeed")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"train"' in metrics.read_text(), process)
+    wait_until(lambda: logged(tmp_path / "run"), process)
     assert len(left_running()) >= 3
     told = process
     if launcher == "its launch.py":

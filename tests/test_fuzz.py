@@ -16,5 +16,5 @@ def test_a_hundred_cases_of_each_target():
     counts = re.findall(r"^(\w+): 100 cases, (\d+) accepted", finished.output, re.MULTILINE)
     # accepted ones are read to their end, and the others are cases of interest
     names = [name for name, _ in counts if name != "hostfile"]  # cluster/ may have been deleted
-    assert names == ["config", "rows", "state", "shards"]
+    assert names == ["config", "rows", "state", "shards", "metrics"]
     assert all(1 <= int(accepted) <= 90 for _, accepted in counts), finished.output

@@ -18,9 +18,10 @@ LAYERS = (
 """From the bottom to the top. The last three serve train.py, which knows none of them."""
 CLUSTER = (
     "cluster", "scripts/launch.sh", "scripts/preflight.py", "scripts/slurm.sbatch",
-    "scripts/gather_checkpoint.py", "docs/multi_node.md", "hostfile.example",
-    "tests/test_launch.py", "tests/test_preflight.py", "tests/test_slurm.py",
-    "tests/test_node_local.py", "tests/namespaces.py", "tests/slurm_cluster.py",
+    "scripts/gather_checkpoint.py", "scripts/scaling_test.py", "docs/multi_node.md",
+    "hostfile.example", "tests/test_scaling.py", "tests/test_launch.py",
+    "tests/test_preflight.py", "tests/test_slurm.py", "tests/test_node_local.py",
+    "tests/namespaces.py", "tests/slurm_cluster.py",
 )  # fmt: skip
 BENCHMARKS = ("benchmarks", "tests/test_benchmark_plan.py", "tests/test_gpu.py")
 CONVERSION = ("checkpoint/convert.py",)

@@ -1,12 +1,11 @@
 """Preemption at any moment, by a signal to one rank.    pytest tests/test_preemption.py"""
 
-import json
 import signal
 import time
 
 import psutil
 import pytest
-from conftest import determined, is_saving, read_metrics, strategy, write_rows
+from conftest import determined, is_saving, logged, read_metrics, strategy, write_rows
 
 from checkpoint.find import checkpoint_problem
 from checkpoint.run_folder import list_complete
@@ -29,12 +28,6 @@ def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
 def curves(folder):
     evals = [(e["step"], e["eval_loss"]) for e in read_metrics(folder, "eval")]
     return determined(folder), evals
-
-
-def logged(folder, kind):
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n") and f'"{kind}"' in line]
 
 
 # When to send the signal.

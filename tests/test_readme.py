@@ -133,7 +133,7 @@ def check_demo(output, copy, whole):
     assert after < before / (100 if whole else 10), output
     right = re.search(r"answers right\s+(\d+) of 200\s+(\d+) of 200", output).groups()
     assert int(right[0]) == 0 and int(right[1]) >= (100 if whole else 0), output
-    for name in ("speed", "checkpoint", "model", "metrics", "W&B", "next:"):
+    for name in ("speed", "checkpoint", "model", "metrics", "report", "W&B", "next:"):
         assert re.search(rf"^  {name}", output, re.MULTILINE), output
     checkpoint = re.search(r"^  checkpoint\s+(\S+)", output, re.MULTILINE)[1]
     assert (copy / checkpoint / "COMPLETE").exists()

@@ -7,7 +7,7 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch.distributed as dist
-from conftest import REPO, free_port, read_metrics
+from conftest import REPO, free_port, logged, read_metrics
 
 from runtime.errors import UserError
 from runtime.flight_record import keep_flight_records
@@ -34,8 +34,7 @@ def test_a_job_with_a_secret_admits_only_its_ranks(forks, tiny_config, tmp_path)
         config, ranks=3, module="uninvited", RAN_BY=str(tmp_path / "ran_by_"), INVITED="1",
         LAUNCH_SECRET="5ec2e7",
     )  # fmt: skip
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    running.until(lambda: metrics.exists() and metrics.stat().st_size)
+    running.until(lambda: logged(tmp_path / "run", "eval"))
     listening = [
         connection.laddr.ip
         for pid in running.pids[:2]

@@ -15,6 +15,7 @@ import torch
 from conftest import (
     REPO,
     determined,
+    logged,
     ranks_of,
     read_metrics,
     run,
@@ -297,8 +298,7 @@ def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
     records.mkdir(parents=True, mode=0o777)
     (records / "rank_0").symlink_to(secret)  # of somebody who knew the name
     process = start(config, ranks=2, stdout=log, TORCH_FR_BUFFER_SIZE="2000")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    wait_until(lambda: logged(tmp_path / "run"), process)
     waits, hangs = ranks_of(process)
     hangs.suspend()
     began = time.monotonic()

@@ -238,10 +238,10 @@ def test_export_into_the_current_folder_is_one_line(trained, tmp_path, monkeypat
 
 @NEEDS_ROOT
 def test_metrics_on_a_full_disk_are_written_later(tmp_path, capsys):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", tmp_path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", tmp_path], check=True)
     try:
         path, filler = tmp_path / "metrics.jsonl", tmp_path / "filler"
-        sink = JsonlSink(path, 0, RunLock(tmp_path))
+        sink = JsonlSink(path, 0, RunLock(tmp_path), {})
         sink.log("train", {"step": 1})
         with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
             while True:
@@ -255,11 +255,11 @@ def test_metrics_on_a_full_disk_are_written_later(tmp_path, capsys):
             "lines follow when there is room"
         ]
         with pytest.raises(UserError, match=r"output_dir: cannot write .*No space left"):
-            JsonlSink(path, 299, RunLock(tmp_path))
+            JsonlSink(path, 299, RunLock(tmp_path), {})
         filler.unlink()
         sink.log("train", {"step": 300})
         sink.close(0)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [row["step"] for row in rows] == list(range(1, 301))
+        assert [row["step"] for row in rows] == list(range(301)), "the first is that of the start"
     finally:
         subprocess.run(["umount", tmp_path], check=True)

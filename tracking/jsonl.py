@@ -1,6 +1,8 @@
 """metrics.jsonl in the run folder."""
 
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from runtime.files import replace_text
 
 
 class JsonlSink:
-    """One JSON object per line. A resumed run removes the steps after its checkpoint, which it is
-    about to repeat.
+    """One JSON object per line, with `kind` and `time`, in Unix seconds. A resumed run removes the
+    steps after its checkpoint, which it is about to repeat. Every start and resume is a record of
+    the kind `start`, with the cluster that the run is on from there on.
 
     A full disk does not end training: lines that cannot be written are kept in memory and written
     with the next ones. Once `lock` is lost, nothing is written.
@@ -20,7 +23,9 @@ class JsonlSink:
         UserError: `path` cannot be written at the start.
     """
 
-    def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
+    def __init__(
+        self, path: Path, first_step: int, lock: RunLock, cluster: Mapping[str, Any]
+    ) -> None:
         self._lock, self._is_failing, self._unwritten = lock, False, b""
         kept = []
         try:
@@ -38,9 +43,11 @@ class JsonlSink:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"output_dir: cannot write {path}: {describe(error)}") from error
+        self.log("start", {"step": first_step, **cluster})
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        self._unwritten += json.dumps({"kind": kind, **values}).encode() + b"\n"
+        record = {"kind": kind, "time": time.time(), **values}
+        self._unwritten += json.dumps(record).encode() + b"\n"
         if self._lock.is_lost():
             return
         try:

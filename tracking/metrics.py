@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoint.lock import RunLock
+from checkpoint.nodes import Nodes
 from checkpoint.run_folder import METRICS
 from checkpoint.state import Progress
 from config.schema import Config
+from tracking.cluster import describe_cluster
 from tracking.console import ConsoleSink
 from tracking.jsonl import JsonlSink
 from tracking.wandb import WandbSink
@@ -30,9 +31,9 @@ class Metrics:
         """Report a measurement.
 
         Args:
-            kind: train, eval or save.
-            values: plain numbers by name, with units in the names; always has `step`, the number
-                of finished optimizer steps.
+            kind: train, eval, save ...; a sink ignores the kinds and names that it does not know.
+            values: of the types of JSON by name, with units in the names; always has `step`, the
+                number of finished optimizer steps.
         """
         for sink in self.sinks:
             sink.log(kind, values)
@@ -43,20 +44,22 @@ class Metrics:
             sink.close(exit_code)
 
 
-def open_metrics(config: Config, start: Progress, total_steps: int, lock: RunLock) -> Metrics:
-    """The sinks of rank 0.
+def open_metrics(config: Config, start: Progress, total_steps: int, nodes: Nodes) -> Metrics:
+    """The sinks of rank 0; all ranks call it.
 
     Args:
         start: the steps that are finished, and the W&B run that is continued, after a resume.
-        lock: of the output folder.
 
     Raises:
         UserError: metrics.jsonl cannot be written.
     """
+    cluster = {"world_size": nodes.ranks.world_size, **describe_cluster(nodes.ranks)}
+    if not nodes.ranks.is_first:
+        return Metrics([])
     folder = Path(config.output_dir)
     sinks: list[Sink] = [
         ConsoleSink(start.step, total_steps),
-        JsonlSink(folder / METRICS, start.step, lock),
+        JsonlSink(folder / METRICS, start.step, nodes.lock, cluster),
     ]
     if config.tracking.wandb == "disabled":
         return Metrics(sinks)

@@ -1,0 +1,50 @@
+"""Draw runs as one HTML page that needs no server and no network.
+
+    python scripts/report.py runs/mine [runs/other ...] [--output report.html]
+
+Loss, learning rate, gradient norm, speed, padding, the parts of a step, the time of each rank,
+evaluations, events, generations, configs and environment, from metrics.jsonl and the resolved
+configs. Several runs are drawn over each other, and their configs' differences are listed. A run
+may still be training. The page is RUN/report.html, for several runs ./report.html.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.errors import UserError, describe, exit_on_error
+from runtime.files import replace_text
+
+NAME = "report.html"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page to write")
+    args = parser.parse_args()
+    folders = list({folder.resolve(): folder for folder in args.runs}.values())
+    output = args.output or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    if output.suffix != ".html" or output.is_dir():
+        raise UserError(f"--output: {output} does not end in .html, or is a folder")
+
+    from tracking.report import report_page
+
+    page = report_page(folders)
+    try:
+        replace_text(output, page)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {output} ({describe(error)}); give --output FILE.html elsewhere"
+        ) from None
+    print(output)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)
