@@ -125,17 +125,16 @@ def build_run(
     Raises:
         UserError: the weights cannot be loaded, or the model cannot be trained with this config.
     """
-    config, ranks, metrics = setup.config, nodes.ranks, Metrics([])
+    config, ranks = setup.config, nodes.ranks
     engine, loss = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
     load_start(engine, start, config, nodes)
     check_engine(engine, loss, setup, ranks)
     steps = total_steps(config.train, start.plan)
     interval = SaveInterval(config.checkpoint, count_hosts(ranks), start.progress.save_seconds)
-    if ranks.is_first:
-        metrics = open_metrics(config, start.progress, steps, nodes.lock)
-        if start.saved is not None and config.checkpoint.every:
-            print(f"saving {interval.text()}", flush=True)
+    metrics = open_metrics(config, start.progress, steps, nodes)
+    if ranks.is_first and start.saved is not None and config.checkpoint.every:
+        print(f"saving {interval.text()}", flush=True)
     return Run(
         config=config,
         identity=replace(identity, schedule=start.schedule),
