@@ -8,6 +8,7 @@
         rejected_rows.jsonl             rows that were rejected, if any
         run.lock                        held while a run writes here
         stop, save_now                  touched by a user: save and exit, or save
+        wandb/, tensorboard/            what these two write, if they are on
         flight_records/                 if TORCH_FR_BUFFER_SIZE is set: each rank's last collectives
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
@@ -28,6 +29,7 @@ import uuid
 from pathlib import Path
 
 METRICS, LOCK, REJECTED_ROWS = "metrics.jsonl", "run.lock", "rejected_rows.jsonl"
+WANDB, TENSORBOARD = "wandb", "tensorboard"
 RESOLVED_CONFIG, RESOLVED_DS_CONFIG = "resolved_config.yaml", "resolved_ds_config.json"
 COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.json"
 SHARDS = "deepspeed"

@@ -353,7 +353,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Weights & Biases; metrics.jsonl in output_dir is written in any case."""
+    """Weights & Biases and TensorBoard; metrics.jsonl in output_dir is written in any case."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
     """offline writes a folder that `wandb sync` uploads later."""
@@ -365,6 +365,19 @@ class TrackingConfig:
     """W&B run name; default: the name of output_dir."""
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
+    wandb_live: bool = False
+    """W&B's curves end at the last checkpoint, so that a resumed run does not repeat steps in them.
+    true: they end at the last step, and a resumed run that repeats steps becomes another W&B run.
+    """
+    wandb_artifacts: bool = False
+    """Record checkpoints, and models that scripts/export.py writes, as W&B artifacts that refer to
+    their paths; nothing of them is uploaded.
+    """
+    wandb_shared: bool = False
+    """Also show the system metrics of the other nodes, by W&B's mode shared; needs wandb: online.
+    """
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, into OUTPUT_DIR/tensorboard."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
         "checkpoint.weights_only",
         "needs checkpoint.resume PATH, the checkpoint folder whose weights to start from",
     )
+    check(
+        not config.tracking.wandb_shared or config.tracking.wandb == "online",
+        "tracking.wandb_shared",
+        "needs tracking.wandb online: nodes write to one run through W&B's server",
+    )
     ranks = int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
     check(
         config.train.global_batch >= ranks,

@@ -62,11 +62,11 @@ def main() -> None:
         if newest is None:
             raise UserError(f"{checkpoint} has no checkpoints yet")
         checkpoint = newest
+    config = read_run_config(checkpoint, is_needed=args.verify)
     if args.adapter:
         export_adapter(checkpoint, args.out, args.dtype)
-        print(f"{checkpoint} -> {args.out}")
+        announce(checkpoint, args.out, config)
         return
-    config = read_run_config(checkpoint, is_needed=args.verify)
     verify = verification(checkpoint, config) if args.verify else None
 
     def finish(draft: Path) -> None:
@@ -80,7 +80,20 @@ def main() -> None:
     except VerificationFailed as failure:
         print(f"error: {failure}; {args.out} is not written", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
-    print(f"{checkpoint} -> {args.out}")
+    announce(checkpoint, args.out, config)
+
+
+def announce(checkpoint: Path, out: Path, config: "Config | None") -> None:
+    """Say what was written, in W&B too if the run does so."""
+    print(f"{checkpoint} -> {out}")
+    tracking = config and config.tracking
+    if not tracking or tracking.wandb == "disabled" or not tracking.wandb_artifacts:
+        return
+    from checkpoint.state import read_state
+    from tracking.wandb import log_model
+
+    folder = checkpoint.absolute().parent.parent
+    log_model(config, folder, out, read_state(checkpoint).progress)
 
 
 def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
