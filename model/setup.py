@@ -13,6 +13,7 @@ from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.plan import Budget
 from model.architecture import check_model_fits, hidden_size, linear_cost
 from model.blocks import check_blocks
+from model.flops import ModelFlops, count_flops
 from model.hub import commits, pin_revisions
 from model.load import (
     best_precision,
@@ -42,6 +43,8 @@ class Setup:
     """Why data.batching was resolved as it is, for the start-up table."""
     counts: Counts
     """Numbers of parameters."""
+    flops: ModelFlops
+    """What a step needs."""
 
     def with_mean_batch(self, mean_batch: float) -> "Setup":
         """With ds_config's learning rate scaled for `mean_batch`, from DataPlan.mean_batch."""
@@ -79,8 +82,9 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     run_on_all_ranks(ranks, lambda: check_blocks(config, model_config, ranks.device))
     check_quantization(config, ranks.device)
     counts = count_trained(config.model, model_config)
+    flops = count_flops(config.model, model_config)
     config, why = resolve_batching(config, model_config, ranks.device, precision)
-    return Setup(config, tokenizer, model_config, precision, ds_config, why, counts)
+    return Setup(config, tokenizer, model_config, precision, ds_config, why, counts, flops)
 
 
 def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, DataPlan | None]:

@@ -1,6 +1,7 @@
 """One interface for what a run reports, and the sinks behind it. Only rank 0 reports."""
 
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from checkpoint.lock import RunLock
@@ -21,21 +22,22 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Passes every measurement to every sink; has none on ranks other than 0."""
+    """Passes every measurement to every sink; has none on ranks other than 0. Threads may log."""
 
     def __init__(self, sinks: list[Sink], wandb_id: str | None = None) -> None:
-        self.sinks, self.wandb_id = sinks, wandb_id
+        self.sinks, self.wandb_id, self._lock = sinks, wandb_id, Lock()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Report a measurement.
 
         Args:
-            kind: train, eval or save.
-            values: plain numbers by name, with units in the names; always has `step`, the number
-                of finished optimizer steps.
+            kind: train, ranks, eval, save or event.
+            values: of the types of JSON, by name, with units in the names; always has `step`, the
+                number of finished optimizer steps.
         """
-        for sink in self.sinks:
-            sink.log(kind, values)
+        with self._lock:
+            for sink in self.sinks:
+                sink.log(kind, values)
 
     def close(self, exit_code: int) -> None:
         """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""
