@@ -53,6 +53,7 @@ from runtime.world_size import check_world_size
 from tracking.console import quieten_libraries
 from tracking.metrics import Metrics, open_metrics
 from tracking.startup import show_startup, write_resolved_configs
+from tracking.steps import StepRecorder
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Run:
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
     metrics: Metrics
+    recorder: StepRecorder
     saver: Saver
     interval: SaveInterval
 
@@ -144,6 +146,7 @@ def build_run(
         engine=engine,
         loss=loss,
         metrics=metrics,
+        recorder=StepRecorder(setup, start.plan, engine, metrics, ranks),
         saver=Saver(engine, setup.tokenizer, nodes, config.checkpoint, start.checkpoint),
         interval=interval,
     )
@@ -153,7 +156,7 @@ def train_to_the_end(run: Run, progress: Progress) -> int:
     """Train, report how training ended, and return the exit code."""
     exit_code = 1
     try:
-        with run.ranks.stop.deferred():
+        with run.ranks.stop.deferred(), run.recorder:
             progress = replace(progress, wandb_id=run.metrics.wandb_id or progress.wandb_id)
             progress, is_finished = train(run, progress)
         exit_code = 0 if is_finished else EXIT_PREEMPTED
@@ -178,15 +181,12 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         progress, leaving = run_evaluation(run, progress)
         if leaving:
             return progress, False
-    plan, ranks, began = run.train_plan, run.ranks, time.perf_counter()
-    for batch in load_steps(
-        plan, ranks.rank, progress.step, run.total_steps, pin_memory=ranks.device.type == "cuda"
-    ):
-        data_seconds = time.perf_counter() - began
+    ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
+    batches = load_steps(run.train_plan, ranks.rank, progress.step, run.total_steps, pin_memory)
+    for batch in run.recorder.waiting(batches, progress.step):
         lr = run.schedule.rate(batch.global_step)
         set_learning_rate(run.engine.basic_optimizer, lr)
         values = {"lr": lr, **train_step(run.engine, run.loss, batch, ranks)}
-        step_seconds = time.perf_counter() - began
         progress = replace(
             progress,
             step=batch.global_step + 1,
@@ -194,7 +194,7 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
             tokens=progress.tokens + batch.plan.tokens,
             eval_loss=None,
         )
-        log_step(run, batch, values, step_seconds, data_seconds)
+        step_seconds = run.recorder.finished(batch, values, progress)
 
         leaving, save, is_written = agree_on_requests(run, progress.step)
         if is_evaluation_due(run, progress) and not leaving:
@@ -206,7 +206,6 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
             leaving = leaving or any_rank_preempted(ranks)  # during the save
         if leaving:
             break
-        began = time.perf_counter()
     run.saver.close()
     is_finished = progress.step >= run.total_steps and not is_evaluation_due(run, progress)
     return progress, is_finished
@@ -262,43 +261,23 @@ def train_step(
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
 
-def log_step(
-    run: Run, batch: StepBatch, values: dict[str, float], step_seconds: float, data_seconds: float
-) -> None:
-    """Report a finished step; counts are of the global batch, over all ranks."""
-    plan, step = batch.plan, batch.global_step + 1
-    run.metrics.log(
-        "train",
-        {
-            "step": step,
-            "epoch": run.train_plan.epochs_at(step),
-            **values,
-            "examples": plan.examples,
-            "tokens": plan.tokens,  # without padding
-            "supervised_tokens": plan.supervised_tokens,
-            "tokens_per_s": plan.tokens / step_seconds,
-            "padding_efficiency": plan.tokens / plan.padded_tokens,
-            "micro_steps": len(batch.micro_batches),
-            "step_seconds": step_seconds,  # without evaluation and checkpoints
-            "data_seconds": data_seconds,  # part of step_seconds: waiting for the loader
-            "update_skipped": not run.engine.was_step_applied(),  # fp16 overflow
-        },
-    )
-
-
 def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
     """(leave, save, whether a pending save is written), the same on all ranks.
 
     Leave: a rank was preempted, or OUTPUT_DIR/stop was created. Save: OUTPUT_DIR/save_now was
     created, or a save is due. Raises UserError if another run has taken over the output folder.
     """
-    ranks, stop, save, is_lost = run.ranks, False, False, run.saver.nodes.lock.is_lost()
+    ranks, is_lost = run.ranks, run.saver.nodes.lock.is_lost()
+    stop = save = profile = False
     if ranks.is_first and not is_lost:
-        stop, save = take_requests(run.config.output_dir)
+        stop, save, profile = take_requests(run.config.output_dir)
         save = save or run.interval.is_due(step)
-    leaving, save, written, lost = count_ranks(
-        ranks, stop or ranks.stop.signal is not None, save, run.saver.is_written, is_lost
+    stop = stop or ranks.stop.signal is not None
+    leaving, save, profile, written, lost = count_ranks(
+        ranks, stop, save, profile, run.saver.is_written, is_lost
     )
+    if profile:
+        run.recorder.profiler.request()
     if lost:
         run.saver.nodes.run_on_each_node(run.saver.nodes.lock.check)
     return leaving > 0, save > 0, written == ranks.world_size

@@ -20,10 +20,6 @@ import yaml
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
-
-    from data.data_plan import DataPlan
-    from train import Run
 
 WARM_UP_STEPS = 2  # not part of a rate: kernels are loaded and memory is allocated
 TAIL_LINES = 20
@@ -155,24 +151,30 @@ def _in_child(run: TrainingRun) -> None:
 
 def _train(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
     """train.py, with a record of each step."""
-    import numpy as np
-
     import train  # the script itself, whose functions are wrapped
     from data.check_sources import parse_with_sources
+    from tracking.metrics import Metrics
+    from tracking.steps import StepRecorder
 
     config = parse_with_sources(argv).config
     figures: dict[str, Any] = {"steps": [], "matmul_tflops": matmul_tflops()}
-    log_step = train.log_step
+    finished, log = StepRecorder.finished, Metrics.log
 
-    def record(state: "Run", batch: Any, values: dict, seconds: float, *rest: Any) -> None:
-        log_step(state, batch, values, seconds, *rest)
-        rows = np.concatenate([rows for ranks in batch.plan.micro_batches for rows in ranks])
-        figures["steps"].append(step_record(state.train_plan, rows, seconds))
-        figures["attention"] = state.engine.module.config._attn_implementation
+    def record(metrics: Metrics, kind: str, values: dict[str, Any]) -> None:
+        log(metrics, kind, values)
+        if kind == "train":
+            seconds = values["step_seconds"]
+            flops = values["model_flops_per_s"] * seconds
+            figures["steps"].append(step_record(seconds, values["tokens"], flops))
+
+    def finish(recorder: StepRecorder, batch: Any, *rest: Any) -> float:
+        seconds = finished(recorder, batch, *rest)
+        figures["attention"] = recorder.engine.module.config._attn_implementation
         if batch.global_step + 1 == run.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
+        return seconds
 
-    train.log_step = record
+    StepRecorder.finished, Metrics.log = finish, record
     if not run.saves:
         train.save_checkpoint = lambda *_: None
     train.main(config, dry_run=False)
@@ -188,7 +190,9 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     from data.check_sources import parse_with_sources
+    from model.flops import count_flops
     from model.load import load_model_config
+    from model.trained import trained_skeleton
     from runtime.process_group import process_group
     from tracking.console import quieten_libraries
     from tracking.startup import open_plans
@@ -196,6 +200,8 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
     config = parse_with_sources(argv).config
     figures: dict[str, Any] = {"steps": [], "matmul_tflops": matmul_tflops()}
     config, _, plan, _ = open_plans(config, world_size=1)
+    architecture = load_model_config(config)
+    model_flops = count_flops(trained_skeleton(config.model, architecture)[0], architecture)
     steps = [plan.step(k).micro_batches for k in range(config.train.steps)]
     rows = [r for step in steps for ranks in step for of_rank in ranks for r in of_rank.tolist()]
     accumulation = max(1, round(len(rows) / len(steps) / run.trainer_rows))
@@ -230,7 +236,9 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
                 torch.cuda.synchronize()
             now, done = time.perf_counter(), (state.global_step - 1) * accumulation
             mine = [r for batch in collated[done : done + accumulation] for r in batch]
-            figures["steps"].append(step_record(plan, mine, now - self.began))
+            lengths, targets = plan.data.lengths[mine], plan.data.supervised[mine].sum()
+            flops = model_flops.of_examples(lengths, float(targets))
+            figures["steps"].append(step_record(now - self.began, lengths.sum(), flops))
             self.began = now
 
     with process_group() as ranks:
@@ -260,42 +268,9 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
 # Figures
 
 
-def step_record(plan: "DataPlan", rows: Any, seconds: float) -> dict[str, float]:
-    """What a step did: its tokens without padding, how many of them are supervised, and the sum of
-    the examples' squared lengths.
-    """
-    lengths = plan.data.lengths[rows].astype(float)
-    return {
-        "seconds": seconds,
-        "tokens": float(lengths.sum()),
-        "supervised_tokens": float(plan.data.supervised[rows].sum()),
-        "squared_lengths": float((lengths**2).sum()),
-    }
-
-
-def model_flops(model_config: "PretrainedConfig", step: Mapping[str, float]) -> float:
-    """Floating-point operations that a step of a dense model needs, forward and backward.
-
-    As "model FLOPs" of PaLM (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473): 6
-    per weight and token, as a multiplication and an addition in the forward pass and twice as many
-    in the backward pass, and nothing for recomputed activations. Three things are counted closer to
-    the need: the input embedding is a look-up and has none; the output head has 6 per weight and
-    supervised token; and attention, with h = heads * head_dim, has 6 * h * L^2 per layer and
-    example of L tokens, for its two products over the causal half of the square, where PaLM counts
-    all of it. Padding counts nothing.
-
-    Args:
-        step: from step_record.
-    """
-    from model.architecture import count_parameters
-
-    hidden, vocabulary = model_config.hidden_size, model_config.vocab_size
-    head = hidden * vocabulary
-    body = count_parameters(model_config) - head * (1 if model_config.tie_word_embeddings else 2)
-    heads = model_config.num_attention_heads
-    width = heads * (getattr(model_config, "head_dim", None) or hidden // heads)
-    attention = model_config.num_hidden_layers * width * step["squared_lengths"]
-    return 6 * (body * step["tokens"] + head * step["supervised_tokens"] + attention)
+def step_record(seconds: float, tokens: float, flops: float) -> dict[str, float]:
+    """What a step did: its tokens without padding, and its model FLOPs (model/flops.py)."""
+    return {"seconds": seconds, "tokens": float(tokens), "model_flops": flops}
 
 
 def matmul_tflops() -> float:

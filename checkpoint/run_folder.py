@@ -7,7 +7,9 @@
         report.html                     drawn from it by scripts/report.py
         rejected_rows.jsonl             rows that were rejected, if any
         run.lock                        held while a run writes here
-        stop, save_now                  touched by a user: save and exit, or save
+        stop, save_now, profile_now     touched by a user: save and exit, save, or profile
+        profile/step_00000020/          traces of the steps from this one on, rank by rank
+        profile/out_of_memory/          what held the memory of a GPU when it ran out
         wandb/, tensorboard/            what these two write, if they are on
         flight_records/                 if TORCH_FR_BUFFER_SIZE is set: each rank's last collectives
         checkpoints/
@@ -35,7 +37,7 @@ COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.
 SHARDS = "deepspeed"
 """Folder of DeepSpeed's shards in a checkpoint, which DeepSpeed calls the tag."""
 RNG = "rng"
-REQUESTS = ("stop", "save_now")
+REQUESTS = ("stop", "save_now", "profile_now")
 STEP = "step_[0-9]{8}"
 """Regular expression of a checkpoint's name."""
 
@@ -46,6 +48,12 @@ def checkpoints_folder(output_dir: str | Path) -> Path:
 
 def flight_records_folder(output_dir: str | Path) -> Path:
     return Path(output_dir) / "flight_records"
+
+
+def profile_folder(output_dir: str | Path, step: int | None) -> Path:
+    """For the profile of the steps from `step` on; None: for that of a GPU without memory."""
+    name = "out_of_memory" if step is None else checkpoint_name(step)
+    return Path(output_dir) / "profile" / name
 
 
 def checkpoint_name(step: int) -> str:
@@ -109,14 +117,14 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def take_requests(output_dir: str | Path) -> tuple[bool, bool]:
-    """Whether a user has touched OUTPUT_DIR/stop and OUTPUT_DIR/save_now; both are removed."""
+def take_requests(output_dir: str | Path) -> list[bool]:
+    """Of each of REQUESTS, whether a user has touched it in OUTPUT_DIR; they are removed."""
     files = [Path(output_dir) / name for name in REQUESTS]
-    stop, save = (file.is_file() for file in files)
-    for file in files:
-        if file.is_file():
+    found = [file.is_file() for file in files]
+    for file, is_there in zip(files, found, strict=True):
+        if is_there:
             file.unlink(missing_ok=True)
-    return stop, save
+    return found
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:

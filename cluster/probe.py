@@ -24,6 +24,7 @@ import xxhash
 
 from checkpoint.run_folder import checkpoints_folder, list_complete
 from runtime.errors import UserError
+from runtime.gpu import ask, ecc_errors, throttle_reasons
 from runtime.host_memory import available_memory
 
 if TYPE_CHECKING:
@@ -375,47 +376,24 @@ def gpus() -> dict[str, Any]:
     for i in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(i)
         memory = pynvml.nvmlDeviceGetMemoryInfo(device)
-        processes = _nvml(pynvml.nvmlDeviceGetComputeRunningProcesses, device) or []
-        remapped = _nvml(pynvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
-        reasons = _nvml(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, device) or 0
-        slowed = {
-            "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
-            "heat": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
-            | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
-            "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
-        }
-        errors = _nvml(
-            pynvml.nvmlDeviceGetTotalEccErrors,
-            device,
-            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            pynvml.NVML_VOLATILE_ECC,
-        )
+        processes = ask(pynvml.nvmlDeviceGetComputeRunningProcesses, device) or []
+        remapped = ask(pynvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
         found.append(
             {
                 "name": _text(pynvml.nvmlDeviceGetName(device)),
                 "used_bytes": memory.used,
                 "total_bytes": memory.total,
                 "processes": [process.pid for process in processes],
-                "ecc_errors": errors,
+                "ecc_errors": ecc_errors(device),
                 "repair": [
                     n for n, on in zip(("pending", "failed"), remapped[2:], strict=True) if on
                 ],
-                "slowed": [name for name, mask in slowed.items() if reasons & mask],
+                "slowed": throttle_reasons(device),
             }
         )
     driver = _text(pynvml.nvmlSystemGetDriverVersion())
     pynvml.nvmlShutdown()
     return {"driver": driver, "gpus": found}
-
-
-def _nvml(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or None if the GPU does not support the question."""
-    import pynvml
-
-    try:
-        return question(*arguments)
-    except pynvml.NVMLError:
-        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jsonargparse.typing import (
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     restricted_number_type,
 )
@@ -378,6 +379,26 @@ class TrackingConfig:
     """
     tensorboard: bool = False
     """Also write TensorBoard's event files, into OUTPUT_DIR/tensorboard."""
+    rank_window_steps: PositiveInt = 50
+    """Compare the ranks' own times, and report their GPUs, every this many steps."""
+    peak_tflops_per_s: PositiveFloat | None = None
+    """Peak of one device in dense matrix products, for the model FLOPs utilization (MFU); default:
+    that of its data sheet in bf16 and fp16, for GPUs in runtime/gpu.py.
+    """
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Profiles of some steps by torch.profiler; touch OUTPUT_DIR/profile_now for one while a run
+    trains.
+    """
+
+    start: NonNegativeInt = 0
+    """First step to profile; 0: none."""
+    steps: PositiveInt = 3
+    """Number of steps to profile."""
+    ranks: list[NonNegativeInt] = field(default_factory=lambda: [0])
+    """Ranks to profile; the others are not slowed down."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +411,10 @@ class DistributedConfig:
     """
     data_timeout_seconds: PositiveInt = 86400
     """Longest wait for the first rank of each machine to tokenize the data."""
+    warn_seconds: PositiveInt = 300
+    """When training has not moved on for this long, rank 0 reports which ranks it waits for, and
+    where in the code they are.
+    """
 
 
 @dataclass(frozen=True)
@@ -423,6 +448,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def tokenizer_name(self) -> str:

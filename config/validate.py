@@ -71,6 +71,12 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
         f"{config.train.global_batch} is smaller than the number of ranks ({ranks}); "
         "each needs at least one example, so raise it or use fewer ranks",
     )
+    check(
+        "WORLD_SIZE" not in rank_variables(os.environ)
+        or all(rank < ranks for rank in config.profile.ranks),
+        "profile.ranks",
+        f"{config.profile.ranks} has a rank that does not exist; ranks are 0 to {ranks - 1}",
+    )
     _check_model(config, check)
     try:
         stage = zero_stage(merge_ds_config(config))

@@ -14,6 +14,7 @@ from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.plan import Budget
 from model.architecture import check_model_fits, hidden_size, linear_cost
 from model.blocks import check_blocks
+from model.flops import ModelFlops, count_flops
 from model.hub import commits, pin_revisions
 from model.load import (
     best_precision,
@@ -46,6 +47,8 @@ class Setup:
     """The model on the meta device, with adapters and requires_grad as in training."""
     counts: Counts
     """Numbers of parameters."""
+    flops: ModelFlops
+    """What a step needs."""
 
     def with_mean_batch(self, mean_batch: float) -> "Setup":
         """With ds_config's learning rate scaled for `mean_batch`, from DataPlan.mean_batch."""
@@ -90,8 +93,10 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     run_on_all_ranks(ranks, lambda: check_blocks(config, model_config, ranks.device))
     check_quantization(config, ranks.device)
     skeleton, counts = trained_skeleton(config.model, model_config)
+    flops = count_flops(skeleton, model_config)
     config, why = resolve_batching(config, model_config, ranks.device, precision)
-    return Setup(config, tokenizer, model_config, precision, ds_config, why, skeleton, counts)
+    resolved = config, tokenizer, model_config, precision, ds_config, why
+    return Setup(*resolved, skeleton, counts, flops)
 
 
 def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, DataPlan | None]:

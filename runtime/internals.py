@@ -34,6 +34,14 @@ INTERNALS = (
         ("_world", "pg_group_ranks", "pg_names"), "the ranks of each group for fr_trace",
     ),
     Internals(
+        "runtime/hang.py", "torch.distributed.distributed_c10d",
+        ("_world", "pg_names"), "the names of the process groups",
+    ),
+    Internals(
+        "tracking/profiler.py", "torch.cuda.memory",
+        ("_record_memory_history", "_dump_snapshot"), "what holds the memory when it runs out",
+    ),
+    Internals(
         "runtime/preemption.py", "deepspeed.launcher.launch",
         ("terminate_process_tree",), "how long its launcher waits before it kills the ranks",
     ),

@@ -36,6 +36,8 @@ class Ranks:
     timeout of the collectives.
     """
     stop: PreemptionHandler
+    store: dist.Store
+    """The rendezvous, for what must not depend on a process group."""
 
     @property
     def is_first(self) -> bool:
@@ -107,6 +109,7 @@ def process_group(
                 backend="gloo", timeout=timedelta(seconds=control_timeout_seconds)
             ),
             stop=stop,
+            store=store,
         )
     except RuntimeError:
         if on_cpu and flight_records is not None:

@@ -11,12 +11,10 @@ import psutil
 import pytest
 import torch
 from conftest import REPO, environment
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu
-from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, attempts, write_model
-from benchmarks.training_run import model_flops
+from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, attempts
 from benchmarks.wheels import closure, requirements
 from checkpoint.copies import TensorCopies
 from data.loader import MicroBatch
@@ -120,24 +118,6 @@ def test_what_does_not_fit_is_tried_smaller():
     assert attempts(small, with_trainer=True) == [(24, 8), (24, 4), (24, 2), (24, 1)]
     assert attempts(large, with_trainer=False) == [(32, None), (24, None), (16, None)]
     assert attempts(large, with_trainer=True) == [(32, 1), (24, 1), (16, 1)]
-
-
-@pytest.mark.parametrize("shape", ["0.5b", "8b"])  # tied embeddings, and untied
-def test_model_flops_are_what_torch_counts(tmp_path, shape):
-    """With attention over the whole square, as eager attention computes it, all tokens supervised
-    and without norms, which torch does not count.
-    """
-    place = Place(tmp_path, toy=True, micro_batch_tokens=64)
-    architecture = AutoConfig.from_pretrained(write_model(place, shape))
-    model = AutoModelForCausalLM.from_config(architecture, attn_implementation="eager")
-    examples, length = 3, 40
-    with FlopCounterMode(display=False) as counter:
-        ids = torch.zeros(examples, length, dtype=torch.int64)
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
-    tokens = examples * length
-    step = {"tokens": tokens, "supervised_tokens": tokens, "squared_lengths": 2 * tokens * length}
-    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    assert counter.get_total_flops() == model_flops(architecture, step) - 6 * vectors * tokens
 
 
 def test_wheels_are_those_that_an_image_with_torch_lacks():

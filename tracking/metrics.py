@@ -5,6 +5,7 @@ TrackingConfig and a line in open_sinks.
 """
 
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from checkpoint.nodes import Nodes
@@ -30,30 +31,35 @@ class Sink(Protocol):
 
 class Metrics:
     """Passes every measurement to every sink; has none on ranks other than 0, or only one for
-    system metrics.
+    system metrics. Threads may log.
     """
 
     def __init__(self, sinks: list[Sink], wandb_id: str | None = None) -> None:
-        self.sinks, self.wandb_id = sinks, wandb_id
+        self.sinks, self.wandb_id, self._lock = sinks, wandb_id, Lock()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Report a measurement.
 
         Args:
-            kind: train, eval, save ...; a sink ignores the kinds and names that it does not know.
+            kind: train, ranks, eval, save, event ...; a sink ignores the kinds and names that it
+                does not know.
             values: of the types of JSON by name, with units in the names; always has `step`, the
                 number of finished optimizer steps.
         """
-        for sink in list(self.sinks):
-            try:
-                sink.log(kind, values)
-            except Exception as error:  # e.g. W&B's process was killed, which must not end training
-                self.sinks.remove(sink)
-                print(
-                    f"WARNING: {type(sink).__name__} stopped at step {values['step']} "
-                    f"({describe(error)}); training continues without it",
-                    flush=True,
-                )
+        with self._lock:
+            for sink in list(self.sinks):
+                self._log_to(sink, kind, values)
+
+    def _log_to(self, sink: Sink, kind: str, values: dict[str, Any]) -> None:
+        try:
+            sink.log(kind, values)
+        except Exception as error:  # e.g. W&B's process was killed, which must not end training
+            self.sinks.remove(sink)
+            print(
+                f"WARNING: {type(sink).__name__} stopped at step {values['step']} "
+                f"({describe(error)}); training continues without it",
+                flush=True,
+            )
 
     def close(self, exit_code: int) -> None:
         """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""

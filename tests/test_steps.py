@@ -1,0 +1,176 @@
+"""What is measured of steps: parts, slow ranks, hangs, profiles.    pytest tests/test_steps.py"""
+
+import gzip
+import json
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import read_metrics
+
+from checkpoint.run_folder import profile_folder
+from runtime.hang import Answer, ranks_behind
+from tracking.stragglers import WINDOWS, Stragglers
+
+# --------------------------------------------------------------------------------------------------
+# Slow ranks
+
+
+def windows_of(rng, ranks, windows, steps=50, noise=0.1, slow=None, factor=1.0):
+    """Means and standard errors of the ranks' own seconds per step, window by window."""
+    for _ in range(windows):
+        own = rng.lognormal(-1, noise, (ranks, steps))
+        if slow is not None:
+            own[slow] *= factor
+        yield own.mean(1).tolist(), (own.std(1, ddof=1) / steps**0.5).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("noise", [0.01, 0.3, 1.0])
+def test_noise_names_nobody(ranks, noise):
+    rng, stragglers = np.random.default_rng(0), Stragglers(ranks)
+    for own, errors in windows_of(rng, ranks, 500, noise=noise):
+        assert stragglers.update(own, errors, 1.2) == ([], [])
+
+
+@pytest.mark.parametrize("ranks, slow", [(2, 0), (2, 1), (8, 5), (64, 63)])
+def test_a_slow_rank_is_named_once_and_as_long_as_it_is_slow(ranks, slow):
+    rng, stragglers = np.random.default_rng(0), Stragglers(ranks)
+    found = [
+        stragglers.update(*window, 1.2)
+        for factor in (1, 1.4, 1, 1.4)
+        for window in windows_of(rng, ranks, 6, slow=slow, factor=factor)
+    ]
+    by_then = [[]] * (WINDOWS - 1) + [[slow]] * (7 - WINDOWS)
+    assert [named for named, _ in found] == 2 * ([[]] * 6 + by_then)
+    assert [i for i, (_, new) in enumerate(found) if new] == [5 + WINDOWS, 17 + WINDOWS]
+
+
+def test_what_is_slow_in_few_windows_or_hardly_matters_is_not_named():
+    rng, stragglers = np.random.default_rng(0), Stragglers(4)
+    for _ in range(20):  # a burst of two windows, again and again
+        for factor in (1.5,) * (WINDOWS - 1) + (1,):
+            for window in windows_of(rng, 4, 1, slow=2, factor=factor):
+                assert stragglers.update(*window, 1.2) == ([], [])
+    for window in windows_of(rng, 4, 20, slow=2, factor=3.0):
+        assert stragglers.update(*window, 100.0) == ([], []), "under 3 % of the step"
+
+
+@contextmanager
+def slowed_down(forked, rank, share):
+    """A rank's process gets this share of one core, by a quota of its control group."""
+    group = Path("/sys/fs/cgroup/cpu", f"slow_rank_{forked.pids[rank]}")
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text("20000")
+        (group / "cpu.cfs_quota_us").write_text(str(int(20000 * share)))
+        (group / "cgroup.procs").write_text(str(forked.pids[rank]))
+    except OSError:
+        pytest.skip("needs control groups (version 1) with cpu quotas")
+    try:
+        yield
+    finally:
+        forked.kill(rank)
+        forked.until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def test_a_rank_with_a_quota_is_named(forks, tiny_config, tmp_path):
+    """Under ZeRO 3, where gathers in the forward pass make both ranks equally slow."""
+    config = tiny_config(
+        ds_config="ds_configs/zero3.json", train__epochs=None, train__steps=100_000,
+        tracking__rank_window_steps=8, data__eval_sources=None,
+    )  # fmt: skip
+    log = tmp_path / "run" / "metrics.jsonl"
+    ranks = forks.start(config, ranks=2)
+    ranks.until(lambda: log.exists() and log.stat().st_size)
+    with slowed_down(ranks, 1, 0.08):
+        ranks.until(lambda: '"slow_rank"' in log.read_text())
+        ranks.kill(0)
+    ranks.wait()
+    event = read_metrics(tmp_path / "run", "event")[0]
+    host = read_metrics(tmp_path / "run", "ranks")[0]["hosts"][1]
+    assert event["ranks"] == [1], event
+    assert event["text"].startswith(f"rank 1 @ {host} (local rank 1) is slow: "), event
+    assert read_metrics(tmp_path / "run", "ranks")[-1]["slow_ranks"] == [1]
+
+
+def test_a_healthy_job_names_nobody(forks, tiny_config, tmp_path):
+    config = tiny_config(
+        train__epochs=None, train__steps=200, data__eval_sources=None, data__micro_batch_tokens=500,
+        tracking__peak_tflops_per_s=0.5, profile={"start": 3, "steps": 2, "ranks": [1]},
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    run = tmp_path / "run"
+    windows = read_metrics(run, "ranks")
+    assert [w["step"] for w in windows] == [50, 100, 150, 200]
+    assert not any(w["slow_ranks"] for w in windows)
+    events = [(e["step"], e["name"]) for e in read_metrics(run, "event")]
+    assert events == [(4, "profile")], "no slow rank, no hang"
+
+    steps = read_metrics(run)
+    for step in steps:
+        parts = sum(step[f"{n}_seconds"] for n in ("data", "forward", "backward", "optimizer"))
+        assert 0.5 * step["step_seconds"] < parts < step["step_seconds"]
+        assert step["mfu"] == pytest.approx(step["model_flops_per_s"] / (2 * 0.5e12))
+    for w in windows:  # the own time is that of a forward pass, in the mean of the window
+        forward = np.mean([s["forward_seconds"] for s in steps[w["step"] - 50 : w["step"]]])
+        assert forward < w["own_seconds"][0] < 2 * forward
+    assert np.diff([0] + [s["tokens_total"] for s in steps]).tolist() == [
+        s["tokens"] for s in steps
+    ]
+
+    folder = profile_folder(run, 3)
+    assert sorted(f.name for f in folder.iterdir()) == ["rank_1.json.gz", "rank_1.txt"]
+    trace = json.loads(gzip.decompress((folder / "rank_1.json.gz").read_bytes()))
+    passes = [event for event in trace["traceEvents"] if event.get("name") == "aten::embedding"]
+    assert len(passes) == sum(step["micro_steps"] for step in steps[2:4])
+    assert "aten::mm" in (folder / "rank_1.txt").read_text()
+
+
+# --------------------------------------------------------------------------------------------------
+# Hangs
+
+
+def test_who_has_not_come():
+    def answers(*collectives):
+        return {r: Answer(c, 9.0, "") for r, c in enumerate(collectives) if c is not None}
+
+    assert ranks_behind(answers({"a": 4, "b": 2}, {"a": 4, "b": 2}), 2) == []
+    assert ranks_behind(answers({"a": 4, "b": 2}, {"a": 4, "b": 1}), 2) == [1]
+    assert ranks_behind(answers({"a": 3}, None, {"a": 4}), 4) == [0, 1, 3]
+    assert ranks_behind(answers({"a": 4, "b": 2}, {"a": 4, "c": 7}), 2) == [], "other groups"
+
+
+def test_a_rank_that_waits_or_is_stopped_is_named_while_the_others_wait(
+    forks, tiny_config, tmp_path
+):
+    config = tiny_config(
+        train__epochs=None, train__steps=12, distributed={"warn_seconds": 2},
+    )  # fmt: skip
+    ranks = forks.start(config, ranks=2, module="late_batches")
+    log = tmp_path / "run" / "metrics.jsonl"
+
+    def hangs():
+        return [e for e in read_metrics(tmp_path / "run", "event") if e["name"] == "hang"]
+
+    ranks.until(lambda: log.exists() and hangs())
+    waits, host = hangs()[0], hangs()[0]["text"].split(" @ ")[1].split()[0]
+    assert waits["ranks"] == [1] and waits["step"] == 3, waits
+    named = f"not come: rank 1 @ {host} (local rank 1): at tests/late_batches.py:"
+    assert named in waits["text"] and " wait_for, in " not in waits["text"], waits
+    assert "waiting for them: 1 at " in waits["text"] and "all_reduce" in waits["text"], waits
+
+    (tmp_path / "run" / "go_on").touch()
+    ranks.until(lambda: '"step": 5' in log.read_text() and "goes on after" in log.read_text())
+    ranks.kill(1, signal.SIGSTOP)
+    ranks.until(lambda: "does not answer" in log.read_text())
+    stopped = next(e for e in hangs() if "does not answer" in e["text"])
+    assert stopped["ranks"] == [1] and "rank 1 @ " in stopped["text"], stopped
+    ranks.kill(1, signal.SIGCONT)
+    finished = ranks.wait()
+    assert finished.code == 0, finished.output
+    assert finished.output.count("hang: nothing has moved for") >= 2, finished.output
