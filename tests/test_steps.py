@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,9 @@ def test_what_is_slow_in_few_windows_or_hardly_matters_is_not_named():
         assert stragglers.update(*window, 100.0) == ([], []), "under 3 % of the step"
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for names and quotas")
+
+
 @contextmanager
 def slowed_down(forked, rank, share):
     """A rank's process gets this share of one core, by a quota of its control group."""
@@ -77,24 +81,49 @@ def slowed_down(forked, rank, share):
         group.rmdir()
 
 
-def test_a_rank_with_a_quota_is_named(forks, tiny_config, tmp_path):
-    """Under ZeRO 3, where gathers in the forward pass make both ranks equally slow."""
+def named(folder):
+    """What is said of the rank that is slow."""
+    events = [e for e in read_metrics(folder, "event") if e["name"] == "slow_rank"]
+    windows = read_metrics(folder, "ranks")
+    assert events[0]["ranks"] in [w["slow_ranks"] for w in windows]
+    return events[0]["text"].split(":")[0]
+
+
+@needs_root
+def test_a_host_with_a_quota_is_named(forks, tiny_config, tmp_path):
+    """Two hosts by name, with one rank each."""
+    disks = {tmp_path / name: 1 for name in ("disk_1", "disk_2", "at")}
+    for folder in disks:
+        folder.mkdir()
+    at = disks.popitem()[0]
     config = tiny_config(
-        ds_config="ds_configs/zero3.json", train__epochs=None, train__steps=100_000,
-        tracking__rank_window_steps=8, data__eval_sources=None,
+        ds_config="ds_configs/zero1.json", train__epochs=None, train__steps=100_000,
+        train__global_batch_size=2, train__warmup_examples=0, data__eval_sources=None,
+        tracking__rank_window_steps=8,
     )  # fmt: skip
     log = tmp_path / "run" / "metrics.jsonl"
-    ranks = forks.start(config, ranks=2)
+    ranks = forks.start(config, disks=disks, at=at)
     ranks.until(lambda: log.exists() and log.stat().st_size)
     with slowed_down(ranks, 1, 0.08):
         ranks.until(lambda: '"slow_rank"' in log.read_text())
         ranks.kill(0)
     ranks.wait()
-    event = read_metrics(tmp_path / "run", "event")[0]
-    host = read_metrics(tmp_path / "run", "ranks")[0]["hosts"][1]
-    assert event["ranks"] == [1], event
-    assert event["text"].startswith(f"rank 1 @ {host} (local rank 1) is slow: "), event
-    assert read_metrics(tmp_path / "run", "ranks")[-1]["slow_ranks"] == [1]
+    assert named(tmp_path / "run") == "rank 1 @ node-2 (local rank 0) is slow"
+
+
+def test_under_zero_3_a_slow_matrix_is_not_hidden_by_gathers(forks, tiny_config, tmp_path):
+    """The other rank waits for it in its own forward pass."""
+    config = tiny_config(
+        ds_config="ds_configs/zero3.json", train__epochs=None, train__steps=15,
+        data__eval_sources=None, tracking__rank_window_steps=5,
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2, module="slow_layer")
+    assert finished.code == 0 and "slow_rank: rank 1 @ " in finished.output, finished.output
+    assert named(tmp_path / "run").startswith("rank 1 @ ")
+    waited = np.mean([s["forward_seconds"] for s in read_metrics(tmp_path / "run")])  # rank 0
+    assert waited > 0.03
+    for window in read_metrics(tmp_path / "run", "ranks"):
+        assert window["own_seconds"][0] + 0.02 < window["own_seconds"][1] > 0.04
 
 
 def test_a_healthy_job_names_nobody(forks, tiny_config, tmp_path):
@@ -164,6 +193,7 @@ def test_a_rank_that_waits_or_is_stopped_is_named_while_the_others_wait(
     assert named in waits["text"] and " wait_for, in " not in waits["text"], waits
     assert "waiting for them: 1 at " in waits["text"] and "all_reduce" in waits["text"], waits
 
+    (tmp_path / "run" / "profile_now").touch()
     (tmp_path / "run" / "go_on").touch()
     ranks.until(lambda: '"step": 5' in log.read_text() and "goes on after" in log.read_text())
     ranks.kill(1, signal.SIGSTOP)
@@ -174,3 +204,5 @@ def test_a_rank_that_waits_or_is_stopped_is_named_while_the_others_wait(
     finished = ranks.wait()
     assert finished.code == 0, finished.output
     assert finished.output.count("hang: nothing has moved for") >= 2, finished.output
+    assert (profile_folder(tmp_path / "run", 5) / "rank_0.txt").is_file(), "asked for in step 4"
+    assert not (tmp_path / "run" / "profile_now").exists()
