@@ -43,7 +43,6 @@ from config.schema import Config
 from data.data_plan import DataPlan, total_steps
 from data.loader import StepBatch, load_steps
 from model.engine import build_engine, check_engine
-from model.evaluate import evaluate
 from model.loss import SupervisedLoss
 from model.optimizer import Schedule, clip_plain_gradients, set_learning_rate
 from model.setup import Setup, describe_run, load_plans
@@ -51,6 +50,7 @@ from runtime.agreement import any_rank_preempted, count_ranks, run_on_first_rank
 from runtime.process_group import Ranks, apply_timeout, process_group
 from runtime.world_size import check_world_size
 from tracking.console import quieten_libraries
+from tracking.evaluation import Evaluation
 from tracking.metrics import Metrics, open_metrics
 from tracking.startup import startup_table, write_resolved_configs
 
@@ -63,12 +63,12 @@ class Run:
     identity: RunIdentity
     ranks: Ranks
     train_plan: DataPlan
-    eval_plan: DataPlan | None
     total_steps: int
     schedule: Schedule
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
     metrics: Metrics
+    evaluation: Evaluation
     saver: Saver
     interval: SaveInterval
 
@@ -90,11 +90,11 @@ def main(config: Config, dry_run: bool) -> None:
         setup = describe_run(config, ranks, dry_run)
 
         # 2. Its data: tokenized by the first rank of each machine, memory-mapped by all ranks.
-        train_plan, eval_plan = load_plans(setup, ranks)
+        train_plan, eval_plans = load_plans(setup, ranks)
         setup = setup.with_mean_batch(train_plan.mean_batch)
         identity = RunIdentity.of(setup, train_plan)
         table = run_on_first_rank(
-            ranks, lambda: startup_table(setup, train_plan, eval_plan, identity, ranks)
+            ranks, lambda: startup_table(setup, train_plan, eval_plans, identity, ranks)
         )
         if ranks.is_first:
             print(table, flush=True)
@@ -106,10 +106,11 @@ def main(config: Config, dry_run: bool) -> None:
         nodes = find_nodes(ranks, output_dir, config.checkpoint.node_local)
         nodes.run_on_each_node(lambda: stack.enter_context(nodes.lock))
         start = find_start(setup.config, identity, train_plan, nodes)
-        run_on_first_rank(ranks, lambda: write_resolved_configs(setup, (train_plan, eval_plan)))
+        plans = (train_plan, *eval_plans.values())
+        run_on_first_rank(ranks, lambda: write_resolved_configs(setup, plans))
 
         # 4. Model and engine, in the state that the run starts from.
-        run = build_run(setup, identity, start, eval_plan, nodes)
+        run = build_run(setup, identity, start, eval_plans, nodes)
 
         # 5. Train.
         exit_code = train_to_the_end(run, start.progress)
@@ -118,7 +119,7 @@ def main(config: Config, dry_run: bool) -> None:
 
 
 def build_run(
-    setup: Setup, identity: RunIdentity, start: Start, eval_plan: DataPlan | None, nodes: Nodes
+    setup: Setup, identity: RunIdentity, start: Start, eval_plans: dict[str, DataPlan], nodes: Nodes
 ) -> Run:
     """The engine, ready for the first step after `start`, with metrics and checkpoint saver.
 
@@ -141,12 +142,14 @@ def build_run(
         identity=replace(identity, schedule=start.schedule),
         ranks=ranks,
         train_plan=start.plan,
-        eval_plan=eval_plan,
         total_steps=steps,
         schedule=start.schedule,
         engine=engine,
         loss=loss,
         metrics=metrics,
+        evaluation=Evaluation(
+            config, eval_plans, setup.tokenizer, engine, loss, ranks, metrics, steps
+        ),
         saver=Saver(engine, setup.tokenizer, nodes, config.checkpoint, start.checkpoint),
         interval=interval,
     )
@@ -166,7 +169,8 @@ def train_to_the_end(run: Run, progress: Progress) -> int:
         preempted = "preempted, saved" if progress.step else "preempted, nothing to save yet"
         done = f"{progress.examples:,} examples, {progress.tokens:,} tokens"
         ending = "finished" if is_finished else preempted
-        print(f"{ending}: step {progress.step:,}, {done}", flush=True)
+        lines = run.evaluation.ending(progress) if is_finished else []
+        print("\n".join([f"{ending}: step {progress.step:,}, {done}", *lines]), flush=True)
     return exit_code
 
 
@@ -177,10 +181,13 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         The progress after the last step taken, which is saved, and whether the run is finished; if
         not, it was preempted.
     """
-    if is_evaluation_due(run, progress):  # at the start, or not done by a preempted run
-        progress, leaving = run_evaluation(run, progress)
+    evaluation = run.evaluation
+    if evaluation.is_due(progress):  # at the start, or not done by a preempted run
+        progress, leaving = evaluation.run(progress)
         if leaving:
             return progress, False
+    if evaluation.stop_reason(progress):  # already when it was saved
+        return progress, True
     plan, ranks, began = run.train_plan, run.ranks, time.perf_counter()
     for batch in load_steps(
         plan, ranks.rank, progress.step, run.total_steps, pin_memory=ranks.device.type == "cuda"
@@ -196,23 +203,26 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
             examples=progress.examples + batch.plan.examples,
             tokens=progress.tokens + batch.plan.tokens,
             eval_loss=None,
+            eval_values={},
         )
         log_step(run, batch, values, step_seconds, data_seconds)
 
         leaving, save, is_written = agree_on_requests(run, progress.step)
-        if is_evaluation_due(run, progress) and not leaving:
-            progress, leaving = run_evaluation(run, progress)
+        if evaluation.is_due(progress) and not leaving:
+            progress, leaving = evaluation.run(progress)
+        is_last = progress.step == run.total_steps or bool(evaluation.stop_reason(progress))
+        keep = run.config.checkpoint.keep_best > 0 and evaluation.is_best(progress)
         if is_written:  # the files of an asynchronous save
             run.saver.finish()
-        if progress.step == run.total_steps or leaving or save:
+        if is_last or leaving or save or keep:
             save_checkpoint(run, progress, step_seconds)
             leaving = leaving or any_rank_preempted(ranks)  # during the save
-        if leaving:
+        if leaving or is_last:
             break
         began = time.perf_counter()
     run.saver.close()
-    is_finished = progress.step >= run.total_steps and not is_evaluation_due(run, progress)
-    return progress, is_finished
+    is_last = progress.step >= run.total_steps or bool(evaluation.stop_reason(progress))
+    return progress, is_last and not evaluation.is_due(progress)
 
 
 def train_step(
@@ -305,33 +315,6 @@ def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
     if lost:
         run.saver.nodes.run_on_each_node(run.saver.nodes.lock.check)
     return leaving > 0, save > 0, written == ranks.world_size
-
-
-def is_evaluation_due(run: Run, progress: Progress) -> bool:
-    """Whether the config asks for an evaluation at this step that has not been done yet."""
-    train, step = run.config.train, progress.step
-    if run.eval_plan is None or progress.eval_loss is not None:
-        return False
-    if step in (0, run.total_steps):
-        return step > 0 or train.eval_at_start
-    return train.eval_every_steps > 0 and step % train.eval_every_steps == 0
-
-
-def run_evaluation(run: Run, progress: Progress) -> tuple[Progress, bool]:
-    """Evaluate and report. Returns the progress with the loss, and whether a rank was preempted
-    during the evaluation; then there is no loss, and a resumed run starts with the evaluation.
-    """
-    began = time.perf_counter()
-    eval_loss = evaluate(run.engine, run.loss, run.eval_plan, run.ranks)
-    if eval_loss is None:
-        return progress, True
-    values = {
-        "step": progress.step,
-        "eval_loss": eval_loss,
-        "eval_seconds": time.perf_counter() - began,
-    }
-    run.metrics.log("eval", values)
-    return replace(progress, eval_loss=eval_loss), False
 
 
 def save_checkpoint(run: Run, progress: Progress, step_seconds: float) -> None:

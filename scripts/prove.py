@@ -247,16 +247,16 @@ def prove_data(config: "Config") -> bool:
     from model.load import load_tokenizer
 
     tokenizer, proved = load_tokenizer(config), True
-    for key in ("train_sources", "eval_sources"):
-        given = config.data.sources(key)
-        if given:
-            announce = partial(print, file=sys.stderr, flush=True)
-            cache = open_cache(tokenize_sources(given, tokenizer, config.data, announce))
-            proof = RowProof(config.data, tokenizer, cache)
-            for source in given:
-                proof.read(source)
-            print(f"data.{key}: {', '.join(cache.meta['sources'])}")
-            proved &= proof.report()
+    held_out = list(config.data.eval_sets().values())
+    for number, given in enumerate([config.data.sources("train_sources"), *held_out]):
+        announce = partial(print, file=sys.stderr, flush=True)
+        cache = open_cache(tokenize_sources(given, tokenizer, config.data, announce))
+        proof = RowProof(config.data, tokenizer, cache)
+        for source in given:
+            proof.read(source)
+        key = "eval_sources" if number else "train_sources"
+        print(f"data.{key}: {', '.join(cache.meta['sources'])}")
+        proved &= proof.report()
     return proved
 
 

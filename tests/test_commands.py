@@ -186,7 +186,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
 
 def test_metrics_wandb_and_resolved_configs(forks, tiny_config, tmp_path):
     """A run with W&B offline; then the two resolved configs alone start it again, with torchrun."""
-    config = tiny_config(tracking__wandb="offline", train__eval_every_steps=5)
+    config = tiny_config(tracking__wandb="offline", eval__every_steps=5)
     first = train(config, ranks=2)
     assert first.code == 0, first.output
     steps = read_metrics(tmp_path / "run")
