@@ -24,7 +24,6 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
     COMMAND_LINE = exit_on_error(lambda: parse_with_sources(sys.argv[1:]))
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -43,14 +42,16 @@ from config.schema import Config
 from data.data_plan import DataPlan, total_steps
 from data.loader import StepBatch, load_steps
 from model.engine import build_engine, check_engine
+from model.guard import Guard
 from model.loss import SupervisedLoss
-from model.optimizer import Schedule, clip_plain_gradients, set_learning_rate
+from model.optimizer import Schedule, set_learning_rate
 from model.setup import Setup, describe_run, load_plans
 from runtime.agreement import any_rank_preempted, count_ranks, run_on_first_rank, sum_over_ranks
 from runtime.process_group import Ranks, apply_timeout, process_group
 from runtime.world_size import check_world_size
 from tracking.console import quieten_libraries
 from tracking.evaluation import Evaluation
+from tracking.incidents import report_problem
 from tracking.metrics import Metrics, open_metrics
 from tracking.startup import startup_table, write_resolved_configs
 
@@ -67,6 +68,7 @@ class Run:
     schedule: Schedule
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
+    guard: Guard
     metrics: Metrics
     evaluation: Evaluation
     saver: Saver
@@ -146,6 +148,7 @@ def build_run(
         schedule=start.schedule,
         engine=engine,
         loss=loss,
+        guard=Guard(config.guard, start.progress.guard, ranks),
         metrics=metrics,
         evaluation=Evaluation(
             config, eval_plans, setup.tokenizer, engine, loss, ranks, metrics, steps
@@ -195,7 +198,7 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         data_seconds = time.perf_counter() - began
         lr = run.schedule.rate(batch.global_step)
         set_learning_rate(run.engine.basic_optimizer, lr)
-        values = {"lr": lr, **train_step(run.engine, run.loss, batch, ranks)}
+        values = {"lr": lr, **train_step(run.engine, run.loss, batch, ranks, run.guard)}
         step_seconds = time.perf_counter() - began
         progress = replace(
             progress,
@@ -206,6 +209,7 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
             eval_values={},
         )
         log_step(run, batch, values, step_seconds, data_seconds)
+        report_problem(run.guard, batch, plan.data, run.metrics, run.saver)
 
         leaving, save, is_written = agree_on_requests(run, progress.step)
         if evaluation.is_due(progress) and not leaving:
@@ -226,7 +230,11 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
 
 
 def train_step(
-    engine: deepspeed.DeepSpeedEngine, loss_sum: SupervisedLoss, batch: StepBatch, ranks: Ranks
+    engine: deepspeed.DeepSpeedEngine,
+    loss_sum: SupervisedLoss,
+    batch: StepBatch,
+    ranks: Ranks,
+    guard: Guard,
 ) -> dict[str, float]:
     """One optimizer step.
 
@@ -234,43 +242,31 @@ def train_step(
     ranks, known from the plan, backward on sum_CE * W / N in every micro-batch gives exactly the
     gradient of the mean over tokens, for any W and number of micro-steps. The router loss, one
     value per micro-batch, is averaged in the same way, weighted by tokens without padding.
-    Nothing here waits for the device before the end of the step, except packed examples, once per
+    Nothing here waits for the device before the update, except packed examples, once per
     micro-batch, for their bounds.
 
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for
         mixtures of experts also their load and router_loss, without its coefficient.
-
-    Raises:
-        RuntimeError: loss or gradient is not finite.
     """
     scale = ranks.world_size / batch.plan.supervised_tokens
     router_scale = loss_sum.router_coefficient * ranks.world_size / batch.plan.tokens
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # cross entropy, router
+    # cross entropy and router loss of each micro-step
+    losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     router = None
     for i, micro_batch in enumerate(batch.micro_batches):
         # Set explicitly, because the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(i == len(batch.micro_batches) - 1)
         cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
         loss = cross_entropy * scale
-        total[0] += cross_entropy.detach()
+        losses[0, i] = cross_entropy.detach()
         if router is not None:
             loss = loss + router * router_scale
-            total[1] += router.detach()
+            losses[1, i] = router.detach()
         engine.backward(loss, scale_wrt_gas=False)
-    grad_norm = clip_plain_gradients(engine)
-    engine.step()  # clips where clip_plain_gradients does not, updates, zeroes the gradients
-    if grad_norm is None:
-        grad_norm = engine.get_global_grad_norm()
-    loss, router_loss = sum_over_ranks(total).tolist()
-    loss, grad_norm = loss / batch.plan.supervised_tokens, float(grad_norm)
-    # fp16 skips some updates while it adjusts its loss scale. In bf16 and fp32 DeepSpeed would also
-    # skip updates silently, and a run could finish without a single update.
-    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or engine.fp16_enabled())):
-        raise RuntimeError(
-            f"step {batch.global_step + 1}: loss {loss}, gradient norm {grad_norm}; "
-            "lower train.learning_rate, or check the step's examples"
-        )
+    loss, router_loss = sum_over_ranks(losses.sum(1)).tolist()
+    loss /= batch.plan.supervised_tokens
+    grad_norm = guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
     values = {"loss": loss, "grad_norm": grad_norm, **loss_sum.expert_load.metrics()}
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
@@ -294,7 +290,7 @@ def log_step(
             "micro_steps": len(batch.micro_batches),
             "step_seconds": step_seconds,  # without evaluation and checkpoints
             "data_seconds": data_seconds,  # part of step_seconds: waiting for the loader
-            "update_skipped": not run.engine.was_step_applied(),  # fp16 overflow
+            "update_skipped": not run.engine.was_step_applied(),  # by the guard, or fp16 overflow
         },
     )
 
@@ -320,7 +316,7 @@ def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
 def save_checkpoint(run: Run, progress: Progress, step_seconds: float) -> None:
     """Save, and report for how long training was blocked."""
     began = time.perf_counter()
-    progress = replace(progress, save_seconds=run.interval.save_seconds)
+    progress = replace(progress, save_seconds=run.interval.save_seconds, guard=run.guard.state)
     run.saver.save(TrainerState(run.identity, progress))
     save_seconds = time.perf_counter() - began
     run.metrics.log("save", {"step": progress.step, "save_seconds": save_seconds})

@@ -5,6 +5,7 @@
         resolved_ds_config.json         the DeepSpeed config as it was used
         metrics.jsonl                   one line per step, evaluation and save
         rejected_rows.jsonl             rows that were rejected, if any
+        skipped_steps.jsonl             steps whose update was skipped, if any, with their rows
         run.lock                        held while a run writes here
         stop, save_now                  touched by a user: save and exit, or save
         flight_records/                 if TORCH_FR_BUFFER_SIZE is set: each rank's last collectives
@@ -27,6 +28,7 @@ import uuid
 from pathlib import Path
 
 METRICS, LOCK, REJECTED_ROWS = "metrics.jsonl", "run.lock", "rejected_rows.jsonl"
+SKIPPED_STEPS = "skipped_steps.jsonl"
 RESOLVED_CONFIG, RESOLVED_DS_CONFIG = "resolved_config.yaml", "resolved_ds_config.json"
 COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.json"
 SHARDS = "deepspeed"

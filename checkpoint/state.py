@@ -15,6 +15,7 @@ from config.ds_config import zero_stage
 from config.parse import dump_config
 from data.data_plan import DataPlan
 from data.plan_change import PlanChange, PlanRecord
+from model.guard import GuardState
 from model.hub import commits
 from model.optimizer import Schedule, optimization_of
 from model.setup import Setup
@@ -89,6 +90,7 @@ class Progress:
     eval_values: dict[str, float] = field(default_factory=dict)
     """What else it measured, by the names of the record `eval`."""
     best: Best | None = None
+    guard: GuardState = field(default_factory=GuardState)
     wandb_id: str | None = None
     save_seconds: float | None = None
     """How long the previous save blocked the loop."""

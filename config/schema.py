@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jsonargparse.typing import (
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     restricted_number_type,
 )
@@ -19,6 +20,9 @@ Fraction = restricted_number_type(
 ExampleLength = restricted_number_type("ExampleLength", int, (">=", 2), docstring="int >=2")
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="int >=0 and <2^63")
 HeartbeatSeconds = restricted_number_type("HeartbeatSeconds", int, (">=", 5), docstring="int >=5")
+SpikeWindow = restricted_number_type(
+    "SpikeWindow", int, [(">=", 8), ("<=", 1000)], docstring="int >=8 and <=1000"
+)
 Hours = restricted_number_type("Hours", float, (">=", 1), docstring="float >=1")
 
 RowFormat = Literal[
@@ -354,6 +358,22 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """Steps that must not spoil the weights: a loss or gradient that is not finite, whose update is
+    always skipped, and spikes of the loss.
+    """
+
+    max_skipped_in_a_row: PositiveInt = 5
+    """Stop the run when this many updates in a row were skipped."""
+    on_spike: Literal["off", "warn", "skip", "stop"] = "warn"
+    """What to do about a loss far above the last ones: warn; skip the update; or stop before it."""
+    spike_z: PositiveFloat = 10.0
+    """How far: in robust standard deviations above the median."""
+    spike_window: SpikeWindow = 64
+    """Over how many steps; until there are that many, no loss is a spike."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, which checkpoints to keep, and what to resume from."""
 
@@ -456,6 +476,7 @@ class Config:
     ds_config: str = "ds_configs/zero2.json"
     """DeepSpeed config file: ZeRO stage, offload, communication."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

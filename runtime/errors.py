@@ -31,6 +31,14 @@ class UserError(Exception):
     to do about it.
     """
 
+    exit_code = EXIT_USER_MISTAKE
+
+
+class RunFailed(UserError):
+    """A run that cannot go on although its input was accepted, such as one that diverges."""
+
+    exit_code = EXIT_FAILURE
+
 
 def describe(error: Exception) -> str:
     """The message of an error in one line, without the errno and repr that Python adds."""
@@ -53,7 +61,7 @@ def exit_on_error(work: Callable[[], T]) -> T:
             print(f"error: {mistake}", file=sys.stderr, flush=True)
         else:
             time.sleep(3)
-        sys.exit(EXIT_USER_MISTAKE)
+        sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:

@@ -29,6 +29,8 @@ class ConsoleSink:
         step = values["step"]
         if kind == "eval":
             self._line(f"step {step:>6}/{self.total_steps}  eval_loss {values['eval_loss']:.4f}")
+        if kind == "event":
+            self._line(values["text"])
         if kind != "train":
             return
         text = (
