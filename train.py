@@ -24,7 +24,6 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
     COMMAND_LINE = exit_on_error(lambda: parse_with_sources(sys.argv[1:]))
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -43,14 +42,16 @@ from config.schema import Config
 from data.data_plan import DataPlan, total_steps
 from data.loader import StepBatch, load_steps
 from model.engine import build_engine, check_engine
-from model.evaluate import evaluate
+from model.guard import Guard
 from model.loss import SupervisedLoss
-from model.optimizer import Schedule, clip_plain_gradients, set_learning_rate
+from model.optimizer import Schedule, set_learning_rate
 from model.setup import Setup, describe_run, load_plans
 from runtime.agreement import any_rank_preempted, count_ranks, run_on_first_rank, sum_over_ranks
 from runtime.process_group import Ranks, apply_timeout, process_group
 from runtime.world_size import check_world_size
 from tracking.console import quieten_libraries
+from tracking.evaluation import Evaluation
+from tracking.incidents import report_problem
 from tracking.metrics import Metrics, open_metrics
 from tracking.startup import show_startup, write_resolved_configs
 from tracking.steps import StepRecorder
@@ -64,13 +65,14 @@ class Run:
     identity: RunIdentity
     ranks: Ranks
     train_plan: DataPlan
-    eval_plan: DataPlan | None
     total_steps: int
     schedule: Schedule
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
+    guard: Guard
     metrics: Metrics
     recorder: StepRecorder
+    evaluation: Evaluation
     saver: Saver
     interval: SaveInterval
 
@@ -92,11 +94,11 @@ def main(config: Config, dry_run: bool) -> None:
         setup = describe_run(config, ranks, dry_run)
 
         # 2. Its data: tokenized by the first rank of each machine, memory-mapped by all ranks.
-        train_plan, eval_plan = load_plans(setup, ranks)
+        train_plan, eval_plans = load_plans(setup, ranks)
         setup = setup.with_mean_batch(train_plan.mean_batch)
         identity = RunIdentity.of(setup, train_plan)
         run_on_first_rank(
-            ranks, lambda: show_startup(setup, train_plan, eval_plan, identity, ranks)
+            ranks, lambda: show_startup(setup, train_plan, eval_plans, identity, ranks)
         )
         if dry_run:
             return
@@ -106,10 +108,11 @@ def main(config: Config, dry_run: bool) -> None:
         nodes = find_nodes(ranks, output_dir, config.checkpoint.node_local)
         nodes.run_on_each_node(lambda: stack.enter_context(nodes.lock))
         start = find_start(setup.config, identity, train_plan, nodes)
-        run_on_first_rank(ranks, lambda: write_resolved_configs(setup, (train_plan, eval_plan)))
+        plans = (train_plan, *eval_plans.values())
+        run_on_first_rank(ranks, lambda: write_resolved_configs(setup, plans))
 
         # 4. Model and engine, in the state that the run starts from.
-        run = build_run(setup, identity, start, eval_plan, nodes)
+        run = build_run(setup, identity, start, eval_plans, nodes)
 
         # 5. Train.
         exit_code = train_to_the_end(run, start.progress)
@@ -118,7 +121,7 @@ def main(config: Config, dry_run: bool) -> None:
 
 
 def build_run(
-    setup: Setup, identity: RunIdentity, start: Start, eval_plan: DataPlan | None, nodes: Nodes
+    setup: Setup, identity: RunIdentity, start: Start, eval_plans: dict[str, DataPlan], nodes: Nodes
 ) -> Run:
     """The engine, ready for the first step after `start`, with metrics and checkpoint saver.
 
@@ -140,13 +143,16 @@ def build_run(
         identity=replace(identity, schedule=start.schedule),
         ranks=ranks,
         train_plan=start.plan,
-        eval_plan=eval_plan,
         total_steps=steps,
         schedule=start.schedule,
         engine=engine,
         loss=loss,
+        guard=Guard(config.guard, start.progress.guard, ranks),
         metrics=metrics,
         recorder=StepRecorder(setup, start.plan, engine, metrics, ranks),
+        evaluation=Evaluation(
+            config, eval_plans, setup.tokenizer, engine, loss, ranks, metrics, steps
+        ),
         saver=Saver(engine, setup.tokenizer, nodes, config.checkpoint, start.checkpoint),
         interval=interval,
     )
@@ -166,7 +172,8 @@ def train_to_the_end(run: Run, progress: Progress) -> int:
         preempted = "preempted, saved" if progress.step else "preempted, nothing to save yet"
         done = f"{progress.examples:,} examples, {progress.tokens:,} tokens"
         ending = "finished" if is_finished else preempted
-        print(f"{ending}: step {progress.step:,}, {done}", flush=True)
+        lines = run.evaluation.ending(progress) if is_finished else []
+        print("\n".join([f"{ending}: step {progress.step:,}, {done}", *lines]), flush=True)
     return exit_code
 
 
@@ -177,42 +184,53 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         The progress after the last step taken, which is saved, and whether the run is finished; if
         not, it was preempted.
     """
-    if is_evaluation_due(run, progress):  # at the start, or not done by a preempted run
-        progress, leaving = run_evaluation(run, progress)
+    evaluation = run.evaluation
+    if evaluation.is_due(progress):  # at the start, or not done by a preempted run
+        progress, leaving = evaluation.run(progress)
         if leaving:
             return progress, False
+    if evaluation.stop_reason(progress):  # already when it was saved
+        return progress, True
     ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
     batches = load_steps(run.train_plan, ranks.rank, progress.step, run.total_steps, pin_memory)
     for batch in run.recorder.waiting(batches, progress.step):
         lr = run.schedule.rate(batch.global_step)
         set_learning_rate(run.engine.basic_optimizer, lr)
-        values = {"lr": lr, **train_step(run.engine, run.loss, batch, ranks)}
+        values = {"lr": lr, **train_step(run.engine, run.loss, batch, ranks, run.guard)}
         progress = replace(
             progress,
             step=batch.global_step + 1,
             examples=progress.examples + batch.plan.examples,
             tokens=progress.tokens + batch.plan.tokens,
             eval_loss=None,
+            eval_values={},
         )
         step_seconds = run.recorder.finished(batch, values, progress)
+        report_problem(run.guard, batch, run.train_plan.data, run.metrics, run.saver)
 
         leaving, save, is_written = agree_on_requests(run, progress.step)
-        if is_evaluation_due(run, progress) and not leaving:
-            progress, leaving = run_evaluation(run, progress)
+        if evaluation.is_due(progress) and not leaving:
+            progress, leaving = evaluation.run(progress)
+        is_last = progress.step == run.total_steps or bool(evaluation.stop_reason(progress))
+        keep = run.config.checkpoint.keep_best > 0 and evaluation.is_best(progress)
         if is_written:  # the files of an asynchronous save
             run.saver.finish()
-        if progress.step == run.total_steps or leaving or save:
+        if is_last or leaving or save or keep:
             save_checkpoint(run, progress, step_seconds)
             leaving = leaving or any_rank_preempted(ranks)  # during the save
-        if leaving:
+        if leaving or is_last:
             break
     run.saver.close()
-    is_finished = progress.step >= run.total_steps and not is_evaluation_due(run, progress)
-    return progress, is_finished
+    is_last = progress.step >= run.total_steps or bool(evaluation.stop_reason(progress))
+    return progress, is_last and not evaluation.is_due(progress)
 
 
 def train_step(
-    engine: deepspeed.DeepSpeedEngine, loss_sum: SupervisedLoss, batch: StepBatch, ranks: Ranks
+    engine: deepspeed.DeepSpeedEngine,
+    loss_sum: SupervisedLoss,
+    batch: StepBatch,
+    ranks: Ranks,
+    guard: Guard,
 ) -> dict[str, float]:
     """One optimizer step.
 
@@ -220,43 +238,31 @@ def train_step(
     ranks, known from the plan, backward on sum_CE * W / N in every micro-batch gives exactly the
     gradient of the mean over tokens, for any W and number of micro-steps. The router loss, one
     value per micro-batch, is averaged in the same way, weighted by tokens without padding.
-    Nothing here waits for the device before the end of the step, except packed examples, once per
+    Nothing here waits for the device before the update, except packed examples, once per
     micro-batch, for their bounds.
 
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for
         mixtures of experts also their load and router_loss, without its coefficient.
-
-    Raises:
-        RuntimeError: loss or gradient is not finite.
     """
     scale = ranks.world_size / batch.plan.supervised_tokens
     router_scale = loss_sum.router_coefficient * ranks.world_size / batch.plan.tokens
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # cross entropy, router
+    # cross entropy and router loss of each micro-step
+    losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     router = None
     for i, micro_batch in enumerate(batch.micro_batches):
         # Set explicitly, because the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(i == len(batch.micro_batches) - 1)
         cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
         loss = cross_entropy * scale
-        total[0] += cross_entropy.detach()
+        losses[0, i] = cross_entropy.detach()
         if router is not None:
             loss = loss + router * router_scale
-            total[1] += router.detach()
+            losses[1, i] = router.detach()
         engine.backward(loss, scale_wrt_gas=False)
-    grad_norm = clip_plain_gradients(engine)
-    engine.step()  # clips where clip_plain_gradients does not, updates, zeroes the gradients
-    if grad_norm is None:
-        grad_norm = engine.get_global_grad_norm()
-    loss, router_loss = sum_over_ranks(total).tolist()
-    loss, grad_norm = loss / batch.plan.supervised_tokens, float(grad_norm)
-    # fp16 skips some updates while it adjusts its loss scale. In bf16 and fp32 DeepSpeed would also
-    # skip updates silently, and a run could finish without a single update.
-    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or engine.fp16_enabled())):
-        raise RuntimeError(
-            f"step {batch.global_step + 1}: loss {loss}, gradient norm {grad_norm}; "
-            "lower train.learning_rate, or check the step's examples"
-        )
+    loss, router_loss = sum_over_ranks(losses.sum(1)).tolist()
+    loss /= batch.plan.supervised_tokens
+    grad_norm = guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
     values = {"loss": loss, "grad_norm": grad_norm, **loss_sum.expert_load.metrics()}
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
@@ -283,37 +289,10 @@ def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
     return leaving > 0, save > 0, written == ranks.world_size
 
 
-def is_evaluation_due(run: Run, progress: Progress) -> bool:
-    """Whether the config asks for an evaluation at this step that has not been done yet."""
-    train, step = run.config.train, progress.step
-    if run.eval_plan is None or progress.eval_loss is not None:
-        return False
-    if step in (0, run.total_steps):
-        return step > 0 or train.eval_at_start
-    return train.eval_every_steps > 0 and step % train.eval_every_steps == 0
-
-
-def run_evaluation(run: Run, progress: Progress) -> tuple[Progress, bool]:
-    """Evaluate and report. Returns the progress with the loss, and whether a rank was preempted
-    during the evaluation; then there is no loss, and a resumed run starts with the evaluation.
-    """
-    began = time.perf_counter()
-    eval_loss = evaluate(run.engine, run.loss, run.eval_plan, run.ranks)
-    if eval_loss is None:
-        return progress, True
-    values = {
-        "step": progress.step,
-        "eval_loss": eval_loss,
-        "eval_seconds": time.perf_counter() - began,
-    }
-    run.metrics.log("eval", values)
-    return replace(progress, eval_loss=eval_loss), False
-
-
 def save_checkpoint(run: Run, progress: Progress, step_seconds: float) -> None:
     """Save, and report for how long training was blocked."""
     began = time.perf_counter()
-    progress = replace(progress, save_seconds=run.interval.save_seconds)
+    progress = replace(progress, save_seconds=run.interval.save_seconds, guard=run.guard.state)
     run.saver.save(TrainerState(run.identity, progress))
     save_seconds = time.perf_counter() - began
     run.metrics.log("save", {"step": progress.step, "save_seconds": save_seconds})

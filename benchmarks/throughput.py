@@ -27,10 +27,12 @@ from plan import LogLengths  # benchmarks/plan.py: the folder of this file is on
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from config.schema import GuardConfig
 from data.data_plan import DataPlan
 from data.loader import load_steps
 from data.plan import Budget, Contents, StepPlan, plan_step
 from model.architecture import linear_cost
+from model.guard import Guard, GuardState
 from model.loss import SupervisedLoss
 from model.packed_attention import PACKED_EXAMPLES
 from runtime.errors import UserError, exit_on_error
@@ -186,6 +188,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> dict:
         )
         for name, p in plans.items()
     }
+    guard = Guard(GuardConfig(on_spike="off"), GuardState(), ranks)
     seconds = {name: [] for name in plans}
     clock = time.process_time if args.cpu_seconds else time.perf_counter
     counts = {name: [] for name in plans}
@@ -197,7 +200,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> dict:
             )
             torch.distributed.barrier()
             began = clock()
-            train_step(engine, loss, batch, ranks)
+            train_step(engine, loss, batch, ranks, guard)
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize()
             torch.distributed.barrier()

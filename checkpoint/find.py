@@ -207,6 +207,27 @@ def find_checkpoint(
     return None, [f"{path} is from an interrupted save" for path in interrupted]
 
 
+def best_checkpoint(newest: Path) -> Path:
+    """The checkpoint of the best evaluation of a run.
+
+    Args:
+        newest: of the run's usable checkpoints.
+
+    Raises:
+        UserError: there was no evaluation, or its checkpoint cannot be used.
+    """
+    best = read_state(newest).progress.best
+    if best is None:
+        raise UserError(f"the run of {newest} has no evaluation, so no best checkpoint")
+    found = newest.with_name(checkpoint_name(best.step))
+    if problem := checkpoint_problem(found):
+        raise UserError(
+            f"the best evaluation, {best.metric} {best.value:.4f}, was at step {best.step:,}, but "
+            f"{found} cannot be used: {problem}; checkpoint.keep_best: 1 keeps the best checkpoint"
+        )
+    return found
+
+
 def check_local_shards(checkpoint: Path, needed_ranks: Iterable[int]) -> None:
     """Check that `checkpoint` has the files of these ranks on this node.
 

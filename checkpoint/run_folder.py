@@ -6,6 +6,7 @@
         metrics.jsonl                   one line per start, step, evaluation, save, event ...
         report.html                     drawn from it by scripts/report.py
         rejected_rows.jsonl             rows that were rejected, if any
+        skipped_steps.jsonl             steps whose update was skipped, if any, with their rows
         run.lock                        held while a run writes here
         stop, save_now, profile_now     touched by a user: save and exit, save, or profile
         profile/step_00000020/          traces of the steps from this one on, rank by rank
@@ -32,6 +33,7 @@ from pathlib import Path
 
 METRICS, LOCK, REJECTED_ROWS = "metrics.jsonl", "run.lock", "rejected_rows.jsonl"
 WANDB, TENSORBOARD = "wandb", "tensorboard"
+SKIPPED_STEPS = "skipped_steps.jsonl"
 RESOLVED_CONFIG, RESOLVED_DS_CONFIG = "resolved_config.yaml", "resolved_ds_config.json"
 COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.json"
 SHARDS = "deepspeed"

@@ -60,7 +60,7 @@ from checkpoint.run_folder import (
     remove,
 )
 from checkpoint.shards import layout, progress
-from checkpoint.state import TrainerState, write_state
+from checkpoint.state import TrainerState, cost, write_state
 from config.schema import CheckpointConfig
 from runtime.errors import UserError, describe
 from runtime.files import sync_folder
@@ -301,8 +301,10 @@ class Saver:
         config, names = self.config, sorted(found[self.nodes.here])
         usable = [name for name in names if joint_problem(node_checkpoints(found, name)) is None]
         states = {name: found[self.nodes.here][name].state.progress for name in usable}
-        scored = [name for name in usable if states[name].eval_loss is not None]
-        best = sorted(scored, key=lambda name: states[name].eval_loss)[: config.keep_best]
+        metric = state.progress.best.metric if state.progress.best else "eval_loss"
+        values = {name: states[name].measured(metric) for name in usable}
+        scored = [name for name in usable if values[name] is not None]
+        best = sorted(scored, key=lambda name: cost(metric, values[name]))[: config.keep_best]
         kept = {checkpoint_name(state.progress.step), *usable[-config.keep_last :], *best}
         if config.keep_every_steps:
             kept |= {n for n in usable if states[n].step % config.keep_every_steps == 0}

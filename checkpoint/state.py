@@ -1,7 +1,8 @@
 """What a run is, and how far it has progressed."""
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from config.ds_config import zero_stage
 from config.parse import dump_config
 from data.data_plan import DataPlan
 from data.plan_change import PlanChange, PlanRecord
+from model.guard import GuardState
 from model.hub import commits
 from model.optimizer import Schedule, optimization_of
 from model.setup import Setup
@@ -65,6 +67,17 @@ class RunIdentity:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The best evaluation so far."""
+
+    metric: str
+    """eval.metric, by which it is the best."""
+    value: float
+    step: int
+    evaluations_since: int = 0
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far a run has progressed. `step` is its position in the data: epochs follow from it."""
 
@@ -73,12 +86,40 @@ class Progress:
     examples: int = 0
     tokens: int = 0
     eval_loss: float | None = None
-    """Of the evaluation after this step, if there was one."""
+    """Of the evaluation after this step, if there was one: that of the first held-out set."""
+    eval_values: dict[str, float] = field(default_factory=dict)
+    """What else it measured, by the names of the record `eval`."""
+    best: Best | None = None
+    guard: GuardState = field(default_factory=GuardState)
     wandb_id: str | None = None
     save_seconds: float | None = None
     """How long the previous save blocked the loop."""
     plan_changes: list[PlanChange] = field(default_factory=list)
     """Oldest first."""
+
+    def measured(self, metric: str) -> float | None:
+        """A value of the evaluation after this step; None if there was none."""
+        return self.eval_loss if metric == "eval_loss" else self.eval_values.get(metric)
+
+    def evaluated(self, eval_loss: float, values: dict[str, float], metric: str) -> "Progress":
+        """After an evaluation.
+
+        Args:
+            metric: eval.metric; another one than before starts the comparison anew.
+        """
+        now = replace(self, eval_loss=eval_loss, eval_values=values)
+        value, best = now.measured(metric), self.best
+        if best is None or best.metric != metric or cost(metric, value) < cost(metric, best.value):
+            return replace(now, best=Best(metric, value, self.step))
+        return replace(now, best=replace(best, evaluations_since=best.evaluations_since + 1))
+
+
+def cost(metric: str, value: float) -> float:
+    """The value of a metric as one that is better the lower it is: losses and perplexities as they
+    are, scores negated, NaN as infinity.
+    """
+    sign = 1 if metric.partition("/")[0] in ("eval_loss", "loss", "perplexity") else -1
+    return math.inf if math.isnan(value) else sign * value
 
 
 @dataclass(frozen=True)

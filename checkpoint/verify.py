@@ -73,23 +73,24 @@ def verify_export(
     config: Config,
     tokenizer: "PreTrainedTokenizerBase",
     state: TrainerState,
-    plans: tuple[DataPlan, DataPlan | None],
+    train_plan: DataPlan,
+    eval_plans: dict[str, DataPlan],
 ) -> list[Finding]:
     """Compare an exported folder with the run whose checkpoint has `state`.
 
     Args:
         tokenizer: the run's.
-        plans: of the training and the held-out examples.
+        eval_plans: of the held-out sets, of which the first is compared.
 
     Raises:
         VerificationFailed: transformers cannot load the folder.
         UserError: a row cannot be read any more.
     """
-    train_plan, eval_plan = plans
-    data, key = train_plan.data, "train_sources"
-    if eval_plan is not None:
-        data, key = eval_plan.data, "eval_sources" if config.data.eval_sources else key
-    prompts, escaped = sample_prompts(data, config.data.sources(key), config, tokenizer)
+    eval_plan = next(iter(eval_plans.values()), None)
+    data = train_plan.data if eval_plan is None else eval_plan.data
+    held_out = list(config.data.eval_sets().values())
+    sources = held_out[0] if held_out else config.data.sources("train_sources")
+    prompts, escaped = sample_prompts(data, sources, config, tokenizer)
     expected = state.progress.eval_loss
     examples = eval_plan.data if eval_plan is not None and expected is not None else None
     answers = _ask_stranger(folder, [prompt.request for prompt in prompts], examples)
@@ -262,7 +263,7 @@ def check_loss(answers: dict[str, Any], state: TrainerState, eval_plan: DataPlan
     if expected is None:
         return Finding(
             name,
-            f"not checked: the run was not evaluated at step {step:,} (train.eval_every_steps)",
+            f"not checked: the run was not evaluated at step {step:,} (eval.every_steps)",
         )
     dtypes = DTYPES[state.run.precision], getattr(torch, answers["dtype"])
     unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2

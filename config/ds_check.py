@@ -236,6 +236,11 @@ def _check_precision(file: str, merged: dict[str, Any]) -> None:
             f"{file}: {precision} is enabled, but not supported by the device "
             f"({device.device_name()}); use another train.precision"
         )
+    if _at(merged, "bf16.check_grad_overflow") is False:
+        raise UserError(
+            f"{file}: bf16.check_grad_overflow is false, so that gradients which are not finite "
+            "would be applied; remove it"
+        )
     owned = {"data_types.param_dtype": "remove it"}
     if stage == 0:
         owned["data_types.grad_accum_dtype"] = "remove it, or set zero_optimization.stage to 1"

@@ -117,6 +117,8 @@ def _plain(value: Any) -> Any:
         return dataclasses.replace(value, **fields)
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
     for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)

@@ -20,12 +20,17 @@ Fraction = restricted_number_type(
 ExampleLength = restricted_number_type("ExampleLength", int, (">=", 2), docstring="int >=2")
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="int >=0 and <2^63")
 HeartbeatSeconds = restricted_number_type("HeartbeatSeconds", int, (">=", 5), docstring="int >=5")
+SpikeWindow = restricted_number_type(
+    "SpikeWindow", int, [(">=", 8), ("<=", 1000)], docstring="int >=8 and <=1000"
+)
 Hours = restricted_number_type("Hours", float, (">=", 1), docstring="float >=1")
 
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "conversational", "prompt_completion", "instruction", "dolly",
     "oasst", "text",
 ]  # fmt: skip
+HELD_OUT = "held_out"
+"""Name of the held-out set where there is only one, without a name."""
 CHAT_TEMPLATES = Path(__file__).resolve().parent.parent / "data" / "chat_templates"
 
 
@@ -147,8 +152,10 @@ class DataConfig:
     """Paths, or {path or hub: ..., weight: ...} objects. Without weights, each epoch has every row
     once.
     """
-    eval_sources: list[str | Source] = field(default_factory=list)
-    """Sources of held-out rows, given in the same way."""
+    eval_sources: list[str | Source] | dict[str, list[str | Source]] = field(default_factory=list)
+    """Sources of held-out rows, given in the same way; or several sets, {name: sources}. The first
+    one's loss is eval_loss.
+    """
     eval_fraction: Fraction = 0.0
     """Hold out this share of the training rows instead of eval_sources; drawn with train.seed."""
     format: RowFormat = "auto"
@@ -198,8 +205,25 @@ class DataConfig:
     """Tokenizing processes per machine; 0: one per 10,000 rows, at most the number of cores."""
 
     def sources(self, key: str) -> list[Source]:
-        """train_sources or eval_sources, each as a Source with the defaults of this section."""
-        sources = [Source(s) if isinstance(s, str) else s for s in getattr(self, key)]
+        """train_sources, or eval_sources of all sets, each as a Source with the defaults of this
+        section.
+        """
+        given = getattr(self, key)
+        sets = given.values() if isinstance(given, dict) else [given]
+        return self._complete([source for sources in sets for source in sources])
+
+    def eval_sets(self) -> dict[str, list[Source]]:
+        """The sources of each held-out set; a list of sources is one set."""
+        given = self.eval_sources
+        sets = given if isinstance(given, dict) else {HELD_OUT: given}
+        return {name: self._complete(sources) for name, sources in sets.items() if sources}
+
+    def set_names(self) -> list[str]:
+        """The names of the held-out sets, the first one first."""
+        return list(self.eval_sets()) or ([HELD_OUT] if self.eval_fraction else [])
+
+    def _complete(self, given: list[str | Source]) -> list[Source]:
+        sources = [Source(s) if isinstance(s, str) else s for s in given]
         return [
             dataclasses.replace(
                 s,
@@ -276,10 +300,6 @@ class TrainConfig:
     """Compute precision; auto: bf16 on GPUs that support it, else fp16; fp32 on CPU."""
     seed: Seed = 42
     """Seeds weight initialization and the step plan; dropout uses a hash of seed and rank."""
-    eval_every_steps: NonNegativeInt = 0
-    """Evaluate every this many steps and at the end; 0: only at the end."""
-    eval_at_start: bool = True
-    """Evaluate before the first step."""
 
     @property
     def global_batch_key(self) -> str:
@@ -308,6 +328,52 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvalConfig:
+    """When to evaluate on the held-out sets, what to measure, and when to stop early."""
+
+    every_steps: NonNegativeInt = 0
+    """Evaluate every this many steps and at the end; 0: only at the end."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    metric: str = "eval_loss"
+    """Which value decides what is best, for checkpoint.keep_best and patience: eval_loss, or
+    loss/NAME, perplexity/NAME, exact_match/NAME or score/NAME of the set NAME.
+    """
+    patience: NonNegativeInt = 0
+    """Finish the run early after this many evaluations in a row without a better metric; 0: never.
+    """
+    generate: NonNegativeInt = 0
+    """Let the model answer this many examples of each set, by greedy decoding, and score the
+    answers; 0: none.
+    """
+    max_new_tokens: PositiveInt = 256
+    """Longest answer, in tokens."""
+    scorer: str = "exact_match"
+    """How an answer is scored: the name of a function in data/scorers.py."""
+
+    @property
+    def score_name(self) -> str:
+        """What the mean score of a set is called."""
+        return "exact_match" if self.scorer == "exact_match" else "score"
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """Steps that must not spoil the weights: a loss or gradient that is not finite, whose update is
+    always skipped, and spikes of the loss.
+    """
+
+    max_skipped_in_a_row: PositiveInt = 5
+    """Stop the run when this many updates in a row were skipped."""
+    on_spike: Literal["off", "warn", "skip", "stop"] = "warn"
+    """What to do about a loss far above the last ones: warn; skip the update; or stop before it."""
+    spike_z: PositiveFloat = 10.0
+    """How far: in robust standard deviations above the median."""
+    spike_window: SpikeWindow = 64
+    """Over how many steps; until there are that many, no loss is a spike."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, which checkpoints to keep, and what to resume from."""
 
@@ -326,7 +392,9 @@ class CheckpointConfig:
     keep_every_steps: NonNegativeInt = 0
     """Never delete checkpoints whose step is a multiple of this; 0: none."""
     keep_best: NonNegativeInt = 0
-    """Also keep this many checkpoints with the lowest evaluation loss at their step."""
+    """Also keep this many checkpoints with the best eval.metric at their step; an evaluation that
+    is better than all before is followed by a save.
+    """
     async_save: bool = False
     """Write from a copy in CPU memory while training continues; needs memory for that copy."""
     on_failed_save: Literal["stop", "continue"] = "stop"
@@ -444,6 +512,8 @@ class Config:
     train: TrainConfig
     ds_config: str = "ds_configs/zero2.json"
     """DeepSpeed config file: ZeRO stage, offload, communication."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

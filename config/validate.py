@@ -54,6 +54,7 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
         "data.eval_fraction",
         "give data.eval_sources or data.eval_fraction, not both",
     )
+    _check_eval(config, check)
     check(
         not config.checkpoint.weights_only or config.checkpoint.resume not in ("auto", "none"),
         "checkpoint.weights_only",
@@ -91,6 +92,35 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
         "model.quantization",
         f"{config.ds_config} has ZeRO stage 3, which cannot partition weights in 4 bits; use a "
         "stage from 0 to 2, or LoRA without quantization: ds_configs/README.md has a table",
+    )
+
+
+def _check_eval(config: Config, check: Check) -> None:
+    """Names of held-out sets, and what is measured on them."""
+    evaluation, names = config.eval, config.data.set_names()
+    for name in names:
+        check(
+            re.fullmatch(r"[\w.-]+", name) is not None,
+            "data.eval_sources",
+            f"{name!r} is not a name for a set: use letters, digits, _, . and -",
+        )
+    kinds = ["loss", "perplexity", *([evaluation.score_name] if evaluation.generate else [])]
+    metrics = ["eval_loss", *(f"{kind}/{name}" for name in names for kind in kinds)]
+    check(
+        evaluation.metric in metrics,
+        "eval.metric",
+        f"{evaluation.metric} is not measured; choose one of {', '.join(metrics)}"
+        + ("" if evaluation.generate else ", or set eval.generate for scores"),
+    )
+    check(
+        not evaluation.patience or (names and evaluation.every_steps > 0),
+        "eval.patience",
+        "needs eval.every_steps, and held-out rows: data.eval_sources or data.eval_fraction",
+    )
+    check(
+        not evaluation.generate or config.data.supervise != "all",
+        "eval.generate",
+        "needs data.supervise answers or last: with all, nothing shows where an answer begins",
     )
 
 

@@ -17,6 +17,7 @@ from runtime.errors import UserError
 
 MOST_BYTES = 1_000_000  # of a config file; the recipes have 2,000
 MOST_VALUES = 100_000  # with aliases written out, which can be exponentially many
+RENAMED = {"train.eval_every_steps": "eval.every_steps", "train.eval_at_start": "eval.at_start"}
 
 
 def read_config_text(file: str, key: str = "") -> str:
@@ -129,11 +130,10 @@ def _known(section: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _source_type(kind: Any) -> type | None:
-    """The dataclass of the elements of a list type, if it has one."""
-    for part in (kind, *(p for a in typing.get_args(kind) for p in (a, *typing.get_args(a)))):
-        if isinstance(part, type) and dataclasses.is_dataclass(part):
-            return part
-    return None
+    """The dataclass of the elements of a list type, or of lists in a mapping, if it has one."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return kind
+    return next(filter(None, map(_source_type, typing.get_args(kind))), None)
 
 
 def _check_section(node: yaml.MappingNode, section: type, prefix: str, file: str | None) -> None:
@@ -161,6 +161,8 @@ def _check_section(node: yaml.MappingNode, section: type, prefix: str, file: str
 
 def unknown_key(key: str, section: type, prefix: str = "") -> str:
     """The problem with a dotted key that `section`, whose own keys begin with `prefix`, lacks."""
+    if key in RENAMED:
+        return f"{key}: is now {RENAMED[key]}"
     names = [prefix + name for name in config_keys(section)]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
@@ -174,7 +176,12 @@ def _check_value(node: yaml.Node, kind: Any, key: str, file: str | None) -> None
             raise UserError(f"{place}: {key}: is a section, so its keys go below it")
         if not is_null:
             _check_section(node, section, f"{key}.", file)
-    elif (element := _source_type(kind)) and isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            if isinstance(item, yaml.MappingNode):
-                _check_section(item, element, f"{key}[{number}].", file)
+    elif element := _source_type(kind):
+        lists = {key: node}
+        if isinstance(node, yaml.MappingNode):
+            lists = {f"{key}.{name.value}": inner for name, inner in node.value}
+        for name, inner in lists.items():
+            items = inner.value if isinstance(inner, yaml.SequenceNode) else []
+            for number, item in enumerate(items):
+                if isinstance(item, yaml.MappingNode):
+                    _check_section(item, element, f"{name}[{number}].", file)

@@ -7,18 +7,20 @@ from functools import partial
 from config.parse import CommandLine, parse_command_line
 from config.places import require
 from config.schema import DataConfig
+from data.scorers import check_scorer
 from data.sources import FORMAT_KEYS, OPTIONAL_KEYS, local_files
 from runtime.errors import UserError
 
 
 def parse_with_sources(argv: Sequence[str], prog: str = "train.py") -> CommandLine:
-    """`parse_command_line` followed by `check_sources`.
+    """`parse_command_line` followed by `check_sources` and `check_scorer`.
 
     Raises:
         UserError: as either of them.
     """
     command_line = parse_command_line(argv, prog)
     check_sources(command_line.config.data, argv)
+    check_scorer(command_line.config.eval, argv)
     return command_line
 
 

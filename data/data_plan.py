@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from config.schema import HELD_OUT
 from data.plan import Budget, Contents, RowTooLong, StepPlan, plan_step, shares_of
 from data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
 from runtime.errors import UserError
@@ -103,8 +104,8 @@ def make_budget(data: "DataConfig", world_size: int, linear_cost: int) -> Budget
 
 def make_plans(
     config: "Config", tokenizer: "PreTrainedTokenizerBase", budget: Budget
-) -> tuple[DataPlan, DataPlan | None]:
-    """The plans of the training and of the held-out data, which are tokenized if not cached.
+) -> tuple[DataPlan, dict[str, DataPlan]]:
+    """The plans of the training data and of each held-out set, which are tokenized if not cached.
 
     Raises:
         UserError: a row cannot be used, there is less than one global batch, or an example exceeds
@@ -116,11 +117,10 @@ def make_plans(
         return open_cache(tokenize_sources(sources, tokenizer, data))
 
     sources = data.sources("train_sources")
-    train_rows, eval_rows = tokenized(sources), None
-    if data.eval_sources:
-        eval_rows = tokenized(data.sources("eval_sources"))
-    elif data.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, train.seed)
+    train_rows = tokenized(sources)
+    held_out = {name: tokenized(given) for name, given in data.eval_sets().items()}
+    if data.eval_fraction:
+        train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)
     mix = ()
     if sources[0].weight is not None:
         rows = train_rows.meta["source_rows"]
@@ -138,14 +138,14 @@ def make_plans(
         data.window,
         mix,
     )
-    plans = [DataPlan(train_rows, contents, budget), None]
-    check_global_batch(plans[0])
-    if eval_rows is not None:
-        in_order = replace(contents, lengths=eval_rows.lengths, mix=(), shuffle=False)
-        plans[1] = DataPlan(eval_rows, in_order, budget)
-    for plan in filter(None, plans):
+    train_plan, eval_plans = DataPlan(train_rows, contents, budget), {}
+    check_global_batch(train_plan)
+    for name, rows in held_out.items():
+        in_order = replace(contents, lengths=rows.lengths, mix=(), shuffle=False)
+        eval_plans[name] = DataPlan(rows, in_order, budget)
+    for plan in (train_plan, *eval_plans.values()):
         check_fits(plan)
-    return plans[0], plans[1]
+    return train_plan, eval_plans
 
 
 def check_global_batch(plan: DataPlan) -> None:

@@ -104,14 +104,20 @@ def pin_revisions(config: Config) -> Config:
         revision=_commit(model.name_or_path, model.revision, CONFIG_FILES),
         tokenizer_revision=_commit(model.tokenizer, _tokenizer_revision(config), TOKENIZER_FILES),
     )
-    sources = {
-        key: [
-            replace(s, revision=loaded_commit(s)) if isinstance(s, Source) and s.hub else s
-            for s in getattr(data, key)
-        ]
-        for key in ("train_sources", "eval_sources")
-    }
-    return replace(config, model=pinned, data=replace(data, **sources))
+    held_out = data.eval_sources
+    if isinstance(held_out, dict):
+        held_out = {name: _pinned(given) for name, given in held_out.items()}
+    else:
+        held_out = _pinned(held_out)
+    data = replace(data, train_sources=_pinned(data.train_sources), eval_sources=held_out)
+    return replace(config, model=pinned, data=data)
+
+
+def _pinned(given: list[str | Source]) -> list[str | Source]:
+    return [
+        replace(s, revision=loaded_commit(s)) if isinstance(s, Source) and s.hub else s
+        for s in given
+    ]
 
 
 def commits(config: Config) -> dict[str, str]:
@@ -121,8 +127,8 @@ def commits(config: Config) -> dict[str, str]:
         "model.tokenizer": (config.model.tokenizer, config.model.tokenizer_revision),
     }
     for key in ("train_sources", "eval_sources"):
-        for i, source in enumerate(getattr(config.data, key)):
-            if isinstance(source, Source) and source.hub:
+        for i, source in enumerate(config.data.sources(key)):
+            if source.hub:
                 found[f"data.{key}[{i}]"] = (source.hub, source.revision)
     return {
         key: f"{name}@{revision}"

@@ -70,6 +70,37 @@ def clip_plain_gradients(engine: "DeepSpeedEngine") -> torch.Tensor | None:
     return norm
 
 
+def update(engine: "DeepSpeedEngine", is_wanted: bool) -> tuple[float, bool]:
+    """engine.step(): clip, update the weights, zero the gradients. If the gradient is not finite,
+    or the update is not wanted, neither the weights nor the state of the optimizer change.
+
+    DeepSpeed skips updates with a gradient that is not finite, except at stage 0 in fp32. Any other
+    one is skipped by an optimizer that does nothing, for which the wrappers around it, one for each
+    stage and precision, clip and clear gradients and copy the same weights again.
+
+    Returns:
+        The global L2 norm before clipping, and whether the update was applied.
+    """
+    norm = clip_plain_gradients(engine)
+    is_wanted = is_wanted and (norm is None or bool(norm.isfinite()))
+    if not is_wanted:
+        engine.basic_optimizer.step = lambda *_args, **_options: None
+    try:
+        engine.step()
+    finally:
+        if not is_wanted:
+            del engine.basic_optimizer.step  # that of its class shows again
+            engine._step_applied = False
+    if not engine.was_step_applied() and getattr(engine.optimizer, "cpu_offload", False):
+        # stage 2 in 16 bits: DeepSpeed keeps them, and would add the next gradient to NaN
+        engine.optimizer.averaged_gradients.update(
+            dict.fromkeys(engine.optimizer.averaged_gradients)
+        )
+    if norm is None:
+        norm = engine.get_global_grad_norm()
+    return float(norm), engine.was_step_applied()
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The learning rate of a run as a function of the optimizer step alone, so that a resumed run

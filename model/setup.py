@@ -12,6 +12,7 @@ from config.ds_config import merge_ds_config, resolve_precision
 from config.schema import Config
 from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.plan import Budget
+from data.questions import choose_questions
 from model.architecture import check_model_fits, hidden_size, linear_cost
 from model.blocks import check_blocks
 from model.flops import ModelFlops, count_flops
@@ -99,20 +100,22 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     return Setup(*resolved, skeleton, counts, flops)
 
 
-def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, DataPlan | None]:
-    """The plans of the training and the held-out examples, the same on all ranks.
+def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan]]:
+    """The plans of the training examples and of each held-out set, the same on all ranks.
 
     Raises:
-        UserError: unusable rows, different data on different ranks, or invalid arguments of the
-            learning-rate schedule.
+        UserError: unusable rows, different data on different ranks, invalid arguments of the
+            learning-rate schedule, or nothing to ask for eval.generate.
     """
-    plans = run_on_all_ranks(
+    plan, eval_plans = run_on_all_ranks(
         ranks,
         lambda: make_plans(setup.config, setup.tokenizer, setup.budget(ranks.world_size)),
         first_on_machine=True,
     )
-    for plan in filter(None, plans):
-        require_same(ranks, "the data plan", plan.content_hash())
-    train = setup.config.train
-    make_schedule(train, total_steps(train, plans[0]), plans[0].mean_batch)  # to check it
-    return plans
+    for each in (plan, *eval_plans.values()):
+        require_same(ranks, "the data plan", each.content_hash())
+    config = setup.config
+    make_schedule(config.train, total_steps(config.train, plan), plan.mean_batch)  # to check it
+    for name, each in eval_plans.items() if config.eval.generate else ():
+        choose_questions(name, each.data, config.data.max_length, 1)  # to check that there are any
+    return plan, eval_plans

@@ -32,9 +32,17 @@ class UserError(Exception):
     to do about it.
     """
 
+    exit_code = EXIT_USER_MISTAKE
+
 
 class AgreedError(UserError):
     """A UserError that is raised on all ranks, so that rank 0 alone reports it."""
+
+
+class RunFailed(AgreedError):
+    """A run that cannot continue although its input was accepted, such as one that diverges."""
+
+    exit_code = EXIT_FAILURE
 
 
 def describe(error: Exception) -> str:
@@ -65,7 +73,7 @@ def exit_on_error(work: Callable[[], T]) -> T:
         return work()
     except UserError as mistake:
         _report(mistake)
-        sys.exit(EXIT_USER_MISTAKE)
+        sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:

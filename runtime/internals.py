@@ -135,6 +135,14 @@ INTERNALS = (
         ("chunked_cross_entropy",), "the cross entropy of a chunk of logits",
     ),
     Internals(
+        "model/optimizer.py", "deepspeed.runtime.engine",
+        ("basic_optimizer", "_step_applied"), "skipping an update at any stage",
+    ),
+    Internals(
+        "model/optimizer.py", "deepspeed.runtime.zero.stage_1_and_2",
+        ("averaged_gradients", "cpu_offload"), "the gradients of a skipped update",
+    ),
+    Internals(
         "model/optimizer.py", "deepspeed.runtime.zero.partition_parameters",
         ("ds_shape",), "the shape of a partitioned parameter",
     ),

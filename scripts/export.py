@@ -4,10 +4,11 @@
     python scripts/export.py CHECKPOINT OUT --adapter
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder, whose newest
-complete checkpoint is taken. `AutoModelForCausalLM.from_pretrained(OUT)` loads the result. Weights
-are held in memory one file at a time, so smaller files need less memory. If weights were frozen,
-the base model is loaded too, where the run read it from or from --base, and adapters are merged
-into it; --adapter writes them alone, for `peft.PeftModel.from_pretrained`.
+complete checkpoint is taken, or with --best that of the best evaluation.
+`AutoModelForCausalLM.from_pretrained(OUT)` loads the result. Weights are held in memory one file at
+a time, so smaller files need less memory. If weights were frozen, the base model is loaded too,
+where the run read it from or from --base, and adapters are merged into it; --adapter writes them
+alone, for `peft.PeftModel.from_pretrained`.
 
 --verify also loads the result as a stranger would, with transformers alone in another process, and
 compares evaluation loss, prompts and end tokens with the run's: OUT is written only if they agree.
@@ -36,6 +37,7 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--best", action="store_true", help="of a run: the best by eval.metric")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max_shard_size", default="5GB", help="of a weight file: 5GB, 500MB")
     parser.add_argument("--base", help="the base model's folder, if it has moved")
@@ -47,7 +49,7 @@ def main() -> None:
         raise UserError(f"no such folder: {args.checkpoint}")
 
     from checkpoint.export import export_adapter, export_checkpoint
-    from checkpoint.find import find_checkpoint
+    from checkpoint.find import best_checkpoint, find_checkpoint
     from checkpoint.run_folder import checkpoints_folder
     from checkpoint.verify import VerificationFailed
     from config.schema import CheckpointConfig
@@ -61,7 +63,9 @@ def main() -> None:
         print("".join(f"{line}\n" for line in skipped), end="")
         if newest is None:
             raise UserError(f"{checkpoint} has no checkpoints yet")
-        checkpoint = newest
+        checkpoint = best_checkpoint(newest) if args.best else newest
+    elif args.best:
+        raise UserError(f"--best: {checkpoint} is not the folder of a run with checkpoints")
     config = read_run_config(checkpoint, is_needed=args.verify)
     if args.adapter:
         export_adapter(checkpoint, args.out, args.dtype)
@@ -145,11 +149,11 @@ def verification(checkpoint: Path, config: "Config") -> "Callable[[Path], list[F
         raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
     state = read_state(checkpoint)
     try:
-        config, tokenizer, *plans = open_plans(config, state.run.world_size)
+        config, tokenizer, plan, eval_plans = open_plans(config, state.run.world_size)
     except UserError as error:
         raise UserError(f"--verify: the run's data are needed: {error}") from error
-    check_same_data(state, plans[0])
-    return lambda folder: verify_export(folder, config, tokenizer, state, tuple(plans))
+    check_same_data(state, plan)
+    return lambda folder: verify_export(folder, config, tokenizer, state, plan, eval_plans)
 
 
 def report(findings: "list[Finding]") -> None:

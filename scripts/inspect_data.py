@@ -88,14 +88,15 @@ def main() -> None:
             raise UserError(f"{name}: {file} does not end in {suffix}")
     asked = parse_with_sources(rest, prog="inspect_data.py").config
 
+    from config.schema import HELD_OUT
     from tracking.console import quieten_libraries
     from tracking.startup import open_plans
 
     quieten_libraries(is_first=True)
-    config, tokenizer, plan, eval_plan = open_plans(asked, ranks[0])
+    config, tokenizer, plan, eval_plans = open_plans(asked, ranks[0])
     print_counts("training examples", plan)
-    if eval_plan:
-        print_counts("held-out examples", eval_plan)
+    for name, eval_plan in eval_plans.items():
+        print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan)
     print_examples(plan, tokenizer, args.show, args.color)
     on_cpu = " (data.batching auto, resolved for CPU)" if asked.data.batching == "auto" else ""
     print_plans(plan, ranks, config.data.batching + on_cpu)

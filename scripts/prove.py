@@ -243,16 +243,16 @@ def prove_data(config: "Config") -> bool:
     from model.load import load_tokenizer
 
     tokenizer, proved = load_tokenizer(config), True
-    for key in ("train_sources", "eval_sources"):
-        given = config.data.sources(key)
-        if given:
-            cache = open_cache(tokenize_sources(given, tokenizer, config.data))
-            proof = RowProof(config.data, tokenizer, cache)
-            with progress("checking", None, "rows") as report:
-                for source in given:
-                    proof.read(source, report)
-            print(f"data.{key}: {', '.join(cache.meta['sources'])}")
-            proved &= proof.report()
+    held_out = list(config.data.eval_sets().values())
+    for number, given in enumerate([config.data.sources("train_sources"), *held_out]):
+        cache = open_cache(tokenize_sources(given, tokenizer, config.data))
+        proof = RowProof(config.data, tokenizer, cache)
+        with progress("checking", None, "rows") as report:
+            for source in given:
+                proof.read(source, report)
+        key = "eval_sources" if number else "train_sources"
+        print(f"data.{key}: {', '.join(cache.meta['sources'])}")
+        proved &= proof.report()
     return proved
 
 

@@ -216,7 +216,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
     """
     config = tiny_config(
         model=tiny_model_with_dropout, data__micro_batch_tokens=300,
-        train__epochs=None, train__steps=150, train__eval_every_steps=50,
+        train__epochs=None, train__steps=150, eval__every_steps=50,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
@@ -415,7 +415,7 @@ def test_two_runs_cannot_share_a_folder_and_a_dead_one_releases_it(forks, tiny_c
 
 def test_what_is_kept(forks, tiny_config, tmp_path):
     config = tiny_config(
-        train__epochs=None, train__steps=9, train__eval_every_steps=2, train__learning_rate=0.05,
+        train__epochs=None, train__steps=9, eval__every_steps=2, train__learning_rate=0.05,
         checkpoint={"every_steps": 1, "keep_last": 2, "keep_every_steps": 5, "keep_best": 1},
     )  # fmt: skip
     assert (finished := forks.train(config)).code == 0, finished.output

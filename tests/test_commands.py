@@ -107,11 +107,13 @@ def test_a_missing_hostfile_is_no_reason_to_train_on_one_machine(tiny_config, tm
 
 
 def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(left_running, tiny_config):
-    """A gradient overflow is a RuntimeError in the middle of the run, not a finished run."""
+    """A run that diverges is stopped by its guard, and not finished."""
     config = tiny_config(train__learning_rate=1e30, train__gradient_clipping=0.0)
     finished = train(config, ranks=2)
     assert finished.code not in (0, 2), finished.output
-    assert re.search(r"RuntimeError: step \d+: loss \S+, gradient norm inf", finished.output)
+    assert re.search(
+        r"error: step \d+: loss .* The last good checkpoint is none\.", finished.output
+    )
     assert not left_running()
 
 
@@ -185,7 +187,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
 
 def test_metrics_wandb_and_resolved_configs(forks, tiny_config, tmp_path):
     """A run with W&B offline; then the two resolved configs alone start it again, with torchrun."""
-    config = tiny_config(tracking__wandb="offline", train__eval_every_steps=5)
+    config = tiny_config(tracking__wandb="offline", eval__every_steps=5)
     first = train(config, ranks=2)
     assert first.code == 0, first.output
     steps = read_metrics(tmp_path / "run")

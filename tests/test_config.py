@@ -39,8 +39,9 @@ def test_defaults_below_yaml_below_flags(tiny_config):
 
 
 def test_bounded_numbers_are_plain_ones(tiny_config):
-    train = parse(tiny_config(), "--train.adam_betas", "[0.9, 0.95]").train
-    numbers = (train.global_batch_size, train.learning_rate, *train.adam_betas, train.eval_at_start)
+    config = parse(tiny_config(), "--train.adam_betas", "[0.9, 0.95]")
+    train, at_start = config.train, config.eval.at_start
+    numbers = (train.global_batch_size, train.learning_rate, *train.adam_betas, at_start)
     assert [type(n) for n in numbers] == [int, float, float, float, bool]
 
 

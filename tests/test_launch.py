@@ -614,7 +614,7 @@ def test_preempted_under_launch_and_resumed_under_torchrun_by_hand(
 ):
     config = tiny_config(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=40,
-        train__eval_every_steps=7, checkpoint={"every_steps": 5},
+        eval__every_steps=7, checkpoint={"every_steps": 5},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)

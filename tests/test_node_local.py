@@ -187,7 +187,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
 ):
     config = tiny_config(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=24,
-        train__eval_every_steps=4, checkpoint={"every_steps": 2, "node_local": True},
+        eval__every_steps=4, checkpoint={"every_steps": 2, "node_local": True},
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=3)
     assert whole.code == 0, whole.output

@@ -20,7 +20,7 @@ def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
     many = write_rows(tmp_path / "many.jsonl", chat_rows * 15)
     return tiny_config(
         model=tiny_model_with_dropout, data__eval_sources=[str(many)],
-        train__epochs=None, train__steps=12, train__eval_every_steps=6,
+        train__epochs=None, train__steps=12, eval__every_steps=6,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
     name, precision, is_async = LAYOUTS[layout]
     config = tiny_config(
         model=tiny_model_with_dropout, ds_config=str(strategy(tmp_path, name)),
-        train__precision=precision, train__eval_every_steps=2,
+        train__precision=precision, eval__every_steps=2,
     )  # fmt: skip
     flags = ["--checkpoint.async_save", is_async]
     whole = forks.train(config, "--output_dir", tmp_path / "whole", *flags, ranks=2)

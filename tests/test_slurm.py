@@ -102,7 +102,7 @@ def test_srun_numbers_the_ranks(slurm):
 
 def test_a_preempted_job_requeues_itself(slurm, submit, tiny_config, tmp_path):
     """The same run without an interruption, by `srun` from a terminal, has bitwise equal losses."""
-    config = tiny_config(train__epochs=None, train__steps=STEPS, train__eval_every_steps=50)
+    config = tiny_config(train__epochs=None, train__steps=STEPS, eval__every_steps=50)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     job = submit(config, "--output_dir", cut)
     log = tmp_path / f"slurm-{job}.out"

@@ -221,7 +221,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     config = tiny_config(
         model=tiny_model_with_dropout,
         ds_config=f"ds_configs/zero{stage}.json",
-        train__epochs=None, train__steps=40, train__eval_every_steps=7,
+        train__epochs=None, train__steps=40, eval__every_steps=7,
         checkpoint={"every_steps": 5, "keep_last": 2},
     )  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -15,7 +15,7 @@ from checkpoint.state import RunIdentity
 from config.batch_math import scaled_learning_rate, warmup_steps
 from config.ds_config import DEEPSPEED_SCHEDULERS
 from config.parse import dump_config
-from config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from config.schema import HELD_OUT, Config, DataConfig, ModelConfig, TrainConfig
 from data.data_plan import DataPlan, make_budget, make_plans, total_steps
 from data.render import OUTCOMES
 from data.sources import shared_files
@@ -35,9 +35,10 @@ SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-ste
 
 def open_plans(
     config: Config, world_size: int
-) -> tuple[Config, PreTrainedTokenizerBase, DataPlan, DataPlan | None]:
-    """The config with data.batching resolved as on CPU, the tokenizer, and the training and
-    evaluation plans of a run on `world_size` ranks: to inspect the data without a process group.
+) -> tuple[Config, PreTrainedTokenizerBase, DataPlan, dict[str, DataPlan]]:
+    """The config with data.batching resolved as on CPU, the tokenizer, the training plan and that
+    of each held-out set of a run on `world_size` ranks: to inspect the data without a process
+    group.
 
     Raises:
         UserError: whatever train.py would refuse.
@@ -52,7 +53,7 @@ def open_plans(
 def show_startup(
     setup: Setup,
     train_plan: DataPlan,
-    eval_plan: DataPlan | None,
+    eval_plans: dict[str, DataPlan],
     identity: RunIdentity,
     ranks: Ranks,
 ) -> None:
@@ -97,9 +98,9 @@ def show_startup(
         f"{len(train_plan.data):,} training examples; over "
         f"data.max_length {data.max_length:,}: {long_rows or 'none'}" + _shared_files(data),
         **_sources(train_plan),
-        **_rejected(train_plan, eval_plan),
-        **_special_text(train_plan, eval_plan),
-        "held out": f"{len(eval_plan.data):,} examples" if eval_plan else "none: no evaluation",
+        **_rejected(train_plan, *eval_plans.values()),
+        **_special_text(train_plan, *eval_plans.values()),
+        "held out": _held_out(eval_plans),
         "tokens": f"{of_epoch:,} per epoch, {round(supervised * of_epoch):,} supervised "
         f"({supervised:.0%}{masks}), padding adds {padding:.1%}{of_steps}",
         "batching": f"{data.batching}: {setup.why_batching}"
@@ -229,9 +230,16 @@ def _shared_files(data: DataConfig) -> str:
     return f"; WARNING: {files[0]}{more} in more than one of train_sources and eval_sources"
 
 
-def _rejected(*plans: DataPlan | None) -> dict[str, str]:
+def _held_out(plans: dict[str, DataPlan]) -> str:
+    sizes = {name: f"{len(plan.data):,} examples" for name, plan in plans.items()}
+    if sizes.keys() == {HELD_OUT}:
+        return sizes[HELD_OUT]
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "none: no evaluation"
+
+
+def _rejected(*plans: DataPlan) -> dict[str, str]:
     counts: Counter[str] = Counter()
-    for meta in {id(p.data.meta["rejected"]): p.data.meta for p in plans if p}.values():
+    for meta in {id(p.data.meta["rejected"]): p.data.meta for p in plans}.values():
         counts.update(meta["rejected"])
     if not counts:
         return {}
@@ -239,13 +247,13 @@ def _rejected(*plans: DataPlan | None) -> dict[str, str]:
     return {"bad rows": f"{counts.total():,} left out: {reasons} (rejected_rows.jsonl)"}
 
 
-def _special_text(*plans: DataPlan | None) -> dict[str, str]:
-    found = dict.fromkeys(p.data.meta["special_text"] for p in plans if p)
+def _special_text(*plans: DataPlan) -> dict[str, str]:
+    found = dict.fromkeys(p.data.meta["special_text"] for p in plans)
     text = "; ".join(filter(None, found))
     return {"special text": text} if text else {}
 
 
-def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan | None]) -> None:
+def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan]) -> None:
     """Write the run config and the merged DeepSpeed config into output_dir, where the former alone
     starts the same run again, and the list of rejected rows if there are any.
 
@@ -259,7 +267,7 @@ def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan | None]) -> No
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(resolved, json.dumps(setup.ds_config, indent=2) + "\n")
         replace_text(folder / RESOLVED_CONFIG, text)
-        lists = dict.fromkeys(p.data.rejected_rows for p in plans if p and p.data.meta["rejected"])
+        lists = dict.fromkeys(p.data.rejected_rows for p in plans if p.data.meta["rejected"])
         if lists:
             rows = "".join(path.read_text(encoding="utf-8") for path in lists)
             replace_text(folder / REJECTED_ROWS, rows)

@@ -1,0 +1,141 @@
+"""Steps that must not spoil the weights.    pytest tests/test_guard.py"""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import read_metrics, strategy, write_rows
+
+from checkpoint.run_folder import list_complete
+from checkpoint.state import read_state
+from config.parse import parse_command_line
+from config.schema import GuardConfig
+from model.guard import Guard, GuardState
+from tracking.startup import open_plans
+
+
+@pytest.fixture(scope="module")
+def poisoned_model(tmp_path_factory, sample_tokenizer):
+    """A model in which the embedding of <|system|> is infinite."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=2, intermediate_size=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        initializer_range=0.1, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    model, folder = LlamaForCausalLM(shape), tmp_path_factory.mktemp("poisoned")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[2] = torch.inf
+    model.save_pretrained(folder)
+    sample_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def chat(question, answer, *before):
+    return {"messages": [*before, {"role": "user", "content": question},
+                         {"role": "assistant", "content": answer}]}  # fmt: skip
+
+
+ROWS = [chat("Say it.", "So it is said.")] * 30
+ROWS[11] = chat("Say it.", "So it is said.", {"role": "system", "content": "Be brief."})
+ROWS[23] = chat("#%&", "]@~ `qXz {J|K} ^W_V!")
+"""Known by heart after some steps, but for a row with an infinite loss, and one unlike the others.
+"""
+
+LAYOUTS = {
+    "zero0 fp32": ("zero0", "fp32"),
+    "zero1 bf16": ("zero1", "bf16"),
+    "zero2_offload bf16": ("zero2_offload", "bf16"),
+    "zero3 fp32": ("zero3", "fp32"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_model, layout):
+    """Neither weights nor the optimizer's state change in its step, and only there. The same with a
+    spike of the loss.
+    """
+    name, precision = LAYOUTS[layout]
+    config = tiny_config(
+        model=poisoned_model, ds_config=str(strategy(tmp_path, name)),
+        data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", ROWS))],
+        data__eval_sources=None, train__precision=precision, train__epochs=2,
+        train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
+        guard={"on_spike": "skip", "spike_window": 8, "spike_z": 1.5},
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2, module="guarded")
+    assert finished.code == 0 and "finished: step 30, " in finished.output, finished.output
+    run = tmp_path / "run"
+    plan = open_plans(parse_command_line(["--config", str(config)]).config, 2)[2]
+    steps_of = {
+        line: [k + 1 for k in range(30) if line - 1 in examples_of(plan, k)] for line in (12, 24)
+    }
+    skipped = [json.loads(line) for line in (run / "skipped_steps.jsonl").read_text().splitlines()]
+    spikes = [line for line in skipped if "deviations above" in line["reason"]]
+    not_finite = [line for line in skipped if line not in spikes]
+    assert [line["step"] for line in not_finite] == steps_of[12]
+    assert [line["step"] for line in spikes] == steps_of[24]
+    for line in skipped:
+        assert sorted(r["example"] for r in line["rows"]) == examples_of(plan, line["step"] - 1)
+        assert all(r["row"] == f"{tmp_path}/rows.jsonl:{r['example'] + 1}" for r in line["rows"])
+        suspects = [r["example"] + 1 for r in line["rows"] if r["suspect"]]
+        assert suspects == ([12] if line in not_finite else [])
+    expected = [k for k in range(1, 31) if k not in [line["step"] for line in skipped]]
+    for rank in (0, 1):
+        assert json.loads((run / f"changed_{rank}.json").read_text()) == expected
+    metrics = read_metrics(run)
+    assert [m["step"] for m in metrics if not m["update_skipped"]] == expected
+    events = read_metrics(run, "event")
+    names = ["loss_spike" if line in spikes else "skipped_step" for line in skipped]
+    assert [e["name"] for e in events] == names
+    assert f"step {skipped[0]['step']}: loss nan; the update is skipped (1 so far), rows in " in (
+        finished.output
+    )
+
+
+def examples_of(plan, step):
+    return sorted(int(i) for ranks in plan.step(step).micro_batches for r in ranks for i in r)
+
+
+def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tiny_config, tmp_path):
+    """A learning rate that overflows fp32 in the first step."""
+    config = tiny_config(
+        data__eval_sources=None, train__learning_rate=1e30, train__lr_schedule="constant",
+        train__warmup_examples=0, checkpoint={"every_steps": 1, "keep_last": 9},
+        guard={"max_skipped_in_a_row": 3},
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 1 and "Traceback" not in finished.output, finished.output
+    [error] = finished.errors
+    saved = list_complete(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in saved] == [f"step_0000000{step}" for step in (1, 2, 3)]
+    assert re.match(r"error: step 4: loss \S+, gradient norm inf; the update is skipped ", error)
+    assert "; 3 steps in a row were skipped (guard.max_skipped_in_a_row). The last" in error
+    assert f"The last good checkpoint is {saved[0]}. " in error
+    lines = (tmp_path / "run" / "skipped_steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4]
+    states = [read_state(path).progress.guard for path in saved]
+    assert [(s.skipped, s.skipped_in_a_row, len(s.losses)) for s in states] == [
+        (0, 0, 1), (1, 1, 1), (2, 2, 1),
+    ]  # fmt: skip
+
+
+def spike_of(losses, loss, **config):
+    guard = Guard(GuardConfig(spike_window=8, **config), GuardState(losses), ranks=None)
+    return guard._spike(loss)
+
+
+def test_the_spike_score():
+    """Median 2, median absolute deviation .1: one deviation is .14826."""
+    losses = [1.8, 1.9, 1.9, 2.0, 2.0, 2.1, 2.1, 2.2]
+    assert spike_of(losses, 2 + 9.9 * 0.14826) is None
+    said = spike_of(losses, 2 + 10.1 * 0.14826)
+    assert said == "loss 3.4974 is 10.1 deviations above 2.0000, the median of the last 8"
+    assert spike_of(losses, -50.0) is None and spike_of(losses[1:], 50.0) is None
+    assert spike_of(losses, 50.0, on_spike="off") is None
+    half_are_outliers = [*losses[:5], 90.0, 90.0, 90.0]
+    assert spike_of(half_are_outliers, 9.0) and not spike_of([1.0] * 8, 1.09)
+    assert re.match("loss 1.1100 is 11.0 ", spike_of([1.0] * 8, 1.11)), "at least 1 % of the median"
