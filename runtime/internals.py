@@ -38,6 +38,10 @@ INTERNALS = (
         ("_world", "pg_names"), "the names of the process groups",
     ),
     Internals(
+        "tracking/step_timer.py", "deepspeed.runtime.zero.partition_parameters",
+        ("ds_shape",), "which modules have a matrix under ZeRO 3",
+    ),
+    Internals(
         "tracking/profiler.py", "torch.cuda.memory",
         ("_record_memory_history", "_dump_snapshot"), "what holds the memory when it runs out",
     ),

@@ -1,7 +1,5 @@
 """Profiles of some steps by torch.profiler, and what held a GPU's memory when it ran out."""
 
-from pathlib import Path
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,18 +55,20 @@ class StepProfiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
         if step != self._last:
             return None
-        folder = profile_folder(self._output_dir, self._first)
-        if self._profile is not None:
-            self._profile.stop()
-            self._write(folder, self._profile)
-            self._profile = None
+        self.close()
         ranks = ", ".join(map(str, self._config.ranks))
-        return f"profile of steps {self._first} to {step} of rank {ranks}: {folder}"
+        where = profile_folder(self._output_dir, self._first)
+        return f"profile of steps {self._first} to {step} of rank {ranks}: {where}"
 
-    def _write(self, folder: Path, made: profile) -> None:
-        """The trace, for chrome://tracing or ui.perfetto.dev, and the operations that took most
-        time, as text. A disk without room does not end training.
+    def close(self) -> None:
+        """Write the profile that is being made, if any: the trace, for ui.perfetto.dev, and the
+        operations that took most time, as text. A disk without room does not end training.
         """
+        made, self._profile = self._profile, None
+        if made is None:
+            return
+        made.stop()
+        folder = profile_folder(self._output_dir, self._first)
         order = "self_cuda_time_total" if self._on_cuda else "self_cpu_time_total"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -82,6 +82,7 @@ class StepRecorder:
         traceback: TracebackType | None,
     ) -> None:
         self._hang_watch.close()
+        self.profiler.close()
         if isinstance(error, torch.OutOfMemoryError):
             self.profiler.ran_out_of_memory()
 
