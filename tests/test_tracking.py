@@ -5,16 +5,26 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 
 import psutil
 import pytest
 from conftest import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint.run_folder import METRICS, list_complete
+from checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete
+from checkpoint.state import Progress
+from config.parse import parse_command_line
+from runtime.errors import UserError
+from tracking import wandb as wandb_sink
+from tracking.metrics import Metrics
 from tracking.names import grouped
+from tracking.wandb import FINISH_SECONDS, WandbSink
 
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_neverWriteThis"}
+
+
+GENERATION = {"prompt": "1 + 1", "expected": "2", "answer": "</script>", "score": 0.0}
 
 
 def inspect(folder):
@@ -108,6 +118,10 @@ def test_a_resumed_run_has_every_step_once(forks, tiny_config, tmp_path):
     axes = [metric.get("step_metric") for metric in of_type("metric", new[1])]
     assert axes.count("step") == len({"train", "data", "time", "memory", "eval", "event"})
 
+    assert_no_secret_in(folder)
+
+
+def assert_no_secret_in(folder):
     for file in folder.rglob("*"):
         content = file.read_bytes() if file.is_file() else b""
         assert not any(secret.encode() in content for secret in SECRETS.values()), file
@@ -141,3 +155,95 @@ def test_groups_have_units_and_unknown_kinds_are_left_out():
     }  # fmt: skip
     assert grouped("event", {"step": 3, "name": "hang", "text": "a"}) == {"event/hang": 1}
     assert grouped("start", {"step": 3, "world_size": 2}) == {}
+
+
+@pytest.mark.parametrize("answers", ["refuses", "is silent"])
+def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
+    tiny_config, tmp_path, monkeypatch, answers
+):
+    """Tracking is offline after INIT_SECONDS, here 2; what was logged is in the run folder."""
+    import wandb
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / RESOLVED_DS_CONFIG).write_text("{}")
+    (folder / METRICS).touch()
+    config = parse_command_line(["--config", str(tiny_config(tracking__wandb="online"))]).config
+    monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 2)
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers == "is silent":
+            server.listen()  # the kernel accepts
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        began = time.monotonic()
+        sink = WandbSink(config, folder, Progress(), {"hosts": ["host-1"]})
+        assert 2 < time.monotonic() - began < 30, "offline mode takes seconds to start too"
+        slowest = 0.0
+        with (folder / METRICS).open("a", buffering=1) as metrics:
+            for kind, values in [
+                *(("train", {"step": n, "loss": 1 / n, "tokens_total": 7 * n}) for n in (1, 2, 3)),
+                ("event", {"step": 3, "name": "loss_spike", "text": "loss 9"}),
+                ("generations", {"step": 3, "set": "dev", "rows": [GENERATION]}),
+                ("train", {"step": 4, "loss": 0.25, "tokens_total": 28}),
+            ]:
+                metrics.write(json.dumps({"kind": kind, "time": 1e9 + 1, **values}) + "\n")
+                began = time.monotonic()
+                sink.log(kind, values)
+                slowest = max(slowest, time.monotonic() - began)
+        began = time.monotonic()
+        sink.close(0)
+        assert slowest < 0.5 and time.monotonic() - began < FINISH_SECONDS + 2
+        wandb.teardown()
+    ((_, records),) = starts_of(folder)
+    rows = history(records)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["tokens_total"] for row in rows] == [7, 14, 21, 28]
+    assert [row["_timestamp"] for row in rows] == [1e9 + 1] * 4, "of the record"
+    assert rows[2]["event/loss_spike"] == 1
+    (file,) = folder.rglob("media/table/**/*.json")
+    assert json.loads(file.read_text())["data"] == [list(GENERATION.values())]
+    assert_no_secret_in(folder)
+
+
+def test_a_sink_that_fails_is_left_out(capsys):
+    class Fails:
+        def log(self, kind, values):
+            raise OSError(28, "No space left on device")
+
+        def close(self, exit_code):
+            raise AssertionError("it is left out")
+
+    class Counts:
+        logged = closed = 0
+
+        def log(self, kind, values):
+            self.logged += 1
+
+        def close(self, exit_code):
+            self.closed += 1
+
+    counts = Counts()
+    metrics = Metrics([Fails(), counts])
+    metrics.log("train", {"step": 7})
+    metrics.log("train", {"step": 8})
+    metrics.close(0)
+    assert (counts.logged, counts.closed) == (2, 1)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        "WARNING: Fails stopped at step 7 (No space left on device); training continues without it"
+    )
+
+
+def test_what_is_off_is_not_imported(forks, tiny_config):
+    config = tiny_config(train__epochs=None, train__steps=2)
+    finished = forks.train(config, module="without_trackers")
+    assert finished.code == 0, finished.output
+
+
+def test_shared_needs_online(tiny_config):
+    config = str(tiny_config(tracking={"wandb": "offline", "wandb_shared": True}))
+    with pytest.raises(UserError, match=r"tracking.wandb_shared.*needs tracking.wandb online"):
+        parse_command_line(["--config", config])

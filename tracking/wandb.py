@@ -15,12 +15,14 @@ with all steps before from metrics.jsonl, because these steps and the new ones a
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +48,10 @@ SUMMARY_SECONDS = 10.0  # between two updates of the current values
 
 
 class WandbSink:
-    """The run of rank 0. If its server cannot be reached within seconds, tracking is offline."""
+    """The run of rank 0. If its server cannot be reached within seconds, tracking is offline.
+
+    A thread does the rest: with tables and artifacts W&B waits for its server.
+    """
 
     def __init__(
         self, config: Config, folder: Path, start: Progress, cluster: dict[str, Any]
@@ -57,8 +62,10 @@ class WandbSink:
         self._latest: dict[str, Any] = {}
         self._shown = time.monotonic()
         self._saved: int | None = None  # the step of a save that may not be complete yet
-        held = start.step and not config.tracking.wandb_live
-        self._limit = start.step if held else None  # last step to send; None: all steps
+        self._limit = start.step  # the last step to send
+        self._holds = start.step > 0 and not config.tracking.wandb_live
+        self._is_finished = False
+        self._error: Exception | None = None  # of the thread
 
         about = {
             **asdict(config),
@@ -83,7 +90,10 @@ class WandbSink:
             self.run.define_metric(axis)
         for group in {"train", "eval", "event", *GROUPS.values()}:
             self.run.define_metric(f"{group}/*", step_metric="step")
-        self._send(after=sent)
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks.put(lambda: self._send(after=sent))
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
 
     def _open(self, config: Config, run_id: str | None, about: dict[str, Any]) -> None:
         """Set self.run.
@@ -125,24 +135,55 @@ class WandbSink:
         return last_step_on_disk(self.run)
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
+        """Raises what W&B has raised since the last call."""
+        if self._error is not None:
+            raise self._error
+        self._tasks.put(lambda: self._follow(kind, values))
+
+    def close(self, exit_code: int) -> None:
+        if self._error is None:
+            self._tasks.put(lambda: self._finish(exit_code))
+            self._thread.join(FINISH_SECONDS + 1)
+        if self._thread.is_alive():
+            print(f"W&B has not answered in time; {self._folder / WANDB} has the run", flush=True)
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            while not self._is_finished:
+                self._tasks.get()()
+        except Exception as error:  # e.g. W&B's process was killed
+            self._error = error
+
+    def _follow(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "save":
             self._saved = values["step"]
-            if not self._tracking.wandb_live:
-                self._limit = self._limit or self._saved
+        if not self._holds:  # so far no resumed run can repeat a step, unless wandb_live accepts it
+            self._limit = values["step"]
+            self._holds = kind == "save" and not self._tracking.wandb_live
         self._send_what_is_saved()
         if kind == "train":
             self._latest = {**grouped(kind, values), "step": values["step"]}
             if time.monotonic() - self._shown > SUMMARY_SECONDS:
                 self._show_latest()
 
+    def _finish(self, exit_code: int) -> None:
+        self._send_what_is_saved()
+        self._show_latest()
+        if exit_code == EXIT_PREEMPTED:
+            self.run.mark_preempting()  # shown as preempted, not as failed
+        self.run.finish(exit_code=exit_code)
+        self._is_finished = True
+
     def _send_what_is_saved(self) -> None:
         if self._saved is not None:
             checkpoint = checkpoints_folder(self._folder) / checkpoint_name(self._saved)
             if (checkpoint / COMPLETE).is_file():  # of an asynchronous save some steps later
                 if self._tracking.wandb_artifacts:
-                    log_folder(self.run, "checkpoint", checkpoint, {"step": self._saved})
-                if not self._tracking.wandb_live:
-                    self._limit = self._saved
+                    about = {"step": self._saved}
+                    self._attempt(lambda: log_folder(self.run, "checkpoint", checkpoint, about))
+                self._limit = max(self._limit, self._saved)
                 self._saved = None
         self._send()
 
@@ -151,36 +192,37 @@ class WandbSink:
         while line := self._records.readline():
             is_whole = line.endswith(b"\n")  # a full disk may have taken only the first bytes
             record = json.loads(line) if is_whole else {}
-            if not is_whole or (self._limit is not None and record["step"] > self._limit):
+            if not is_whole or record["step"] > self._limit:
                 self._records.seek(-len(line), os.SEEK_CUR)
                 return
             if record["step"] > after:
                 self._log_record(record)
 
     def _log_record(self, record: dict[str, Any]) -> None:
-        import wandb
-
-        row: dict[str, Any] = dict(grouped(record["kind"], record))
-        if record["kind"] == "generations":
-            columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
-            data = [[row.get(key) for key in columns] for row in record["rows"]]
-            row = {f"eval/generations/{record['set']}": wandb.Table(columns, data)}
+        kind, step = record["kind"], record["step"]
         self._axes |= {axis: record[axis] for axis in AXES if axis in record}
-        if row:
-            row |= {**self._axes, **({"_timestamp": record["time"]} if "time" in record else {})}
+        time_of = {"_timestamp": record["time"]} if "time" in record else {}
+
+        def log(row: dict[str, Any]) -> None:
             # in shared mode W&B numbers the rows itself
-            self.run.log(row, step=None if self.is_shared else max(record["step"], self._first))
+            step_of_row = None if self.is_shared else max(step, self._first)
+            self.run.log({**row, **self._axes, **time_of}, step=step_of_row)
+
+        if kind == "generations":
+            self._attempt(lambda: log({f"eval/generations/{record['set']}": table(record["rows"])}))
+        elif row := grouped(kind, record):
+            log(row)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do what may fail because of the server, and is not worth losing the curves."""
+        try:
+            work()
+        except Exception as error:
+            print(f"W&B: {describe(error)}", flush=True)
 
     def _show_latest(self) -> None:
         self.run.summary.update(self._latest)
         self._shown = time.monotonic()
-
-    def close(self, exit_code: int) -> None:
-        self._send_what_is_saved()
-        self._show_latest()
-        if exit_code == EXIT_PREEMPTED:
-            self.run.mark_preempting()  # shown as preempted, not as failed
-        self.run.finish(exit_code=exit_code)
 
 
 class WandbNodeSink:
@@ -221,11 +263,13 @@ def init(
     Raises:
         wandb.errors.Error: no answer in time, or something is rejected.
     """
-    import wandb  # takes a second, and tracking may be disabled
-
+    # Reports to W&B about its own errors: a server that does not answer delays the exit by 17 s.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
     # tables are put there until they are uploaded; the default is in the home directory
     os.environ.setdefault("WANDB_DATA_DIR", str((folder / WANDB).resolve()))
+    import wandb  # takes a second, and tracking may be disabled
+
     settings = {
         "init_timeout": INIT_SECONDS,
         "login_timeout": INIT_SECONDS,  # on a terminal it asks for a key
@@ -247,6 +291,14 @@ def init(
             settings=wandb.Settings(**known),
             **options,
         )
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    """A wandb.Table with a column for each key."""
+    import wandb
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return wandb.Table(columns, [[row.get(key) for key in columns] for row in rows])
 
 
 def log_folder(run: Any, kind: str, folder: Path, metadata: dict[str, Any]) -> None:
