@@ -189,7 +189,10 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         progress, leaving = evaluation.run(progress)
         if leaving:
             return progress, False
-    if evaluation.stop_reason(progress):  # already when it was saved
+        if evaluation.asks_for_a_save(progress):
+            save_checkpoint(run, progress, step_seconds=0.0)
+    if evaluation.stop_reason(progress):  # of a run that is started again
+        run.saver.close()
         return progress, True
     ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
     batches = load_steps(run.train_plan, ranks.rank, progress.step, run.total_steps, pin_memory)
@@ -211,18 +214,17 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         leaving, save, is_written = agree_on_requests(run, progress.step)
         if evaluation.is_due(progress) and not leaving:
             progress, leaving = evaluation.run(progress)
-        is_last = progress.step == run.total_steps or bool(evaluation.stop_reason(progress))
-        keep = run.config.checkpoint.keep_best > 0 and evaluation.is_best(progress)
+        is_last = evaluation.is_last(progress)
+        save = save or evaluation.asks_for_a_save(progress)
         if is_written:  # the files of an asynchronous save
             run.saver.finish()
-        if is_last or leaving or save or keep:
+        if is_last or leaving or save:
             save_checkpoint(run, progress, step_seconds)
             leaving = leaving or any_rank_preempted(ranks)  # during the save
         if leaving or is_last:
             break
     run.saver.close()
-    is_last = progress.step >= run.total_steps or bool(evaluation.stop_reason(progress))
-    return progress, is_last and not evaluation.is_due(progress)
+    return progress, evaluation.is_last(progress) and not evaluation.is_due(progress)
 
 
 def train_step(

@@ -222,8 +222,8 @@ def best_checkpoint(newest: Path) -> Path:
     found = newest.with_name(checkpoint_name(best.step))
     if problem := checkpoint_problem(found):
         raise UserError(
-            f"the best evaluation, {best.metric} {best.value:.4f}, was at step {best.step:,}, but "
-            f"{found} cannot be used: {problem}; checkpoint.keep_best: 1 keeps the best checkpoint"
+            f"the best evaluation was at step {best.step:,}, but {found} cannot be used: "
+            f"{problem}; checkpoint.keep_best: 1 keeps the best checkpoint"
         )
     return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.schema import Source
+from data.scorers import exact_match
 from data.sources import parse_row, read_rows
 from runtime.errors import UserError, exit_on_error
 
@@ -36,7 +37,7 @@ class Answer(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        return self.has_ended and self.said == self.expected
+        return self.has_ended and bool(exact_match("", self.expected, self.said))
 
 
 def ask(

@@ -294,7 +294,9 @@ RUN = {
 }  # fmt: skip
 PROGRESS = {
     "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": None,
-    "save_seconds": 0.1, "plan_changes": [],
+    "save_seconds": 0.1, "plan_changes": [], "eval_values": {"loss/math": 1.25},
+    "best": {"metric": "eval_loss", "value": 1.25, "step": 2, "evaluations_since": 1},
+    "guard": {"losses": [2.5, 2.25], "skipped": 1, "skipped_in_a_row": 0},
 }  # fmt: skip
 SMALL_FILES = {
     "deepspeed/mp_rank_00_model_states.pt": b"model",

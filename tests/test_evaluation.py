@@ -178,7 +178,7 @@ def test_early_stop_is_the_end_and_the_best_is_kept(forks, tiny_config, tmp_path
     checkpoints = [folder / "checkpoints" / f"step_0000000{step}" for step in (2, 6)]
     why = "early stop at step 6: 2 evaluations without a better eval_loss (eval.patience)"
     for _ in range(2):  # started again it says so again
-        finished = forks.train(config, ranks=2)
+        finished = forks.train(config)
         assert finished.code == 0, finished.output
         assert "finished: step 6, 70 examples, " in finished.output and why in finished.output
         assert re_best(finished.output) == str(checkpoints[0])
@@ -187,7 +187,7 @@ def test_early_stop_is_the_end_and_the_best_is_kept(forks, tiny_config, tmp_path
         [event] = read_metrics(folder, "event")
         assert (event["step"], event["name"], event["text"]) == (6, "early_stop", why)
     assert best_checkpoint(checkpoints[1]) == checkpoints[0], "what export.py --best exports"
-    finished = forks.train(config, "--eval.patience", "3", ranks=2)
+    finished = forks.train(config, "--eval.patience", "3")
     assert finished.code == 0 and "finished: step 8, " in finished.output, finished.output
 
 

@@ -46,7 +46,6 @@ ROWS[23] = chat("#%&", "]@~ `qXz {J|K} ^W_V!")
 """
 
 LAYOUTS = {
-    "zero0 fp32": ("zero0", "fp32"),
     "zero1 bf16": ("zero1", "bf16"),
     "zero2_offload bf16": ("zero2_offload", "bf16"),
     "zero3 fp32": ("zero3", "fp32"),
@@ -62,16 +61,16 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
     config = tiny_config(
         model=poisoned_model, ds_config=str(strategy(tmp_path, name)),
         data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", ROWS))],
-        data__eval_sources=None, train__precision=precision, train__epochs=2,
+        data__eval_sources=None, train__precision=precision, train__epochs=1,
         train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
         guard={"on_spike": "skip", "spike_window": 8, "spike_z": 1.5},
     )  # fmt: skip
     finished = forks.train(config, ranks=2, module="guarded")
-    assert finished.code == 0 and "finished: step 30, " in finished.output, finished.output
+    assert finished.code == 0 and "finished: step 15, " in finished.output, finished.output
     run = tmp_path / "run"
     plan = open_plans(parse_command_line(["--config", str(config)]).config, 2)[2]
     steps_of = {
-        line: [k + 1 for k in range(30) if line - 1 in examples_of(plan, k)] for line in (12, 24)
+        line: [k + 1 for k in range(15) if line - 1 in examples_of(plan, k)] for line in (12, 24)
     }
     skipped = [json.loads(line) for line in (run / "skipped_steps.jsonl").read_text().splitlines()]
     spikes = [line for line in skipped if "deviations above" in line["reason"]]
@@ -83,7 +82,7 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
         assert all(r["row"] == f"{tmp_path}/rows.jsonl:{r['example'] + 1}" for r in line["rows"])
         suspects = [r["example"] + 1 for r in line["rows"] if r["suspect"]]
         assert suspects == ([12] if line in not_finite else [])
-    expected = [k for k in range(1, 31) if k not in [line["step"] for line in skipped]]
+    expected = [k for k in range(1, 16) if k not in [line["step"] for line in skipped]]
     for rank in (0, 1):
         assert json.loads((run / f"changed_{rank}.json").read_text()) == expected
     metrics = read_metrics(run)
@@ -101,22 +100,25 @@ def examples_of(plan, step):
 
 
 def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tiny_config, tmp_path):
-    """A learning rate that overflows fp32 in the first step."""
+    """A learning rate that overflows fp32 in the first step, at stage 0, where DeepSpeed itself
+    would apply such gradients.
+    """
     config = tiny_config(
         data__eval_sources=None, train__learning_rate=1e30, train__lr_schedule="constant",
         train__warmup_examples=0, checkpoint={"every_steps": 1, "keep_last": 9},
-        guard={"max_skipped_in_a_row": 3},
+        guard={"max_skipped_in_a_row": 3}, ds_config="ds_configs/zero0.json",
     )  # fmt: skip
-    finished = forks.train(config, ranks=2)
+    finished = forks.train(config, ranks=2, module="guarded")
     assert finished.code == 1 and "Traceback" not in finished.output, finished.output
     [error] = finished.errors
     saved = list_complete(tmp_path / "run" / "checkpoints")
     assert [path.name for path in saved] == [f"step_0000000{step}" for step in (1, 2, 3)]
-    assert re.match(r"error: step 4: loss \S+, gradient norm inf; the update is skipped ", error)
+    assert re.match(r"error: step 4: loss \S+, gradient norm \S+; the update is skipped ", error)
     assert "; 3 steps in a row were skipped (guard.max_skipped_in_a_row). The last" in error
     assert f"The last good checkpoint is {saved[0]}. " in error
     lines = (tmp_path / "run" / "skipped_steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4]
+    assert json.loads((tmp_path / "run" / "changed_1.json").read_text()) == [1]
     states = [read_state(path).progress.guard for path in saved]
     assert [(s.skipped, s.skipped_in_a_row, len(s.losses)) for s in states] == [
         (0, 0, 1), (1, 1, 1), (2, 2, 1),

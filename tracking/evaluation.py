@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from checkpoint.run_folder import COMPLETE, checkpoint_name, checkpoints_folder
-from checkpoint.state import Progress
+from checkpoint.state import Best, Progress
 from config.schema import Config
 from data.data_plan import DataPlan
 from data.questions import Question, choose_questions
@@ -25,7 +25,7 @@ from tracking.metrics import Metrics
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-LARGEST_EXPONENT = 700.0  # of a float64, in nats: the perplexity of a higher loss is infinite
+MOST_NATS = 700.0  # the perplexity of a higher loss is more than a float64 can be
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ class Evaluation:
             if loss is None:
                 return progress, True
             values[f"loss/{name}"] = loss
-            values[f"perplexity/{name}"] = (
-                math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
-            )  # NaN stays NaN
+            values[f"perplexity/{name}"] = math.inf if loss > MOST_NATS else math.exp(loss)
             if not self.config.eval.generate:
                 continue
             rows = self._generate(self._questions[name])
@@ -90,13 +88,19 @@ class Evaluation:
             self.metrics.log("event", {"step": progress.step, "name": "early_stop", "text": reason})
         return progress, False
 
-    def is_best(self, progress: Progress) -> bool:
-        """Whether this step's evaluation is the best one so far."""
-        return progress.best is not None and progress.best.step == progress.step
+    def is_last(self, progress: Progress) -> bool:
+        """Whether no step follows."""
+        return progress.step >= self.total_steps or self.stop_reason(progress) is not None
+
+    def asks_for_a_save(self, progress: Progress) -> bool:
+        """Whether this step's evaluation ends the run, or is the best so far, to be kept."""
+        best, step = self._best(progress), progress.step
+        is_kept = self.config.checkpoint.keep_best > 0 and best is not None and best.step == step
+        return step > 0 and (is_kept or self.stop_reason(progress) is not None)
 
     def stop_reason(self, progress: Progress) -> str | None:
         """Why the run is finished before its last step, by eval.patience; None if it is not."""
-        best, patience = progress.best, self.config.eval.patience
+        best, patience = self._best(progress), self.config.eval.patience
         if best is None or not 0 < patience <= best.evaluations_since:
             return None
         return (
@@ -106,13 +110,18 @@ class Evaluation:
 
     def ending(self, progress: Progress) -> list[str]:
         """Lines for the end of a finished run: why it stopped early, and where its best is."""
-        lines, best = [self.stop_reason(progress)], progress.best
+        lines, best = [self.stop_reason(progress)], self._best(progress)
         if best is not None:
             folder = checkpoints_folder(self.config.output_dir) / checkpoint_name(best.step)
             kept = folder if (folder / COMPLETE).is_file() else "not saved"
             cure = "" if kept == folder else " (checkpoint.keep_best: 1 keeps it)"
             lines.append(f"best: step {best.step:,}, {best.metric} {best.value:.4f}, {kept}{cure}")
         return list(filter(None, lines))
+
+    def _best(self, progress: Progress) -> Best | None:
+        """The best evaluation, unless it was the best by another metric than the config's."""
+        best = progress.best
+        return best if best is not None and best.metric == self.config.eval.metric else None
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
