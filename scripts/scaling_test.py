@@ -164,6 +164,8 @@ def run_flags(config: Config, batch: int, steps: int, folder: Path) -> list[str]
         "checkpoint.every": "null",
         "checkpoint.resume": "none",
         "checkpoint.weights_only": "false",
+        "eval.metric": "eval_loss",
+        "eval.patience": 0,
         "launch.world_size": "null",
         "tracking.wandb": "disabled",
         "tracking.rank_window_steps": WINDOW_STEPS,
@@ -312,8 +314,12 @@ def draw(sizes: Sequence[Compared], parts: Sequence[str], kind: str, out: Path) 
     speeds = [size.measured.tokens_per_s for size in sizes]
     left.plot(ranks, speeds, "o-", color="#4878a8", label="measured")
     for x, y, size in zip(ranks, speeds, sizes, strict=True):
-        left.annotate(f"{size.efficiency:.0%}", (x, y), (0, -16), textcoords="offset points")
-    left.set(xlabel="ranks", ylabel="tokens/s", title=f"{kind} scaling", ylim=(0, None))
+        text = f"{size.efficiency:.0%}"
+        left.annotate(text, (x, y), (0, -16), textcoords="offset points", ha="center")
+    left.set(
+        xlabel="ranks", ylabel="tokens/s", title=f"{kind} scaling", ylim=(0, None), xticks=ranks
+    )
+    left.margins(x=0.1)
     left.legend(frameon=False)
     names, bottom = [str(size.measured.nodes) for size in sizes], [0.0] * len(sizes)
     colors = ("#4878a8", "#59a14f", "#e08a4a", "#4878a8")

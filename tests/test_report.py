@@ -2,11 +2,16 @@
 
 import json
 import math
+import os
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -242,16 +247,60 @@ def test_configs_with_unbounded_aliases_are_not_read(tmp_path):
     assert "its aliases stand for over" in page and len(read_history(run).missing) == 2
 
 
-PROBE = """<script>(function wait() {
+PROBE = """<script>
+const errors = [];
+addEventListener("error", event => errors.push(event.message));
+addEventListener("unhandledrejection", event => errors.push(`${event.reason}`));
+addEventListener("securitypolicyviolation", event => errors.push(`loads ${event.blockedURI}`));
+for (const kind of ["error", "warn"]) console[kind] = (...texts) => errors.push(texts.join(" "));
+(function wait() {
   const html = document.documentElement;
   if (html.dataset.drawn === undefined) return setTimeout(wait, 10);
-  parent.postMessage({drawn: +html.dataset.drawn, title: document.title, width: innerWidth,
-    milliseconds: performance.now(), overflow: html.scrollWidth - html.clientWidth,
-    requests: performance.getEntriesByType("resource").length}, "*");
-})();</script>"""
-FRAME = """<iframe src="probed.html" style="width: 420px; height: 900px; border: 0"></iframe>
-<script>onmessage = event => document.body.append(`found ${JSON.stringify(event.data)}`)</script>"""
-"""A browser's window has at least 500 pixels."""
+  parent.postMessage({drawn: +html.dataset.drawn, title: document.title, width: innerWidth, errors,
+    milliseconds: performance.now(), overflow: html.scrollWidth - html.clientWidth}, "*");
+})();
+</script>"""
+FRAME = """<script>onmessage = event =>
+  fetch("/found", {method: "POST", body: JSON.stringify(event.data)})</script>
+<iframe src="/page" style="width: 420px; height: 900px; border: 0"></iframe>"""
+"""The window of a browser has at least 500 pixels, so the page is in a frame."""
+
+
+def in_browser(page, folder):
+    """What PROBE finds in `page` on a screen of 420 pixels, and what the browser asks for."""
+    start, mark, end = page.partition("<meta charset")
+    pages, asked, found = {"/": FRAME, "/page": start + PROBE + mark + end}, set(), queue.Queue()
+
+    class Site(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.add(self.path)
+            self.send_response(200 if self.path in pages else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(pages.get(self.path, "").encode())
+
+        def do_POST(self):
+            found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        threading.Thread(target=server.serve_forever).start()
+        browser = subprocess.Popen(
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
+             "--disable-background-networking",
+             f"--user-data-dir={folder}/profile", f"http://127.0.0.1:{server.server_port}/"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            return found.get(timeout=90), asked - {"/favicon.ico"}
+        finally:
+            os.killpg(browser.pid, signal.SIGKILL)
+            browser.wait()
+            server.shutdown()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt install chromium")
@@ -261,19 +310,23 @@ def test_the_page_in_a_browser(tmp_path):
     """
     names = {"long": 100_000, "b": 300}
     runs = [write_run(tmp_path / name, steps, HOSTILE, steps) for name, steps in names.items()]
-    page = tmp_path / "page.html"
-    draw(*runs, output=page)
-    assert page.stat().st_size < 8e6, "4.8 MB of it are plotly"
-    (tmp_path / "probed.html").write_text(page.read_text() + PROBE)
-    (tmp_path / "frame.html").write_text(FRAME)
-    browser = subprocess.run(
-        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
-         f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr", "--timeout=30000",
-         f"file://{tmp_path}/frame.html"],
-        capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
-    assert "CONSOLE" not in browser.stderr, browser.stderr
-    found = json.loads(re.search(r"found ({.*?})", browser.stdout)[1])
+    draw(*runs, output=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert len(page) < 6e6, "4.8 MB of it are plotly"
+    found, asked = in_browser(page, tmp_path)
+    assert found["errors"] == [] and asked == {"/", "/page"}
     assert found["drawn"] > 15 and found["title"] == "long, b"
-    assert (found["requests"], found["width"], found["overflow"]) == (0, 420, 0), found
+    assert (found["width"], found["overflow"]) == (420, 0), found
     assert found["milliseconds"] < 20_000, found
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt install chromium")
+def test_what_is_wrong_with_a_page_is_found(tmp_path):
+    page = f"""<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; script-src 'unsafe-inline'"><pre>{"wide" * 500}</pre><script>
+      addEventListener("securitypolicyviolation", () => document.documentElement.dataset.drawn = 1);
+      missing.name</script><img src="/x.png">"""
+    found, asked = in_browser(page, tmp_path)
+    assert found["overflow"] > 2000 and asked == {"/", "/page"}
+    assert re.fullmatch(r"Uncaught .*missing is not defined loads http.*/x.png",
+                        " ".join(found["errors"]))  # fmt: skip

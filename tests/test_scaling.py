@@ -139,7 +139,7 @@ def test_a_slow_link_shows_as_communication_and_a_failed_size_as_a_line(tmp_path
     split = "tracking.rank_window_steps" in config_keys(Config)
     part = "communication" if split else UNSPLIT
     assert two["growth_seconds"][part] > 0.1
-    assert two["growth_seconds"][part] > 0.8 * sum(two["growth_seconds"].values())
+    assert two["growth_seconds"][part] > 0.6 * sum(two["growth_seconds"].values())
     assert f"{part} +" in finished.output
     assert (tmp_path / "out" / "scaling.png").stat().st_size > 10_000
     assert not [*(tmp_path / "out").glob("*/checkpoints/step_*")]

@@ -252,7 +252,7 @@ def _shown(config: dict[str, Any]) -> dict[str, str]:
 
 def _cut(value: Any) -> str:
     """A text of a run, without its rest if it is very long."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return f"{text[:SHOWN_CHARACTERS]} ... ({len(text) - SHOWN_CHARACTERS:,} characters more)"

@@ -310,7 +310,7 @@ def _evaluation(runs: Sequence[Run]) -> list[Chart]:
 
 def evaluations(history: History, prefixes: Iterable[str]) -> dict[str, dict[int, float]]:
     """Name of the set -> step -> value, of the records `eval`. A score has its metric's name too.
-    Runs with one set that has no name have `eval_loss`, shown as "held out".
+    A run that has only `eval_loss` has one set, held_out.
     """
     prefixes, found = tuple(prefixes), {}
     for record in history.records.of("eval"):
@@ -320,7 +320,7 @@ def evaluations(history: History, prefixes: Iterable[str]) -> dict[str, dict[int
             if slash and prefix in prefixes:
                 values[name if len(prefixes) == 1 else f"{prefix} {name}"] = number_of(value)
         if not values and "loss" in prefixes:
-            values["held out"] = number_of(record.get("eval_loss"))
+            values["held_out"] = number_of(record.get("eval_loss"))
         for name, value in values.items():
             if not math.isnan(value) and (name in found or len(found) < MOST_SETS):
                 found.setdefault(name, {})[record["step"]] = value
