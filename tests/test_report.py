@@ -25,7 +25,7 @@ from tracking.jsonl import JsonlSink
 from tracking.report import report_page
 from tracking.report_charts import MOST_POINTS, smooth, thin
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror=alert(1)> {{7*7}}"
 
 
