@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from runtime.errors import exit_code_of_signal
+from runtime.errors import exit_code_of_signal, rank_prefix
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 RUNNER_POLL_SECONDS = 1.0
@@ -71,8 +71,8 @@ class PreemptionHandler:
                 elif now - first_at > ONE_SIGNAL_SECONDS:
                     exit_at = min(exit_at, now + TIDY_SECONDS)
         print(
-            f"{signal.Signals(first).name} {time.monotonic() - first_at:.0f} s ago, and this rank "
-            "has not finished: exiting without another save",
+            f"{rank_prefix()}{signal.Signals(first).name} {time.monotonic() - first_at:.0f} s ago, "
+            "and this rank has not finished: exiting without another save",
             file=sys.stderr,
             flush=True,
         )

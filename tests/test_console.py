@@ -49,6 +49,8 @@ def test_status_says_what_a_run_reports_and_leaves_out_the_rest():
         now[0] += 3.0
         status.update("train", {"step": step, "loss": 4.0 if step <= 30 else 3.0})
     assert status.facts() == {"loss": "3.0000 (-25%)"}
+    status.update("train", {"step": 50, "loss": float("nan")})
+    assert status.facts() == {"loss": "nan (-25%)"}
     assert status.remaining() == "0:03:00" and "left 0:03:00" in status.line()
 
     status.update("train", {"step": 51, **TRAIN})

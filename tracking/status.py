@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from math import isfinite, nan
 from statistics import median
 from typing import Any
 
@@ -32,7 +33,8 @@ class Status:
     def update(self, kind: str, values: Mapping[str, Any]) -> None:
         if kind == "train":
             self.train = values
-            self._losses.append(values["loss"])
+            if isfinite(loss := values.get("loss", nan)):  # a skipped step may have none
+                self._losses.append(loss)
             self._steps.append((self._clock(), values["step"]))
         elif kind == "eval":
             self._eval_loss = values.get("eval_loss")
