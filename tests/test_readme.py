@@ -12,7 +12,7 @@ from conftest import REPO, environment
 FOLDERS = (
     "runtime|config|data|model|checkpoint|tracking|scripts|tests|recipes|ds_configs|cluster|docs"
 )
-SECTIONS = "model|data|train|checkpoint|tracking|distributed|launch"
+SECTIONS = "model|data|train|eval|guard|checkpoint|tracking|distributed|launch|profile"
 README = (REPO / "README.md").read_text()
 SHORT_DEMO = "--train.steps 110"
 
