@@ -125,6 +125,28 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tin
     ]  # fmt: skip
 
 
+def test_a_spike_stops_the_run_also_after_a_resume(forks, tiny_config, tmp_path):
+    """The window of losses is in the checkpoint: after 4 steps more it would not be full."""
+    rows = [ROWS[0]] * 29
+    rows[23] = ROWS[23]
+    config = tiny_config(
+        data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", rows))],
+        data__eval_sources=None, train__epochs=2, train__global_batch_size=2,
+        train__learning_rate=0.01, train__warmup_examples=0, checkpoint={"every_steps": 1},
+        guard={"on_spike": "stop", "spike_window": 8, "spike_z": 1.5},
+    )  # fmt: skip
+    first = forks.train(config)
+    assert first.code == 1 and "; guard.on_spike is stop. The last good" in first.errors[0]
+    steps = [line["step"] for line in read_metrics(tmp_path / "run")]
+    saved = list_complete(tmp_path / "run" / "checkpoints")[-1]
+    assert 9 <= steps[-1] < 29 and saved.name == f"step_{steps[-1] - 1:08d}"
+    again = forks.train(config)
+    assert again.code == 1 and again.errors == first.errors, again.output
+    warned = forks.train(config, "--guard.on_spike", "warn")
+    assert warned.code == 0 and re.search(r"^step \d+: loss \S+ is \S+ dev", warned.output, re.M)
+    assert not any(line["update_skipped"] for line in read_metrics(tmp_path / "run")[-10:])
+
+
 def spike_of(losses, loss, **config):
     guard = Guard(GuardConfig(spike_window=8, **config), GuardState(losses), ranks=None)
     return guard._spike(loss)
