@@ -78,8 +78,12 @@ class Finished:
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
 
+# COLUMNS and LINES are exported by readline, and what draws on a terminal prefers them to its size
+UNWANTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "LINES")
+
+
 def environment() -> dict[str, str]:
-    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    keep = {k: v for k, v in os.environ.items() if k not in UNWANTED}
     return {
         **keep,
         "DS_ACCELERATOR": "cpu",

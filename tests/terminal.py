@@ -99,6 +99,8 @@ class Terminal:
         if (pid := os.fork()) == 0:
             code = 1
             try:
+                for size in ("COLUMNS", "LINES"):  # exported by readline, and preferred by rich
+                    os.environ.pop(size, None)
                 for fd in (0, 1, 2):
                     os.dup2(self.slave, fd)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
