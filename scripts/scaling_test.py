@@ -33,7 +33,6 @@ from checkpoint.run_folder import METRICS, checkpoints_folder, list_checkpoints,
 from cluster.hostfile import Host, read_hostfile, select_hosts, world_size
 from cluster.job import LAUNCHERS, add_host_options
 from config.parse import parse_command_line
-from config.places import config_keys
 from config.schema import Config
 from runtime.errors import (
     EXIT_FAILURE,
@@ -164,14 +163,14 @@ def run_flags(config: Config, batch: int, steps: int, folder: Path) -> list[str]
         "checkpoint.every": "null",
         "checkpoint.resume": "none",
         "checkpoint.weights_only": "false",
+        "eval.generate": 0,
         "eval.metric": "eval_loss",
         "eval.patience": 0,
         "launch.world_size": "null",
         "tracking.wandb": "disabled",
         "tracking.rank_window_steps": WINDOW_STEPS,
     }
-    known = {*config_keys(Config), "output_dir"}
-    return [f"--{key}={value}" for key, value in flags.items() if key in known]
+    return [f"--{key}={value}" for key, value in flags.items()]
 
 
 def run(args: argparse.Namespace, hosts: Sequence[Host], flags: Sequence[str]) -> Measured:
