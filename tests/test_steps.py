@@ -134,7 +134,8 @@ def test_under_zero_3_a_slow_matrix_is_not_hidden_by_gathers(forks, tiny_config,
 
 def test_a_healthy_job_names_nobody(forks, tiny_config, tmp_path):
     config = tiny_config(
-        train__epochs=None, train__steps=200, data__eval_sources=None, data__micro_batch_tokens=500,
+        train__epochs=None, train__steps=200, train__global_batch_size=4, train__warmup_examples=0,
+        data__micro_batch_tokens=256, data__eval_sources=None,
         tracking__peak_tflops_per_s=0.5, profile={"start": 3, "steps": 2, "ranks": [1]},
     )  # fmt: skip
     finished = forks.train(config, ranks=2)
@@ -190,7 +191,8 @@ def test_a_rank_that_waits_or_is_stopped_is_named_while_the_others_wait(
     config = tiny_config(
         train__epochs=None, train__steps=12, distributed={"warn_seconds": 2},
     )  # fmt: skip
-    ranks = forks.start(config, ranks=2, module="late_batches")
+    # as under launch.sh: the ranks' answers are signed
+    ranks = forks.start(config, ranks=2, module="late_batches", LAUNCH_SECRET="of this job")
     log = tmp_path / "run" / "metrics.jsonl"
 
     def hangs():
