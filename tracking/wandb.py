@@ -7,7 +7,7 @@ save, later up to the last complete checkpoint. A resumed run starts with what W
 steps before its checkpoint, such as records that a kill has kept it from writing.
 
 The cost: curves end at the last complete checkpoint. Until the next one the current values are in
-the run's summary, and all of them in metrics.jsonl. tracking.wandb_live has the other order: curves
+the run's summary, as latest/..., and all of them in metrics.jsonl. With tracking.wandb_live curves
 are current, and a resumed run that repeats steps becomes another W&B run. Either way a run that
 goes back behind steps that W&B has, to an older checkpoint for example, becomes another W&B run,
 with all steps before from metrics.jsonl, because these steps and the new ones are of two models.
@@ -163,8 +163,9 @@ class WandbSink:
             self._limit = values["step"]
             self._holds = kind == "save" and not self._tracking.wandb_live
         self._send_what_is_saved()
-        if kind == "train":
-            self._latest = {**grouped(kind, values), "step": values["step"]}
+        if kind == "train" and self._holds:
+            numbers = {**grouped(kind, values), "step": values["step"]}
+            self._latest = {f"latest/{name}": value for name, value in numbers.items()}
             if time.monotonic() - self._shown > SUMMARY_SECONDS:
                 self._show_latest()
 
@@ -221,7 +222,8 @@ class WandbSink:
             print(f"W&B: {describe(error)}", flush=True)
 
     def _show_latest(self) -> None:
-        self.run.summary.update(self._latest)
+        if self._latest:
+            self.run.summary.update(self._latest)
         self._shown = time.monotonic()
 
 
