@@ -86,10 +86,12 @@ def test_records_with_a_line_of_their_own():
         "step": 3,
         "eval_loss": 2.0,
         "eval_seconds": 1.0,
-        "loss/math": 2,
+        "loss/math": 2.0,
         "exact_match/b": 0.5,
     }
     assert describe("eval", values) == "eval_loss 2.0000  loss/math 2.0000  exact_match/b 0.5000"
+    alone = {"eval_loss": 2.0, "eval_seconds": 1.0, "loss/a": 2.0, "perplexity/a": 7.389}
+    assert describe("eval", {"step": 3, **alone}) == "eval_loss 2.0000  perplexity 7.3890"
     assert describe("train", TRAIN) is None and describe("unknown", {"step": 1}) is None
 
 

@@ -104,8 +104,11 @@ def describe(kind: str, values: Mapping[str, Any]) -> str | None:
     if kind == "save":
         return f"saved in {values['save_seconds']:.1f} s"
     if kind == "eval":
-        numbers = {k: v for k, v in values.items() if k not in ("step", "eval_seconds")}
-        return "  ".join(f"{k} {v:.4f}" for k, v in numbers.items() if isinstance(v, int | float))
+        numbers = {k: v for k, v in values.items() if isinstance(v, float) and k != "eval_seconds"}
+        sets = {name.partition("/")[2] for name in numbers if "/" in name}
+        if len(sets) == 1:  # whose loss is eval_loss
+            numbers = {k.partition("/")[0]: v for k, v in numbers.items() if k[:5] != "loss/"}
+        return "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
     return None
 
 
