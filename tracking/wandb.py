@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,15 @@ class WandbSink:
             raise self._error
 
     def _work(self) -> None:
+        import wandb
+
         try:
             while not self._is_finished:
                 self._tasks.get()()
         except Exception as error:  # e.g. W&B's process was killed
             self._error = error
+            with suppress(Exception):  # otherwise a traceback when this process ends
+                wandb.teardown()
 
     def _follow(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "save":
