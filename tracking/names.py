@@ -24,7 +24,7 @@ GROUPS = {
 """Keys that do not go into the group of their kind: `eval` for evaluations, otherwise `train`."""
 
 
-def grouped(kind: str, values: dict[str, Any]) -> dict[str, float]:
+def grouped(kind: str | None, values: dict[str, Any]) -> dict[str, float]:
     """The numbers of a measurement by GROUP/KEY; none for a kind that is not in KINDS.
 
     Of a list with a float per rank these are its median and its maximum, and an event is a 1 at its

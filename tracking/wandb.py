@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,15 @@ class WandbSink:
             raise self._error
 
     def _work(self) -> None:
+        import wandb
+
         try:
             while not self._is_finished:
                 self._tasks.get()()
         except Exception as error:  # e.g. W&B's process was killed
             self._error = error
+            with suppress(Exception):  # otherwise a traceback when this process ends
+                wandb.teardown()
 
     def _follow(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "save":
@@ -200,7 +204,7 @@ class WandbSink:
                 self._log_record(record)
 
     def _log_record(self, record: dict[str, Any]) -> None:
-        kind, step = record["kind"], record["step"]
+        kind, step = record.get("kind"), record["step"]
         self._axes |= {axis: record[axis] for axis in AXES if axis in record}
         time_of = {"_timestamp": record["time"]} if "time" in record else {}
 
@@ -348,7 +352,8 @@ def last_step_on_disk(run: Any) -> int:
         inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
         found = subprocess.run(inspect, capture_output=True, text=True, check=False)
         rows = [json.loads(line) for line in found.stdout.splitlines() if '"history"' in line]
-        steps = [row["history"]["item"]["_step"] for row in rows if row["type"] == "history"]
+        # not W&B's own _step, which rows of the mode shared lack
+        steps = [row["history"]["item"]["step"] for row in rows if row["type"] == "history"]
         if steps:
             return max(steps)
     return -1
