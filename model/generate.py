@@ -40,7 +40,7 @@ def generate_answers(
                 do_sample=False,
                 num_beams=1,
                 max_new_tokens=max_new_tokens,
-                eos_token_id=None,  # a rank whose answer has ended goes on: see _Together
+                eos_token_id=None,  # a rank whose answer has ended continues: see _Together
                 stopping_criteria=StoppingCriteriaList([together]),
             )
             if together.is_preempted:

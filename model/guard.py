@@ -86,7 +86,7 @@ class Guard:
         return norm
 
     def stop_reason(self) -> str | None:
-        """Why the run has to stop after the last step; None if it goes on."""
+        """Why the run has to stop after the last step; None if it continues."""
         if self.problem is None:
             return None
         if self.problem.is_spike and self.config.on_spike == "stop":

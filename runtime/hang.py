@@ -90,7 +90,7 @@ class HangWatch:
                 if state != before:
                     self._idle_since, next_warning = now, self._warn_seconds
                     if warned:
-                        self._report(f"training goes on after {idle:.0f} s", [])
+                        self._report(f"training continues after {idle:.0f} s", [])
                         warned = False
                 elif self._ranks.is_first and idle > next_warning:
                     if (found := self._find()) is not None:

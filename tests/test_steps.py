@@ -207,7 +207,7 @@ def test_a_rank_that_waits_or_is_stopped_is_named_while_the_others_wait(
 
     (tmp_path / "run" / "profile_now").touch()
     (tmp_path / "run" / "go_on").touch()
-    ranks.until(lambda: '"step": 5' in log.read_text() and "goes on after" in log.read_text())
+    ranks.until(lambda: '"step": 5' in log.read_text() and "continues after" in log.read_text())
     ranks.kill(1, signal.SIGSTOP)
     ranks.until(lambda: "does not answer" in log.read_text())
     stopped = next(e for e in hangs() if "does not answer" in e["text"])

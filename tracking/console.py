@@ -98,7 +98,7 @@ class LivePanel:
 
     def close(self, is_failure: bool) -> None:
         """Leave the panel as it was last drawn. After a failure, other ranks may have printed their
-        errors below it, which drawing it again would erase: go on below them.
+        errors below it, which drawing it again would erase: continue below them.
         """
         if not self._live.is_started:
             return

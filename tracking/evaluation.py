@@ -152,6 +152,6 @@ class Evaluation:
         except Exception as error:  # it is the user's
             raise UserError(
                 f"eval.scorer: {name} in data/scorers.py fails with {type(error).__name__} "
-                f"({error}) for the answer {row['answer'][:80]!r}; mend it, and start again"
+                f"({error}) for the answer {row['answer'][:80]!r}; correct it, and start again"
             ) from error
         return {"score": score}

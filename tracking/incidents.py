@@ -1,5 +1,5 @@
-"""Reports steps in which the guard found a problem, with their rows, and stops runs that cannot go
-on.
+"""Reports steps in which the guard found a problem, with their rows, and stops runs that cannot
+continue.
 """
 
 import json

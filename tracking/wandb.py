@@ -79,7 +79,7 @@ class WandbSink:
             about["forked_from"] = {"id": self.run.id, "step": start.step}
             print(
                 f"W&B run {self.run.id} has steps up to {sent:,}, which are about to be repeated: "
-                "going on as another W&B run",
+                "continuing as another W&B run",
                 flush=True,
             )
             self.run.finish()
@@ -323,7 +323,7 @@ def log_folder(run: Any, kind: str, folder: Path, metadata: dict[str, Any]) -> N
 
 def log_model(config: Config, folder: Path, model: Path, progress: Progress) -> None:
     """Record an exported model as an artifact, in a W&B run of its own: a run has one writer, and
-    the training may go on.
+    the training may continue.
 
     Args:
         folder: the run folder.
