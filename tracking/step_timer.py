@@ -35,7 +35,7 @@ class StepTimer:
     A rank that waits in a collective for a slow one takes as long as that one. Its own time is
     measured where there are no collectives: in the forward pass, which under ZeRO 3 means in the
     modules between two gathers. On CUDA the marks are events, which cost microseconds and do not
-    wait for the device; they are read when the step has ended.
+    wait for the device; they are read once the step has ended.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, device: torch.device) -> None:
@@ -64,8 +64,10 @@ class StepTimer:
         self._began, self._is_on = time.perf_counter(), True
 
     def end(self) -> StepTimes:
-        """The step has ended, and the device with it."""
+        """The times of the step; waits until the device has finished it."""
         self._is_on = False
+        if self._on_cuda and self._marks:
+            self._marks[-1][1].synchronize()  # CUDA cannot read an event that is still to come
         parts: Counter[str] = Counter()
         for (name, mark), (following, end) in pairwise(self._marks):
             if (name, following) != (UPDATE, FORWARD):  # from one micro-step to the next

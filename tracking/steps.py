@@ -113,8 +113,8 @@ class StepRecorder:
         Returns:
             The seconds that the step took.
         """
-        ended = time.perf_counter()
-        step_seconds, times = ended - self._began, self._timer.end()
+        times, ended = self._timer.end(), time.perf_counter()
+        step_seconds = ended - self._began
         self._step = progress.step
         self._hang_watch.step_finished()
         if self._ranks.is_first:
