@@ -11,6 +11,7 @@ Reads requests from standard input and writes answers to standard output, as one
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -77,6 +78,7 @@ def rank(request: dict, number: int) -> None:
 
 
 def serve() -> None:
+    gc.freeze()  # collections in the forked processes would copy all pages
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
