@@ -303,7 +303,10 @@ def test_other_ranks_are_silent_but_for_their_errors(forks, tiny_config):
 def test_a_run_on_a_terminal_is_stopped_by_a_signal(forks, tiny_config):
     """Two ranks share the terminal, as under a launcher."""
     terminal = Terminal(80)
-    config = tiny_config(train__epochs=None, train__steps=100_000, train__global_batch_size=35)
+    config = tiny_config(
+        train__epochs=None, train__steps=100_000, train__global_batch_size=35,
+        tracking__rank_window_steps=100_000,  # a slow rank on a busy machine is a long line
+    )  # fmt: skip
     ranks = forks.start(config, ranks=2, log=terminal.name, TERM="xterm")
     terminal.until(lambda: re.search(r"step \d+ of 100,000", "\n".join(terminal.screen.lines)))
     ranks.kill(1, signal.SIGTERM)

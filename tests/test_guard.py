@@ -143,7 +143,7 @@ def test_a_spike_stops_the_run_also_after_a_resume(forks, tiny_config, tmp_path)
     again = forks.train(config)
     assert again.code == 1 and again.errors == first.errors, again.output
     warned = forks.train(config, "--guard.on_spike", "warn")
-    assert warned.code == 0 and re.search(r"^step \d+: loss \S+ is \S+ dev", warned.output, re.M)
+    assert warned.code == 0 and re.search(r"^step \d+/30  loss \S+ is \S+ dev", warned.output, re.M)
     assert not any(line["update_skipped"] for line in read_metrics(tmp_path / "run")[-10:])
 
 

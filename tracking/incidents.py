@@ -33,7 +33,7 @@ def report_problem(
     """
     if (problem := guard.problem) is None:
         return
-    step, text = batch.global_step + 1, f"step {batch.global_step + 1:,}: {problem.reason}"
+    step, text = batch.global_step + 1, problem.reason
     if problem.is_skipped:
         file = saver.nodes.lock.folder / SKIPPED_STEPS
         if saver.ranks.is_first and not saver.nodes.lock.is_lost():
@@ -45,7 +45,7 @@ def report_problem(
         saver.close()
         good = run_on_first_rank(saver.ranks, lambda: _last_good(saver.folder))
         raise RunFailed(
-            f"{text}; {reason}. The last good checkpoint is {good}. Look at the rows, lower "
+            f"step {step:,}: {text}; {reason}. The last good checkpoint is {good}. Look at the rows, lower "
             "train.learning_rate, or remove the rows from the data"
         )
 
