@@ -106,7 +106,8 @@ def test_a_resumed_run_has_every_step_once(forks, tiny_config, tmp_path):
     for later in list_complete(folder / "checkpoints")[1:]:
         shutil.rmtree(later)
     finished = forks.train(config, "--train.steps", last, **SECRETS)
-    assert finished.code == 0 and "continuing as another W&B run" in finished.output, finished.output
+    assert finished.code == 0, finished.output
+    assert "continuing as another W&B run" in finished.output
     *before, old, new = starts_of(folder)
     assert [start[0] for start in before] == [name, name] and old[0] == name != new[0]
     assert not history(old[1]), "opened, and left"

@@ -45,8 +45,8 @@ def report_problem(
         saver.close()
         good = run_on_first_rank(saver.ranks, lambda: _last_good(saver.folder))
         raise RunFailed(
-            f"step {step:,}: {text}; {reason}. The last good checkpoint is {good}. Look at the rows, lower "
-            "train.learning_rate, or remove the rows from the data"
+            f"step {step:,}: {text}; {reason}. The last good checkpoint is {good}. Check the rows, "
+            "lower train.learning_rate, or remove the rows from the data"
         )
 
 
