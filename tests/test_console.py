@@ -320,6 +320,7 @@ def test_a_run_on_a_terminal_is_stopped_by_a_signal(forks, tiny_config):
     assert {len(line) for line in lines[top : bottom + 1]} == {80} and bottom == len(lines) - 3
     assert any(line.startswith(f"step {step:>6}/100000  saved in ") for line in lines[:top])
     assert any(line.startswith("  tokenizer      ") for line in lines[:top])
-    assert terminal.screen.wraps == 0 and not terminal.screen.cursor_hidden
+    assert terminal.screen.wraps == 0, lines
+    assert not terminal.screen.cursor_hidden
     assert termios.tcgetattr(terminal.slave) == terminal.settings
     terminal.close()
