@@ -303,10 +303,7 @@ def test_other_ranks_are_silent_but_for_their_errors(forks, tiny_config):
 def test_a_run_on_a_terminal_is_stopped_by_a_signal(forks, tiny_config):
     """Two ranks share the terminal, as under a launcher."""
     terminal = Terminal(80)
-    config = tiny_config(
-        train__epochs=None, train__steps=100_000, train__global_batch_size=35,
-        tracking__rank_window_steps=100_000,  # a slow rank on a busy machine is a long line
-    )  # fmt: skip
+    config = tiny_config(train__epochs=None, train__steps=100_000, train__global_batch_size=35)
     ranks = forks.start(config, ranks=2, log=terminal.name, TERM="xterm")
     terminal.until(lambda: re.search(r"step \d+ of 100,000", "\n".join(terminal.screen.lines)))
     ranks.kill(1, signal.SIGTERM)
@@ -320,7 +317,6 @@ def test_a_run_on_a_terminal_is_stopped_by_a_signal(forks, tiny_config):
     assert {len(line) for line in lines[top : bottom + 1]} == {80} and bottom == len(lines) - 3
     assert any(line.startswith(f"step {step:>6}/100000  saved in ") for line in lines[:top])
     assert any(line.startswith("  tokenizer      ") for line in lines[:top])
-    assert terminal.screen.wraps == 0, lines
     assert not terminal.screen.cursor_hidden
     assert termios.tcgetattr(terminal.slave) == terminal.settings
     terminal.close()
