@@ -14,10 +14,6 @@ from conftest import REPO, read_metrics, run, write_rows
 from runtime.errors import UserError
 
 
-def script(name, *args):
-    return run([sys.executable, REPO / "scripts" / name, *args])
-
-
 @pytest.fixture
 def call(monkeypatch):
     """A script's main, called in this process since torch takes seconds to import."""
@@ -30,10 +26,12 @@ def call(monkeypatch):
     return main
 
 
-def test_prove_epoch_on_two_world_sizes(tiny_config):
+def test_prove_epoch_on_two_world_sizes(forks, tiny_config):
     flags = ["--data.batching", "packed", "--data.window", "2"]
-    finished = script("prove.py", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
-                      "--cut", "0.5", *flags)  # fmt: skip
+    finished = forks.script(
+        "scripts/prove.py", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
+        "--cut", "0.5", *flags,
+    )  # fmt: skip
     assert finished.code == 0, finished.output
     lines = finished.output.splitlines()
     assert lines[-1] == "proved"
@@ -41,12 +39,12 @@ def test_prove_epoch_on_two_world_sizes(tiny_config):
     assert "the same examples in 6 of 6 steps on 3 and 5" in finished.output
 
 
-def test_prove_epoch_of_a_mix(tiny_config, tmp_path, chat_rows):
+def test_prove_epoch_of_a_mix(forks, tiny_config, tmp_path, chat_rows):
     small = write_rows(tmp_path / "small.jsonl", chat_rows[:9])
     sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 3},
                {"path": str(small), "weight": 1}]  # fmt: skip
-    finished = script("prove.py", "epoch", "--epoch", "3", "--config",
-                      tiny_config(data__train_sources=sources))  # fmt: skip
+    config = tiny_config(data__train_sources=sources)
+    finished = forks.script("scripts/prove.py", "epoch", "--epoch", "3", "--config", config)
     assert finished.code == 0, finished.output
     assert "train.jsonl: 27 of 27 examples due" in finished.output
     assert "small.jsonl: 9 of 9 examples due" in finished.output
@@ -134,7 +132,7 @@ def test_ranks_with_different_plans_are_refused(forks, tiny_config):
     assert finished.code == 2 and "error: the data plan of rank 1 (b on " in finished.output
 
 
-def test_inspect_data_tells_and_draws(tiny_config, tmp_path, chat_rows):
+def test_inspect_data_tells_and_draws(forks, tiny_config, tmp_path, chat_rows):
     plot, page = tmp_path / "out.png", tmp_path / "out.html"
     row = {"messages": [
         {"role": "user", "content": "<b>bold</b> \033[31m"},
@@ -144,8 +142,11 @@ def test_inspect_data_tells_and_draws(tiny_config, tmp_path, chat_rows):
     ]}  # fmt: skip
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     config = tiny_config(data__train_sources=[str(rows)])
-    finished = script("inspect_data.py", "--config", config, "--plot", plot, "--html", page,
-                      "--ranks", "2,4,64", "--color", "always")  # fmt: skip
+    inspect = "scripts/inspect_data.py"
+    finished = forks.script(
+        inspect, "--config", config, "--plot", plot, "--html", page, "--ranks", "2,4,64",
+        "--color", "always",
+    )  # fmt: skip
     assert finished.code == 0, finished.output
     assert "examples              70, of 70 rows read from" in finished.output
     assert "held-out examples" in finished.output and "99.9%: " in finished.output
@@ -161,7 +162,7 @@ def test_inspect_data_tells_and_draws(tiny_config, tmp_path, chat_rows):
     assert "http" not in written and "src=" not in written, "the page needs no other file"
     assert "64  too many ranks: a step has fewer examples" in finished.output
     assert plot.read_bytes().startswith(b"\x89PNG")
-    plain = script("inspect_data.py", "--config", config, "--ranks", "2")
+    plain = forks.script(inspect, "--config", config, "--ranks", "2")
     assert "<|assistant|>[[1 < 2 & 3]]{{<|end|>}}<|user|>" in plain.output
     assert "\033[" not in plain.output
 
@@ -194,7 +195,8 @@ def test_mistakes_are_one_line(call, tiny_config, args):
 
 @pytest.mark.parametrize("args", list(MISTAKES)[::4])
 def test_a_mistake_exits_2(tiny_config, args):
-    finished = script(*args, "--config", tiny_config())
+    name, *rest = args
+    finished = run([sys.executable, REPO / "scripts" / name, *rest, "--config", tiny_config()])
     assert finished.code == 2, finished.output
     assert len(finished.errors) == 1 and MISTAKES[args] in finished.errors[0]
 
