@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import nn
 
 from data.loader import MicroBatch
@@ -132,9 +132,12 @@ class SupervisedLoss:
         if self._chunks is None:
             return self._logits_of_head(picked, *rest)
         behind_head = self._chunks.behind_head
+
+        def loss_of(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return _loss_of(behind_head(self._logits_of_head(part[None], *rest))[0], targets)
+
         self._loss, stand_in = chunked_loss(
-            lambda part: behind_head(self._logits_of_head(part, *rest)),
-            picked[0], self._batch.targets, self._head, self._chunks.tokens,
+            loss_of, picked[0], self._batch.targets, self._head, self._chunks.tokens,
             self._chunks.vocabulary_size,
         )  # fmt: skip
         return stand_in
@@ -170,12 +173,18 @@ class SupervisedLoss:
                 "the logits did not come from the model's output head: cannot select positions"
             )
         if self._chunks is None:
-            logits = out.logits[0].float()
-            cross_entropy = F.cross_entropy(logits, batch.targets, reduction="sum")
+            cross_entropy = _loss_of(out.logits[0], batch.targets)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(cross_entropy, None)
         return MicroLoss(cross_entropy, router.float() * _real_tokens(batch))
+
+
+def _loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of some positions, in fp32: cross entropy, summed over int64 targets [n], of logits
+    [n, vocabulary]. DeepSpeed's, on CUDA by a kernel that reads the logits once in each direction.
+    """
+    return chunked_cross_entropy(logits, targets, reduction="sum")
 
 
 def _shares_weights(model: nn.Module, module: nn.Module) -> bool:
