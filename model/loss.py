@@ -124,6 +124,13 @@ class SupervisedLoss:
         self._chunks = self._chunks._replace(tokens=chunk_tokens)
         return None
 
+    @staticmethod
+    def _loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of some positions: cross entropy, summed in fp32 over int64 targets [n], of
+        logits [n, vocabulary]. On CUDA a kernel reads the logits once in each direction.
+        """
+        return chunked_cross_entropy(logits, targets, reduction="sum")
+
     def _forward_head(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         """In place of the head's forward: the logits, [1, targets, vocabulary], or a stand-in."""
         if self._batch is None:  # outside of __call__, e.g. in generation
@@ -134,7 +141,7 @@ class SupervisedLoss:
         behind_head = self._chunks.behind_head
 
         def loss_of(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return _loss_of(behind_head(self._logits_of_head(part[None], *rest))[0], targets)
+            return self._loss_of(behind_head(self._logits_of_head(part[None], *rest))[0], targets)
 
         self._loss, stand_in = chunked_loss(
             loss_of, picked[0], self._batch.targets, self._head, self._chunks.tokens,
@@ -173,18 +180,11 @@ class SupervisedLoss:
                 "the logits did not come from the model's output head: cannot select positions"
             )
         if self._chunks is None:
-            cross_entropy = _loss_of(out.logits[0], batch.targets)
+            cross_entropy = self._loss_of(out.logits[0], batch.targets)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(cross_entropy, None)
         return MicroLoss(cross_entropy, router.float() * _real_tokens(batch))
-
-
-def _loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of some positions, in fp32: cross entropy, summed over int64 targets [n], of logits
-    [n, vocabulary]. DeepSpeed's, on CUDA by a kernel that reads the logits once in each direction.
-    """
-    return chunked_cross_entropy(logits, targets, reduction="sum")
 
 
 def _shares_weights(model: nn.Module, module: nn.Module) -> bool:
