@@ -81,8 +81,9 @@ def start(changed, tmp_path, tiny_model):
 
 
 def by_hand(model):
-    """Mean cross entropy and z-loss over the supervised tokens of all rows, gradient norm of their
-    sum, and the numbers of tokens and supervised tokens: plain torch, one row at a time.
+    """The model with the gradient of mean cross entropy plus z-loss over the supervised tokens of
+    all rows, in plain torch, one row at a time; what `metrics.jsonl` should say; and the numbers of
+    tokens and of supervised ones.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     model = AutoModelForCausalLM.from_pretrained(model)
@@ -94,13 +95,12 @@ def by_hand(model):
         log_z = logits.logsumexp(-1)
         supervised.append(torch.stack([log_z - logits[range(len(said)), said], log_z.square()]))
         tokens += len(asked) + len(said)
-    loss, z_loss = torch.cat(supervised, 1).mean(1) * torch.tensor([1, Z_LOSS])
+    both = torch.cat(supervised, 1)
+    loss, z_loss = both.mean(1) * torch.tensor([1, Z_LOSS])
     (loss + z_loss).backward()
-    norm = torch.linalg.vector_norm(
-        torch.stack([p.grad.double().norm() for p in model.parameters()])
-    )
-    count = sum(part.shape[1] for part in supervised)
-    return {"loss": loss.item(), "z_loss": z_loss.item(), "grad_norm": norm.item()}, tokens, count
+    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+    values = {"loss": loss.item(), "z_loss": z_loss.item(), "grad_norm": norm.item()}
+    return model, values, (tokens, both.shape[1])
 
 
 @pytest.mark.launch
@@ -109,12 +109,12 @@ def test_loss_format_metric_and_sink(start, tmp_path, tiny_model):
     folder, finished = start("squad", "squad.jsonl")
     assert finished.code == 0, finished.output
     steps = read_metrics(folder)
-    expected, tokens, supervised = by_hand(tiny_model)
+    _, expected, counts = by_hand(tiny_model)
     assert {key: steps[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert steps[0]["z_loss"] > 0.05 * steps[0]["loss"], "large enough to be seen in the sum"
     for step in steps:
-        assert (step["tokens"], step["supervised_tokens"]) == (tokens, supervised)
-        assert step["supervised_share"] == supervised / tokens
+        assert (step["tokens"], step["supervised_tokens"]) == counts
+        assert step["supervised_share"] == counts[1] / counts[0]
 
     other, finished = start("plain", "plain.jsonl", ranks=2)
     assert finished.code == 0, finished.output
@@ -144,8 +144,15 @@ def test_the_optimizer_is_lion_and_resumes(start, tmp_path, tiny_model):
     folder, finished = start("lion", "plain.jsonl", *lion, ranks=2)
     assert finished.code == 0, finished.output
     first = folder / "checkpoints" / "step_00000001"
-    was, now = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict(), Shards(first)
-    moved = torch.cat([(now.weight(name) - was[name]).abs().flatten() for name in now.names()])
+    start_model, values, _ = by_hand(tiny_model)
+    clip, now, moved = 0.5 / values["grad_norm"], Shards(first), []
+    for name, p in start_model.named_parameters():
+        momentum = now.read(name, "exp_avg", 0, p.numel())
+        torch.testing.assert_close(
+            momentum, (1 - 0.99) * clip * p.grad.flatten(), rtol=1e-3, atol=1e-7
+        )
+        moved.append((now.weight(name) - p.detach()).flatten())
+    moved = torch.cat(moved).abs()
     is_step = (moved - 0.001).abs() < 1e-6
     assert (is_step | (moved == 0)).all() and is_step.float().mean() > 0.95, "a sign times the rate"
 
