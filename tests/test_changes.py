@@ -146,6 +146,7 @@ def test_the_optimizer_is_lion_and_resumes(start, tmp_path, tiny_model):
     first = folder / "checkpoints" / "step_00000001"
     start_model, values, _ = by_hand(tiny_model)
     clip, now, moved = 0.5 / values["grad_norm"], Shards(first), []
+    assert clip < 0.5, "the gradient is clipped"
     for name, p in start_model.named_parameters():
         momentum = now.read(name, "exp_avg", 0, p.numel())
         torch.testing.assert_close(
