@@ -80,9 +80,17 @@ def export_checkpoint(
             finish(draft)
 
 
-def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
+def export_adapter(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    finish: Callable[[Path], None] | None = None,
+) -> None:
     """Write the adapters of a run with model.lora, and its tokenizer, as a folder that
     `peft.PeftModel.from_pretrained` loads, as `dtype`, by default the precision of the run.
+
+    Args:
+        finish: as of export_checkpoint.
 
     Raises:
         UserError: the checkpoint is not usable or has no adapters, or `out` is not empty or cannot
@@ -106,6 +114,8 @@ def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> Non
         target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
         weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
         save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+        if finish is not None:
+            finish(draft)
 
 
 def _open(checkpoint: Path) -> tuple[RunIdentity, list[Path]]:

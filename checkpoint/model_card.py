@@ -2,27 +2,42 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
 from checkpoint.manifest import Manifest
 from checkpoint.run_folder import METRICS
+from checkpoint.shards import ADAMS
 from checkpoint.state import TrainerState
 from config.schema import Config, DataConfig
 
 SHOWN_EVALUATIONS = 12
 
 
-def model_card(
-    config: Config, state: TrainerState, manifest: Manifest, evaluations: list[tuple[int, float]]
-) -> str:
+@dataclass(frozen=True)
+class About:
+    """What a card says besides the run's config and state."""
+
+    evaluations: list[tuple[int, float]]
+    """(step, loss) up to the checkpoint."""
+    optimizer: str
+    """Class of the optimizer that made the checkpoint."""
+    curve: str | None = None
+    """File with the training loss, in the folder of the card."""
+    license: str | None = None
+    """The hub's id of a licence, which only the user can choose."""
+    is_adapter: bool = False
+    """The folder has adapters, not a whole model."""
+
+
+def model_card(config: Config, state: TrainerState, manifest: Manifest, about: About) -> str:
     """README.md of an exported checkpoint. Of local paths it has only the last part, because a card
-    is published and paths name people and machines. The licence is left to the user.
+    is published and paths name people and machines.
 
     Args:
         config: of the run, as in its resolved_config.yaml.
-        evaluations: (step, loss) up to the checkpoint.
     """
     model, name = config.model, Path(config.output_dir).absolute().name
     hub = _is_hub_id(model.name_or_path)
@@ -30,36 +45,41 @@ def model_card(
     front = ModelCardData(
         base_model=model.name_or_path if hub and is_tuned else None,
         datasets=_hub_data_sets(config.data) or None,
-        library_name="transformers",
+        license=about.license,
+        library_name="peft" if about.is_adapter else "transformers",
         pipeline_tag="text-generation",
         model_name=name,
         tags=["deepspeed"],
     )
     base = _shown(model.name_or_path) + (f" at {model.revision}" if hub and model.revision else "")
     made = "fine-tuned from" if is_tuned else "trained from random weights in the architecture of"
+    what = "LoRA adapters, trained on" if about.is_adapter else f"A causal language model {made}"
     progress = state.progress
     sections = [
         f"---\n{front.to_yaml()}\n---",
         f"# {name}",
-        f"A causal language model {made} {base}: {progress.step:,} steps, "
+        f"{what} {base}: {progress.step:,} steps, "
         f"{progress.examples:,} examples, {progress.tokens:,} tokens.",
         "## Data",
         "\n".join(_data_lines(config.data)),
         "## Recipe",
-        _table(("setting", "value"), _recipe(config, state)),
+        _table(("setting", "value"), _recipe(config, state, about.optimizer)),
     ]
-    if evaluations:
-        rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in _some(evaluations)]
+    if about.curve:
+        sections += ["## Training", f"![Loss by step]({about.curve})"]
+    if about.evaluations:
+        rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in _some(about.evaluations)]
         unit = "nats per supervised token"
         sections += ["## Evaluation", _table(("step", f"held-out loss, {unit}"), rows)]
     versions = manifest.made_by.get("versions")
     versions = versions.items() if isinstance(versions, dict) else ()
+    unset = "Not set. Add `license:` to the front matter above; the"
     sections += [
         "## Versions",
         _table(("package", "version"), list(versions)),
         "## License",
-        "Not set. Add `license:` to the front matter above; the licences of the base model and of "
-        "the data apply.",
+        f"{f'`{about.license}`; the' if about.license else unset} licences of the base model and "
+        "of the data apply.",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -110,18 +130,20 @@ def _data_lines(data: DataConfig) -> list[str]:
     return lines
 
 
-def _recipe(config: Config, state: TrainerState) -> list[tuple[str, str]]:
+def _recipe(config: Config, state: TrainerState, optimizer: str) -> list[tuple[str, str]]:
     train, data, run = config.train, config.data, state.run
     rate = run.optimization.get("train.learning_rate (scaled)")
     rate = rate if isinstance(rate, float) else train.learning_rate
     unit = train.global_batch_key.rpartition("_")[2].replace("size", "examples")
     supervised = {"answers": "answers", "last": "the last answer of a row", "all": "every token"}
+    if optimizer in ADAMS:  # of which all are AdamW here
+        betas = "betas {:g} and {:g}".format(*train.adam_betas)
+        optimizer = f"AdamW, {betas}, epsilon {train.adam_epsilon:g}"
     rows = {
         "learning rate": f"{rate:.4g}, {train.lr_schedule}",
         "warm-up": f"{train.warmup:,} {train.warmup_key.removeprefix('warmup_')}",
         "global batch": f"{train.global_batch:,} {unit}",
-        "optimizer": f"AdamW, betas {train.adam_betas[0]:g} and {train.adam_betas[1]:g}, epsilon "
-        f"{train.adam_epsilon:g}, weight decay {train.weight_decay:g}",
+        "optimizer": f"{optimizer}, weight decay {train.weight_decay:g}",
         "gradient clipping": f"{train.gradient_clipping:g}" if train.gradient_clipping else "off",
         "precision": run.precision,
         "parallelism": f"ZeRO stage {run.zero_stage} on {run.world_size:,} ranks",
@@ -130,6 +152,8 @@ def _recipe(config: Config, state: TrainerState) -> list[tuple[str, str]]:
         "supervised": supervised[data.supervise],
         "seed": str(train.seed),
     }
+    if lora := config.model.lora:
+        rows["adapters"] = f"LoRA, rank {lora.r}, alpha {lora.alpha}, dropout {lora.dropout:g}"
     return list(rows.items())
 
 

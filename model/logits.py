@@ -1,5 +1,5 @@
-"""Logits in chunks: what a model does to its logits behind the output head, and the cross entropy
-of a chunk of positions at a time.
+"""Logits in chunks: what a model does to its logits behind the output head, and a loss over a
+chunk of positions at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -133,27 +132,27 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def chunked_loss(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     targets: torch.Tensor,
     head: nn.Module,
     chunk_tokens: int,
     vocabulary_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy summed over targets, with the logits of one chunk of positions at a time.
+    """A loss summed over targets, with the logits of one chunk of positions at a time.
 
     In training, the gradients are computed chunk by chunk in the forward pass, as in Liger Kernel
     (arXiv:2410.10989), and only multiplied by that of the loss in the backward pass. Those of the
-    head's parameters are summed in fp32, whatever their type. The cross entropy of a chunk is
-    DeepSpeed's: in fp32, on CUDA by a kernel that reads the logits once in each direction. Its
+    head's parameters are summed in fp32, whatever their type. DeepSpeed's
     vocab_parallel_linear_cross_entropy needs no logits either, but computes the head's product
     twice, and knows neither soft caps nor LoRA on the head.
 
     Args:
-        logits_of: the head and what follows it, [1, n, hidden size] -> [1, n, vocabulary].
+        loss_of: the head and what follows it: its input, [n, hidden size], and int64 targets, [n],
+            -> the sum of their losses, float32.
         hidden: the head's input, [targets, hidden size].
         targets: int64 [targets].
-        head: the module whose parameters logits_of uses.
+        head: the module whose parameters loss_of uses.
         vocabulary_size: of the stand-in.
 
     Returns:
@@ -163,9 +162,9 @@ def chunked_loss(
     stand_in = hidden.new_zeros(1, 1, vocabulary_size)
     if torch.is_grad_enabled():
         weights = [p for p in head.parameters() if p.requires_grad]
-        return _ChunkedLoss.apply(logits_of, targets, chunk_tokens, stand_in, hidden, *weights)
+        return _ChunkedLoss.apply(loss_of, targets, chunk_tokens, stand_in, hidden, *weights)
     parts = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    return torch.stack([_cross_entropy(logits_of, *part) for part in parts]).sum(), stand_in
+    return torch.stack([loss_of(*part) for part in parts]).sum(), stand_in
 
 
 def join(loss: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
@@ -186,17 +185,11 @@ class _Join(torch.autograd.Function):
         return of_loss, ctx.zeros
 
 
-def _cross_entropy(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    return chunked_cross_entropy(logits_of(hidden[None])[0], targets, reduction="sum")
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         targets: torch.Tensor,
         chunk_tokens: int,
         stand_in: torch.Tensor,
@@ -212,7 +205,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for part, its_targets, of_part in zip(*chunks, strict=True):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = _cross_entropy(logits_of, part, its_targets)
+                loss = loss_of(part, its_targets)
             of_input, *others = torch.autograd.grad(loss, (part, *weights), materialize_grads=True)
             total += loss.detach()
             of_part.copy_(of_input)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import nn
 
 from data.loader import MicroBatch
@@ -124,6 +124,13 @@ class SupervisedLoss:
         self._chunks = self._chunks._replace(tokens=chunk_tokens)
         return None
 
+    @staticmethod
+    def _loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of some positions: cross entropy, summed in fp32 over int64 targets [n], of
+        logits [n, vocabulary]. On CUDA a kernel reads the logits once in each direction.
+        """
+        return chunked_cross_entropy(logits, targets, reduction="sum")
+
     def _forward_head(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         """In place of the head's forward: the logits, [1, targets, vocabulary], or a stand-in."""
         if self._batch is None:  # outside of __call__, e.g. in generation
@@ -132,9 +139,12 @@ class SupervisedLoss:
         if self._chunks is None:
             return self._logits_of_head(picked, *rest)
         behind_head = self._chunks.behind_head
+
+        def loss_of(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return self._loss_of(behind_head(self._logits_of_head(part[None], *rest))[0], targets)
+
         self._loss, stand_in = chunked_loss(
-            lambda part: behind_head(self._logits_of_head(part, *rest)),
-            picked[0], self._batch.targets, self._head, self._chunks.tokens,
+            loss_of, picked[0], self._batch.targets, self._head, self._chunks.tokens,
             self._chunks.vocabulary_size,
         )  # fmt: skip
         return stand_in
@@ -170,8 +180,7 @@ class SupervisedLoss:
                 "the logits did not come from the model's output head: cannot select positions"
             )
         if self._chunks is None:
-            logits = out.logits[0].float()
-            cross_entropy = F.cross_entropy(logits, batch.targets, reduction="sum")
+            cross_entropy = self._loss_of(out.logits[0], batch.targets)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(cross_entropy, None)

@@ -135,7 +135,7 @@ INTERNALS = (
         ("basic_optimizer",), "the optimizer inside ZeRO's",
     ),
     Internals(
-        "model/logits.py", "deepspeed.runtime.chunked_cross_entropy",
+        "model/loss.py", "deepspeed.runtime.chunked_cross_entropy",
         ("chunked_cross_entropy",), "the cross entropy of a chunk of logits",
     ),
     Internals(

@@ -2,6 +2,7 @@
 
     python scripts/export.py CHECKPOINT OUT [--dtype float32] [--max_shard_size 5GB] [--verify]
     python scripts/export.py CHECKPOINT OUT --adapter
+    python scripts/export.py CHECKPOINT OUT --verify --push OWNER/NAME [--public] [--license ID]
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder, whose newest
 complete checkpoint is taken, or with --best that of the best evaluation.
@@ -13,6 +14,9 @@ alone, for `peft.PeftModel.from_pretrained`.
 --verify also loads the result as a stranger would, with transformers alone in another process, and
 compares evaluation loss, prompts and end tokens with the run's: OUT is written only if they agree.
 It holds the whole model in memory, on the GPUs if there are any. Exit code: 1 if they differ.
+
+--push uploads OUT, once it is complete, to a repository on the hub, private unless --public is set,
+in one commit that replaces the weights there. Log in with `hf auth login`, or set HF_TOKEN.
 """
 
 import argparse
@@ -44,12 +48,18 @@ def main() -> None:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--adapter", action="store_true", help="only the adapters of model.lora")
     only.add_argument("--verify", action="store_true", help="compare the result with the run")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload the result to the hub")
+    parser.add_argument("--public", action="store_true", help="may be, or become, public there")
+    parser.add_argument("--license", help="for the model card: the hub's id, such as apache-2.0")
     args = parser.parse_args()
     if not args.checkpoint.is_dir():
         raise UserError(f"no such folder: {args.checkpoint}")
+    if args.public and not args.push:
+        raise UserError("--public: add --push OWNER/NAME")
 
     from checkpoint.export import export_adapter, export_checkpoint
     from checkpoint.find import best_checkpoint, find_checkpoint
+    from checkpoint.push import check_push, push
     from checkpoint.run_folder import checkpoints_folder
     from checkpoint.verify import VerificationFailed
     from config.schema import CheckpointConfig
@@ -66,25 +76,31 @@ def main() -> None:
         checkpoint = best_checkpoint(newest) if args.best else newest
     elif args.best:
         raise UserError(f"--best: {checkpoint} is not the folder of a run with checkpoints")
-    config = read_run_config(checkpoint, is_needed=args.verify)
-    if args.adapter:
-        export_adapter(checkpoint, args.out, args.dtype)
-        announce(checkpoint, args.out, config)
-        return
+    needed_by = "--push" if args.push else "--verify" if args.verify else None
+    config = read_run_config(checkpoint, needed_by)
+    if args.push:
+        check_push(args.push, args.public)
     verify = verification(checkpoint, config) if args.verify else None
 
     def finish(draft: Path) -> None:
         if config is not None:
-            write_card(draft, checkpoint, config)
+            write_card(draft, checkpoint, config, args.license, args.adapter)
         if verify is not None:
             report(verify(draft))
 
+    size = args.max_shard_size
     try:
-        export_checkpoint(checkpoint, args.out, args.dtype, args.max_shard_size, args.base, finish)
+        if args.adapter:
+            export_adapter(checkpoint, args.out, args.dtype, finish)
+        else:
+            export_checkpoint(checkpoint, args.out, args.dtype, size, args.base, finish)
     except VerificationFailed as failure:
         print(f"error: {failure}; {args.out} is not written", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
     announce(checkpoint, args.out, config)
+    if args.push:
+        run = checkpoint.absolute().parent.parent.name
+        print(push(args.out, args.push, args.public, f"{checkpoint.name} of {run}"))
 
 
 def announce(checkpoint: Path, out: Path, config: "Config | None") -> None:
@@ -100,9 +116,9 @@ def announce(checkpoint: Path, out: Path, config: "Config | None") -> None:
     log_model(config, folder, out, read_state(checkpoint).progress)
 
 
-def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
+def read_run_config(checkpoint: Path, needed_by: str | None) -> "Config | None":
     """The config of the run that a checkpoint belongs to, from its run folder; if it cannot be read
-    and is not needed, None, with a line that says so.
+    and no flag needs it, None, with a line that says so.
 
     Raises:
         UserError: it is needed and cannot be read.
@@ -116,21 +132,33 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
             raise UserError(f"the checkpoint's run has no {file}")
         return parse_command_line(["--config", str(file)], prog="export.py", validate=False).config
     except UserError as error:
-        if is_needed:
-            raise UserError(f"--verify: {error}") from error
+        if needed_by:
+            raise UserError(f"{needed_by}: {error}") from error
         print(f"no model card: {error}")
         return None
 
 
-def write_card(folder: Path, checkpoint: Path, config: "Config") -> None:
-    """Write the model card into an exported folder."""
+def write_card(
+    folder: Path, checkpoint: Path, config: "Config", license: str | None, is_adapter: bool
+) -> None:
+    """Write the model card into an exported folder, and the picture in it."""
     from checkpoint.manifest import read_manifest
-    from checkpoint.model_card import model_card, read_evaluations
+    from checkpoint.model_card import About, model_card, read_evaluations
+    from checkpoint.shards import Shards
     from checkpoint.state import read_state
+    from tracking.curve import draw_curve
 
     state, manifest = read_state(checkpoint), read_manifest(checkpoint)
-    evaluations = read_evaluations(checkpoint.absolute().parent.parent, state.progress.step)
-    text = model_card(config, state, manifest, evaluations)
+    run_folder = checkpoint.absolute().parent.parent
+    evaluations = read_evaluations(run_folder, state.progress.step)
+    about = About(
+        evaluations=evaluations,
+        optimizer=Shards(checkpoint).layout(0)["optimizer"],
+        curve=draw_curve(run_folder, state.progress.step, evaluations, folder),
+        license=license,
+        is_adapter=is_adapter,
+    )
+    text = model_card(config, state, manifest, about)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -24,6 +24,7 @@ CLUSTER = (
     "tests/namespaces.py", "tests/slurm_cluster.py",
 )  # fmt: skip
 BENCHMARKS = ("benchmarks", "tests/test_benchmark_plan.py", "tests/test_gpu.py")
+CHANGES = ("docs/changes", "tests/test_changes.py")
 CONVERSION = ("checkpoint/convert.py",)
 
 
@@ -76,7 +77,9 @@ def test_each_room_says_what_it_holds_and_what_it_may_import():
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("left_out", [CLUSTER, BENCHMARKS, CLUSTER + BENCHMARKS + CONVERSION])
+@pytest.mark.parametrize(
+    "left_out", [CLUSTER, BENCHMARKS, CLUSTER + BENCHMARKS + CHANGES + CONVERSION]
+)
 def test_a_copy_without_some_rooms_trains_and_resumes(tiny_config, tmp_path, left_out):
     copy = tmp_path / "copy"
     names = ["ls-files", "--cached", "--others", "--exclude-standard", "-z"]

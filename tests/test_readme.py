@@ -18,7 +18,7 @@ SHORT_DEMO = "--train.steps 40"
 
 NOT_IN_THE_TREE = {
     "README.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "pyproject.toml", "requirements.txt",
-    "requirements.lock",
+    "requirements.lock", "AGENTS.md", "CITATION.cff",
 }  # fmt: skip
 """Files that every repository has at its top level; names that begin with a dot are not listed."""
 

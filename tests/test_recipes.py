@@ -2,8 +2,11 @@
 pytest tests/test_recipes.py
 """
 
+import gzip
 import json
+import random
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -255,7 +258,7 @@ def test_a_layer_keeps_what_the_formula_says(name):
 # Runs
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if "debug/" not in name])
 def test_a_dry_run_at_true_sizes(forks, folders, chat_rows, tmp_path, name):
     _, recipe = load(name)
     model = recipe["model"]["name_or_path"]
@@ -304,6 +307,57 @@ def test_the_shrunk_family_trains_and_resumes(forks, folders, chat_rows, tmp_pat
     assert steps[1]["loss"] < steps[0]["loss"] + 1
     if recipe["model"]["name_or_path"].startswith("google/gemma"):
         check_other_parts(folder, folder_of_run, tmp_path / "out")
+
+
+@pytest.fixture
+def debug(forks, folders, tmp_path):
+    """Runs a recipe of recipes/debug on a shrunk model and short rows: no answer of six digits can
+    be told from the others or from its question.
+    """
+    digits = random.Random(0)
+
+    def run(name, count, *flags):
+        _, recipe = load(f"debug/{name}")
+        answers = [str(digits.randrange(10**5, 10**6)) for _ in range(count)]
+        rows = [{"question": f"Under {i}?", "answer": text} for i, text in enumerate(answers)]
+        file = write_rows(tmp_path / "rows.jsonl", rows)
+        folder = folders(recipe["model"]["name_or_path"], False)
+        given = overrides(recipe, file, folder, tmp_path)
+        finished = forks.train(REPO / "recipes" / "debug" / name, *given, *flags)
+        assert finished.code == 0, finished.output
+        return read_metrics(tmp_path / "run")
+
+    return run
+
+
+def test_one_batch_is_learned_by_heart(debug):
+    """At 200 times the rate: the shrunk model has 1/20,000 of the weights. Six of the 26 supervised
+    tokens of a row are random digits: without them the loss is at least 6 * log(10) / 26 = 0.53.
+    """
+    steps = debug("overfit-one-batch.yaml", 16, "--train.learning_rate", "1e-2")
+    losses = [step["loss"] for step in steps]
+    assert {step["supervised_tokens"] for step in steps} == {26 * 16}, "the same batch"
+    assert len(losses) == 60 and losses[0] > 4 and losses[-1] < 0.45, losses
+
+
+def test_one_percent_runs_all_parts(debug, tmp_path):
+    every = "--eval.every_steps", "1", "--checkpoint.every_steps", "1"
+    steps = debug("one-percent.yaml", 16, *every)
+    assert [step["step"] for step in steps] == [1, 2], "two epochs of one step"
+    assert [line["step"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 1, 2]
+    assert len(list_complete(tmp_path / "run" / "checkpoints")) == 2
+
+
+def test_a_profile_says_where_the_time_goes(debug, tmp_path):
+    steps = debug("profile.yaml", 48, "--profile.start", "2", "--profile.steps", "2")
+    assert len(steps) == 3
+    folder = tmp_path / "run" / "profile" / "step_00000002"
+    trace = json.loads(gzip.decompress((folder / "rank_0.json.gz").read_bytes()))
+    counts = Counter((event.get("cat"), event["name"]) for event in trace["traceEvents"])
+    updates = counts["user_annotation", "Optimizer.step#AdamW.step"]
+    assert updates == 4, "two steps of two parameter groups"
+    assert counts["cpu_op", "aten::mm"] > 20
+    assert "Self CPU" in (folder / "rank_0.txt").read_text()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,20 +1,25 @@
-"""Exports are checked against their run by a process that has only the folder; model cards.
-pytest tests/test_verify.py
+"""Exports are checked against their run by a process that has only the folder; model cards; pushes
+to a hub on this machine.    pytest tests/test_verify.py
 """
 
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
-from conftest import REPO, strategy, write_rows
+from conftest import REPO, free_port, strategy, write_rows, write_tiny_config
 from huggingface_hub import ModelCard
+from local_hub import LocalHub
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 from test_layers import imports_of, modules
 from test_row_proof import mix_of_formats
 
 from checkpoint.manifest import read_manifest
-from checkpoint.model_card import model_card
+from checkpoint.model_card import About, model_card
 from checkpoint.run_folder import list_complete
 from checkpoint.state import read_state
 from checkpoint.stranger import prompt_ids
@@ -44,6 +49,18 @@ def command(monkeypatch, capsys):
         return code, printed.out, printed.err
 
     return call
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub on this machine, to which this process is logged in."""
+    hub = LocalHub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", "hf_write")
+    yield hub
+    hub.close()
 
 
 def rows_of(output):
@@ -207,7 +224,7 @@ def check_card_of_the_hub(run_folder):
         data=replace(config.data, train_sources=sources),
     )
     state, manifest = read_state(checkpoint), read_manifest(checkpoint)
-    card = ModelCard(model_card(config, state, manifest, []))
+    card = ModelCard(model_card(config, state, manifest, About([], "FusedAdam")))
     assert card.data.base_model == "org/base" and card.data.datasets == ["org/rows"]
     assert "fine-tuned from `org/base` at c0ffee: 4 steps" in card.text
     assert "- training: `org/rows, train[:9]` at abc, weight 2\n" in card.text
@@ -225,15 +242,17 @@ def change(checkpoint, name, old, new):
     manifest.write_text(json.dumps(values))
 
 
-def test_whatever_differs_is_named_and_nothing_is_written(forks, command, tiny_config, tmp_path):
+def test_whatever_differs_is_named_and_nothing_is_written_or_pushed(
+    forks, command, hub, tiny_config, tmp_path
+):
     config = tiny_config(train__epochs=None, train__steps=1)
     assert forks.train(config).code == 0
     [checkpoint] = list_complete(tmp_path / "run" / "checkpoints")
     change(checkpoint, "model/chat_template.jinja", "<|assistant|>", "<|user|>")
     change(checkpoint, "model/generation_config.json", '"eos_token_id": 1', '"eos_token_id": 5')
     change(checkpoint, "model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1.0')
-    code, printed, errors = command(checkpoint, tmp_path / "hf")
-    assert code == EXIT_FAILURE
+    code, printed, errors = command(checkpoint, tmp_path / "hf", "--verify", "--push", "lab/tiny")
+    assert code == EXIT_FAILURE and not hub.private
     found = rows_of(printed)
     assert [name for name, text in found.items() if text.startswith("DIFFERS: ")] == [
         "evaluation loss", "prompts", "end tokens",
@@ -281,3 +300,110 @@ def test_what_cannot_be_checked_is_said(forks, command, tiny_config, tmp_path):
 
 def test_the_stranger_imports_nothing_of_this_repository():
     assert imports_of(REPO / "checkpoint" / "stranger.py", modules(), types_too=True) == set()
+
+
+# --------------------------------------------------------------------------------------------------
+# Pushing
+
+
+@pytest.fixture(scope="module")
+def run_folder(forks, tiny_model, chat_rows, tmp_path_factory):
+    """A run of adapters, with evaluations, and checkpoints of its steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("pushed")
+    config = write_tiny_config(
+        folder, chat_rows, tiny_model, model__lora={"r": 2}, train__epochs=None, train__steps=3,
+        eval__every_steps=1, checkpoint={"every_steps": 2},
+    )  # fmt: skip
+    finished = forks.train(config)
+    assert finished.code == 0, finished.output
+    return folder / "run"
+
+
+def test_a_push_is_the_whole_folder_and_replaces_older_weights(
+    hub, command, run_folder, tmp_path
+):  # fmt: skip
+    first, second = tmp_path / "first", tmp_path / "second"
+    older = run_folder / "checkpoints" / "step_00000002"
+    code, printed, _ = command(older, first, "--push", "lab/tiny", "--max_shard_size", "30KB")
+    assert code == 0 and f"{hub.url}/lab/tiny (private)" in printed
+    pushed = hub.files("lab/tiny")
+    assert pushed == {file.name: file.read_bytes() for file in first.iterdir()}
+    assert len([name for name in pushed if name.endswith(".safetensors")]) > 2
+    assert hub.private == {"lab/tiny": True} and hub.commits == ["step_00000002 of run"]
+
+    flags = "--push", "lab/tiny", "--public", "--license", "apache-2.0"
+    code, printed, _ = command(run_folder, second, *flags)
+    assert code == 0 and f"{hub.url}/lab/tiny (private)" in printed, "it was, and stays so"
+    assert hub.files("lab/tiny") == {file.name: file.read_bytes() for file in second.iterdir()}
+    assert hub.commits[1:] == ["step_00000003 of run"]
+    before, card = (ModelCard.load(folder / "README.md") for folder in (first, second))
+    assert before.data.license is None and "License\n\nNot set." in before.text
+    assert card.data.license == "apache-2.0" and "License\n\n`apache-2.0`; the " in card.text
+    assert (
+        "| optimizer | AdamW, betas 0.9 and 0.999, epsilon 1e-08, weight decay 0.1 |" in card.text
+    )
+    assert "| adapters | LoRA, rank 2, alpha 32, dropout 0 |" in card.text
+    assert "![Loss by step](training_loss.png)" in card.text
+    picture = imread(second / "training_loss.png")
+    assert picture.shape[:2] == (675, 1200)
+    for color in ("#4878a8", "#e08a4a"):  # both lines
+        assert (abs(picture[..., :3] - to_rgb(color)).max(-1) < 0.01).sum() > 500
+
+    adapters = tmp_path / "adapters"
+    code, printed, _ = command(
+        run_folder, adapters, "--adapter", "--push", "ada/adapters", "--public"
+    )
+    assert code == 0 and f"{hub.url}/ada/adapters (public)" in printed
+    assert "adapter_model.safetensors" in hub.files("ada/adapters")
+    card = ModelCard.load(adapters / "README.md")
+    assert card.data.library_name == "peft"
+    assert "LoRA adapters, trained on `tiny_model0` (a local folder): 3 steps" in card.text
+
+
+def test_nothing_is_exported_that_could_not_be_pushed(
+    hub, command, run_folder, tmp_path, monkeypatch
+):  # fmt: skip
+    out = tmp_path / "hf"
+
+    def refuse(message, repo="lab/tiny", *flags):
+        with pytest.raises(UserError, match=message) as refused:
+            command(run_folder, out, "--push", repo, *flags)
+        assert "\n" not in str(refused.value) and "hf_" not in str(refused.value)
+        assert not hub.folder.exists() and not hub.commits
+        return str(refused.value)
+
+    refuse(
+        "--push: other/tiny is not OWNER/NAME with one of your owners at .*: ada, lab", "other/tiny"
+    )
+    refuse("--push: tiny is not OWNER/NAME", "tiny")
+    refuse("--push: .*: Repo id must use alphanumeric", "lab/my model")
+    hub.private["lab/tiny"] = False
+    refuse("--push: lab/tiny is public; add --public, or choose another repository")
+    hub.private.clear()
+    with pytest.raises(UserError, match="--public: add --push OWNER/NAME"):
+        command(run_folder, out, "--public")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_read")
+    refuse("--push: the token for .* may only read; log in with `hf auth login`, or set HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    refuse(r"--push: .*: refused \(401\): Invalid user token")
+    monkeypatch.delenv("HF_TOKEN")
+    refuse("--push: there is no token for .*; log in with `hf auth login`, or set HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", "hf_write")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nobody)
+    refuse(f"--push: {nobody}/lab/tiny: cannot be reached or does not answer: ")
+    copied = tmp_path / "copied" / "step_00000003"
+    shutil.copytree(run_folder / "checkpoints" / copied.name, copied)
+    with pytest.raises(UserError, match=r"--push: the checkpoint's run has no .*resolved_config"):
+        command(copied, out, "--push", "lab/tiny")
+    assert not out.exists() and not list(tmp_path.glob(".hf*"))
+
+
+def test_a_refused_push_leaves_a_whole_export(hub, command, run_folder, tmp_path):
+    out = tmp_path / "hf"
+    hub.refuses_to_create = True
+    with pytest.raises(UserError, match=r"refused \(403\): You don't have the rights") as refused:
+        command(run_folder, out, "--push", "lab/tiny")
+    assert str(refused.value).endswith(f"; {out} is complete: `hf upload lab/tiny {out}` pushes it")
+    assert not hub.commits and (out / "model.safetensors").exists()
