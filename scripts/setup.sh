@@ -1,5 +1,6 @@
-# Sourced by demo.sh and test.sh: installs the requirements into .venv, unless that has been done,
-# and puts .venv on PATH. An interrupted install is repeated.
+#!/usr/bin/env bash
+# Run in the repository, or sourced as by demo.sh and test.sh: installs the requirements into .venv,
+# unless that has been done, and puts .venv on PATH. An interrupted install is repeated.
 #   PYTHON=python3.12 ./scripts/demo.sh     makes .venv with another interpreter
 #   NO_LOCK=1 ./scripts/demo.sh             installs requirements.txt, without hashes
 #

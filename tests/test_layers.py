@@ -76,6 +76,16 @@ def test_each_room_says_what_it_holds_and_what_it_may_import():
             assert lines and 2 <= len(lines.splitlines()) <= 5 and "import" in lines, room
 
 
+def test_functions_and_train_py_are_short():
+    assert len((REPO / "train.py").read_text().splitlines()) <= 350
+    for name, file in modules().items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                most = 60 if (name, node.name) == ("train", "main") else 80
+                assert lines <= most, f"{name}.{node.name} has {lines} lines"
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "left_out", [CLUSTER, BENCHMARKS, CLUSTER + BENCHMARKS + CHANGES + CONVERSION]
