@@ -197,9 +197,8 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
     from tracking.console import quieten_libraries
     from tracking.startup import open_plans
 
-    config = parse_with_sources(argv).config
     figures: dict[str, Any] = {"steps": [], "matmul_tflops": matmul_tflops()}
-    config, _, plan, _ = open_plans(config, world_size=1)
+    config, _, plan, _ = open_plans(parse_with_sources(argv).config, world_size=1)
     architecture = load_model_config(config)
     model_flops = count_flops(trained_skeleton(config.model, architecture)[0], architecture)
     steps = [plan.step(k).micro_batches for k in range(config.train.steps)]
@@ -254,7 +253,7 @@ def _train_with_trainer(run: TrainingRun, argv: list[str]) -> dict[str, Any]:
             remove_unused_columns=False,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(
-            load_model_config(config), attn_implementation="sdpa",
+            architecture, attn_implementation="sdpa",
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
         )  # fmt: skip
         trainer = Trainer(
