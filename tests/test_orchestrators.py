@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ import yaml
 from conftest import REPO, determined, environment, free_port, run, wait_until
 from kubeflow_trainer_api import models
 
+from checkpoint.find import checkpoint_problem
 from config.schema import LaunchConfig
-from runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE
+from runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE, UserError
+from scripts import gather_checkpoint
 
 DEPLOY = REPO / "deploy"
 MANIFESTS = [
@@ -291,10 +294,10 @@ def environments_of_pods(kind) -> list[dict[str, str]]:
 
 
 @pytest.mark.launch
-def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_path):
+def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_path, monkeypatch):
     """Each run is interrupted, resumed, and then bit for bit that which was not."""
     config = tiny_config(
-        train__epochs=None, train__steps=100, checkpoint={"every_steps": 10},
+        train__epochs=None, train__steps=60, checkpoint={"every_steps": 10},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
@@ -315,8 +318,19 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
     assert determined(folder) == determined(tmp_path / "whole")
 
-    # SkyPilot: the cloud takes the second node away, SkyPilot the first, and starts two others.
-    bucket, command = tmp_path / "bucket", ["bash", "-c", SKYPILOT["run"]]
+    # SkyPilot: the cloud takes the machines away, and the task starts on two others. The first
+    # start is again of ranks that are quicker, each with its own folder of the bucket as its disk.
+    bucket, home = tmp_path / "bucket", tmp_path / "home"
+    disks = [bucket / f"node_{rank}" for rank in range(SKYPILOT["num_nodes"])]
+    for disk in disks:
+        disk.mkdir(parents=True)
+    (home / "node").mkdir()
+    flags = ("--output_dir", home / "node" / "demo", "--checkpoint.node_local", "true")
+    lost = forks.start(config, *flags, disks=dict.fromkeys(disks, 1), at=home / "node")
+    lost.until((disks[1] / "demo" / "checkpoints" / "step_00000020" / "COMPLETE").exists)
+    for rank in range(2):
+        lost.kill(rank)
+    lost.wait()
     environments = [
         {
             "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "\n".join(hosts.addresses),
@@ -324,18 +338,18 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
         }
         for rank in range(2)
     ]  # fmt: skip
-    nodes = Nodes(hosts, config, bucket, tmp_path / "home")
-    nodes.start(command, environments)
-    checkpoints = [bucket / f"node_{rank}" / "demo" / "checkpoints" for rank in range(2)]
-    nodes.until((checkpoints[1] / "step_00000020" / "COMPLETE").exists)
-    hosts.kill(2)
-    hosts.kill(1)
-    nodes = Nodes(hosts, config, bucket, tmp_path / "home")
-    assert [node.wait(120) for node in nodes.start(command, environments)] == [0, 0], (
-        nodes.log.read_text()
-    )
-    assert re.search(r"resuming from \S+/step_000000\d0: step \d0\n", nodes.log.read_text())
-    assert determined(bucket / "node_0" / "demo") == determined(tmp_path / "whole")
-    assert sorted(path.name for path in checkpoints[0].iterdir()) == sorted(
-        path.name for path in checkpoints[1].iterdir()
-    )
+    nodes = Nodes(hosts, config, bucket, home)
+    started = nodes.start(["bash", "-c", SKYPILOT["run"]], environments)
+    assert [node.wait(120) for node in started] == [0, 0], nodes.log.read_text()
+    assert re.search(r"resuming from \S+/step_000000\d\d: step \d\d\n", nodes.log.read_text())
+    assert determined(disks[0] / "demo") == determined(tmp_path / "whole")
+
+    # The nodes' shards in the bucket become one checkpoint.
+    command = ["gather_checkpoint", "--disks", bucket, "demo", tmp_path / "gathered"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    gather_checkpoint.main()
+    assert checkpoint_problem(tmp_path / "gathered") is None
+    shutil.rmtree(disks[1])
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], str(tmp_path / "other")])
+    with pytest.raises(UserError, match=r"no folder in \S+ has the files of rank 1; are all nodes"):
+        gather_checkpoint.main()
