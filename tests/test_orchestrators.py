@@ -4,6 +4,7 @@ pytest tests/test_orchestrators.py
 """
 
 import copy
+import importlib.util
 import os
 import re
 import secrets
@@ -181,7 +182,8 @@ def test_exit_codes_lead_to_a_restart_or_not():
 
 
 def test_skypilot_accepts_the_task(tmp_path):
-    pytest.importorskip("sky", reason="300 MB: pip install skypilot==0.14.1")
+    if importlib.util.find_spec("sky") is None:
+        pytest.skip("300 MB: pip install skypilot==0.14.1")
     say = (
         "import sky; task = sky.Task.from_yaml('deploy/skypilot.yaml'); print(task.num_nodes,"
         " [r.job_recovery for r in task.resources], [m.mode for m in task.storage_mounts.values()])"
@@ -297,7 +299,7 @@ def environments_of_pods(kind) -> list[dict[str, str]]:
 def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_path, monkeypatch):
     """Each run is interrupted, resumed, and then bit for bit that which was not."""
     config = tiny_config(
-        train__epochs=None, train__steps=60, checkpoint={"every_steps": 10},
+        train__epochs=None, train__steps=50, checkpoint={"every_steps": 10},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
