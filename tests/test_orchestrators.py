@@ -24,7 +24,6 @@ from kubeflow_trainer_api import models
 from checkpoint.find import checkpoint_problem
 from config.schema import LaunchConfig
 from runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE, UserError
-from scripts import gather_checkpoint
 
 DEPLOY = REPO / "deploy"
 MANIFESTS = [
@@ -347,6 +346,8 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     assert determined(disks[0] / "demo") == determined(tmp_path / "whole")
 
     # The nodes' shards in the bucket become one checkpoint.
+    from scripts import gather_checkpoint
+
     command = ["gather_checkpoint", "--disks", bucket, "demo", tmp_path / "gathered"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     gather_checkpoint.main()
