@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,7 +32,8 @@ def forward(noticed: socket.socket) -> None:
         if not ranks:
             os._exit(128 + number)
         for rank in ranks:
-            rank.send_signal(number)
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
 
 
 if __name__ == "__main__":
