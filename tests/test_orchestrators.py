@@ -39,6 +39,7 @@ MODELS = {
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
 JOB_SETS = {"JobSet": JOB_SET["spec"], "TrainingRuntime": RUNTIME["spec"]["template"]["spec"]}
+PET = ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by Trainer
 SKYPILOT = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
 
 
@@ -109,6 +110,8 @@ def test_the_pods_of_both_are_the_same():
     }  # fmt: skip
     pet = [v for v in container_of("JobSet")["env"] if v["name"].startswith("PET_")]
     container["env"] = pet + container["env"]
+    assert {variable["name"] for variable in pet} == {f"PET_{name}" for name in PET}
+    assert TRAIN_JOB["metadata"]["name"] == JOB_SET["metadata"]["name"], "see PET_MASTER_ADDR"
     assert theirs == ours
     assert JOB_SETS["JobSet"]["failurePolicy"] == JOB_SETS["TrainingRuntime"]["failurePolicy"]
     assert RUNTIME["spec"]["mlPolicy"] == {"numNodes": trainer["numNodes"], "torch": {}}
@@ -275,13 +278,13 @@ class Nodes:
             time.sleep(0.01)
 
 
-def environments_of_pods(kind) -> list[dict[str, str]]:
+def environments_of_pods() -> list[dict[str, str]]:
     """The environment of each pod's container, with one rank per pod."""
     secret = {"LAUNCH_SECRET": secrets.token_hex(32)}
     environments = []
     for index in range(job_of("JobSet")["spec"]["completions"]):
         variables = {}
-        for variable in container_of(kind)["env"]:
+        for variable in container_of("JobSet")["env"]:
             source = variable.get("valueFrom", {})
             if "fieldRef" in source:
                 assert "job-completion-index" in source["fieldRef"]["fieldPath"]
@@ -309,11 +312,11 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     disk = tmp_path / "disk"
     nodes = Nodes(hosts, config, disk, tmp_path / "home")
     container = container_of("JobSet")
-    pods = nodes.start([*container["command"], *container["args"]], environments_of_pods("JobSet"))
+    pods = nodes.start([*container["command"], *container["args"]], environments_of_pods())
     folder = disk / "runs" / "demo"
     nodes.until((folder / "checkpoints" / "step_00000010" / "COMPLETE").exists)
     hosts.run(2, "pkill -TERM -f '^[^ ]*python deploy/node.py'")
-    assert [pod.wait(60) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
+    assert [pod.wait(120) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
     assert "preempted, saved: step" in nodes.log.read_text()
     resumed = forks.train(config, "--output_dir", folder, ranks=2)
     assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
@@ -341,7 +344,7 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     ]  # fmt: skip
     nodes = Nodes(hosts, config, bucket, home)
     started = nodes.start(["bash", "-c", SKYPILOT["run"]], environments)
-    assert [node.wait(120) for node in started] == [0, 0], nodes.log.read_text()
+    assert [node.wait(240) for node in started] == [0, 0], nodes.log.read_text()
     assert re.search(r"resuming from \S+/step_000000\d\d: step \d\d\n", nodes.log.read_text())
     assert determined(disks[0] / "demo") == determined(tmp_path / "whole")
 
