@@ -2,11 +2,13 @@
 for scripts/export.py, another world size or another ZeRO stage.
 
     python scripts/gather_checkpoint.py --hostfile hostfile RUN_OR_CHECKPOINT OUT
+    python scripts/gather_checkpoint.py --disks COPIES RUN_OR_CHECKPOINT OUT
 
 RUN_OR_CHECKPOINT is a folder on the hosts: a checkpoint, like runs/mine/checkpoints/step_00000300,
 or a run folder, of which the newest checkpoint is taken that is complete on every host. The files
 are copied by rsync over ssh and checked against the manifests, by size and checksum. The hosts only
-need rsync.
+need rsync. COPIES is a folder here with one for each node, a copy of its disk, in which
+RUN_OR_CHECKPOINT is; deploy/skypilot.yaml keeps such copies in a bucket.
 
 To resume from OUT, set checkpoint.resume to it; on hosts without a shared disk, copy it to each of
 them first: rsync -a OUT/ node-2:OUT/
@@ -48,27 +50,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hostfile", required=True, help="of the run; see hostfile.example")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--hostfile", help="of the run; see hostfile.example")
+    where.add_argument("--disks", type=Path, metavar="COPIES", help="in place of hosts")
     parser.add_argument("--include", default="", metavar="SPEC", help="as for scripts/launch.sh")
     parser.add_argument("--exclude", default="", metavar="SPEC", help="as for scripts/launch.sh")
     parser.add_argument("--ssh_args", default="", metavar="ARGS", help='"-F my_ssh_config"')
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     args = parser.parse_args()
-    hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
+    reach: Reach | Path = args.disks
+    if args.disks is not None:
+        names = sorted((path.name for path in args.disks.glob("*/")), key=lambda n: (len(n), n))
+        if not names:
+            raise UserError(f"--disks {args.disks}: it has to hold one folder for each node")
+    else:
+        hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
+        names = [host.name for host in hosts]
+        reach = Reach(tuple(shlex.split(args.ssh_args)))
+        args.source = args.source.absolute()
     if shutil.which("rsync") is None:
         raise UserError("rsync is not installed here: apt install rsync")
-    reach = Reach(tuple(shlex.split(args.ssh_args)))
     with new_folder(args.out) as draft, TemporaryDirectory() as asked:
-        names = [host.name for host in hosts]
-        chosen = gather(names, reach, args.source.absolute(), Path(asked), draft)
+        chosen = gather(names, reach, args.source, Path(asked), draft)
     print(f"{chosen} -> {args.out}", flush=True)
 
 
-def gather(hosts: Sequence[str], reach: Reach, source: Path, asked: Path, draft: Path) -> Path:
+def gather(
+    hosts: Sequence[str], reach: Reach | Path, source: Path, asked: Path, draft: Path
+) -> Path:
     """Fill `draft`, an empty folder, with the checkpoint that the hosts have at `source`.
 
     Args:
+        reach: how the hosts are reached, or the folder with copies of their disks.
         asked: an empty folder for what the hosts say about their checkpoints.
 
     Returns:
@@ -110,9 +124,11 @@ def gather(hosts: Sequence[str], reach: Reach, source: Path, asked: Path, draft:
         print(f"skipping {problem}", flush=True)
     parts = [found[host][name] for host in hosts]
     if missing := set(parts[0].missing_ranks).difference(*(part.ranks for part in parts)):
+        whose, why = "host of the hostfile", "is it the hostfile of the run?"
+        if isinstance(reach, Path):
+            whose, why = f"folder in {reach}", "are all nodes there?"
         raise UserError(
-            f"{folder / name}: no host of the hostfile has the files of {format_ranks(missing)}; "
-            "is it the hostfile of the run?"
+            f"{folder / name}: no {whose} has the files of {format_ranks(missing)}; {why}"
         )
 
     # 3. Fetch each file from the first host that has it, and check it against its manifest.
@@ -140,17 +156,22 @@ def gather(hosts: Sequence[str], reach: Reach, source: Path, asked: Path, draft:
     return folder / name
 
 
-def rsync(reach: Reach, host: str, there: Path, here: Path, *options: str, stdin: str = "") -> None:
+def rsync(
+    reach: Reach | Path, host: str, there: Path, here: Path, *options: str, stdin: str = ""
+) -> None:
     """Copy the contents of a folder on a host to a folder here.
 
     Raises:
         HostError: names the host and what is wrong there.
         OSError: the folder here cannot be written to.
     """
-    # the user's ssh options take precedence; without keep-alives a broken link is not noticed
-    ssh = [*reach.remote_shell, "-o", f"ServerAliveInterval={ALIVE_SECONDS}"]
-    shell = shlex.join(["sh", "-c", SAY_EXIT_CODE, *ssh])
-    command = ["rsync", "-ts", "-e", shell, *options, f"{host}:{there}/", f"{here}/"]
+    if isinstance(reach, Path):
+        source = [f"{reach.absolute()}/{host}/{there}/"]
+    else:
+        # the user's ssh options take precedence; without keep-alives a broken link is not noticed
+        ssh = [*reach.remote_shell, "-o", f"ServerAliveInterval={ALIVE_SECONDS}"]
+        source = ["-e", shlex.join(["sh", "-c", SAY_EXIT_CODE, *ssh]), f"{host}:{there}/"]
+    command = ["rsync", "-ts", *options, *source, f"{here}/"]
     finished = subprocess.run(
         command, input=stdin, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
     )

@@ -20,7 +20,14 @@ sys.path.insert(0, str(REPO))
 os.environ["STARTED_BY"] = str(os.getpid())
 
 
-MAKE_HOSTS = {"test_launch", "test_node_local", "test_preflight", "test_scaling", "test_slurm"}
+MAKE_HOSTS = {
+    "test_launch",
+    "test_node_local",
+    "test_orchestrators",
+    "test_preflight",
+    "test_scaling",
+    "test_slurm",
+}
 """Tests that create hosts never run two at a time: network namespaces and daemons have global
 names."""
 

@@ -25,7 +25,12 @@ CLUSTER = (
 )  # fmt: skip
 BENCHMARKS = ("benchmarks", "tests/test_benchmark_plan.py", "tests/test_gpu.py")
 CHANGES = ("docs/changes", "tests/test_changes.py")
+DEPLOY = (
+    "deploy", "docs/orchestrators.md", "docs/containers.md",
+    "tests/test_orchestrators.py", "tests/test_container.py",
+)  # fmt: skip
 CONVERSION = ("checkpoint/convert.py",)
+EVERYTHING = CLUSTER + BENCHMARKS + CHANGES + DEPLOY + CONVERSION
 
 
 def modules() -> dict[str, Path]:
@@ -87,9 +92,7 @@ def test_functions_and_train_py_are_short():
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "left_out", [CLUSTER, BENCHMARKS, CLUSTER + BENCHMARKS + CHANGES + CONVERSION]
-)
+@pytest.mark.parametrize("left_out", [CLUSTER, BENCHMARKS, EVERYTHING])
 def test_a_copy_without_some_rooms_trains_and_resumes(tiny_config, tmp_path, left_out):
     copy = tmp_path / "copy"
     names = ["ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -114,7 +117,7 @@ def test_a_copy_without_some_rooms_trains_and_resumes(tiny_config, tmp_path, lef
         resumed = server.train(config, ranks=2)
         assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
         assert [line["step"] for line in read_metrics(run_folder)] == [1, 2, 3]
-        if left_out[-1:] == CONVERSION:
+        if left_out == EVERYTHING:
             refused = server.train(config, ranks=1)
             assert refused.code == 2 and len(refused.errors) == 1, refused.output
             assert "this copy has no checkpoint/convert.py: resume with" in refused.errors[0]

@@ -11,6 +11,7 @@ from conftest import REPO, environment
 
 FOLDERS = (
     "runtime|config|data|model|checkpoint|tracking|scripts|tests|recipes|ds_configs|cluster|docs"
+    "|deploy"
 )
 SECTIONS = "model|data|train|eval|guard|checkpoint|tracking|distributed|launch|profile"
 README = (REPO / "README.md").read_text()
