@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from conftest import REPO, strategy, write_rows
 from huggingface_hub import ModelCard
+from row_formats import mix_of_formats
 from test_layers import imports_of, modules
-from test_row_proof import mix_of_formats
 
 from checkpoint.manifest import read_manifest
 from checkpoint.model_card import model_card
