@@ -23,8 +23,8 @@ LAYERS = (
 
 def removable_rooms() -> dict[str, tuple[str, ...]]:
     """The table in CONTRIBUTING.md: what a copy can do without -> its files and folders."""
-    text = (REPO / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]+ \|$", text.split("| without |")[1], re.M)
+    table = (REPO / "CONTRIBUTING.md").read_text().split("| without |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
     return {room: tuple(re.findall(r"`([^`]+)`", paths)) for room, paths in rows if "`" in paths}
 
 
