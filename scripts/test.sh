@@ -8,5 +8,5 @@ source scripts/setup.sh
 export WANDB_MODE=offline
 ruff check .
 ruff format --check .
-# three on two cores: launchers and hosts wait a fifth of the time
-python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# four on two cores: launchers and hosts wait much of the time
+python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"

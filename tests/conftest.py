@@ -194,14 +194,22 @@ class ForkServer:
         """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`.
         `log`: a terminal's name, instead of a file.
         """
-        self.runs += 1
+        nodes = {}
         if disks:
-            ranks, disks = sum(disks.values()), {str(disk): n for disk, n in disks.items()}
+            ranks, nodes["disks"] = sum(disks.values()), {str(k): n for k, n in disks.items()}
+            nodes["at"] = str(at)
+        return self._start(module, ["--config", config, *flags], ranks, log, variables, **nodes)
+
+    def script(self, path, *args, **variables) -> Finished:
+        """Run a script like `python PATH ARGS`, but with its imports already done."""
+        return self._start(path, args, 1, None, variables).wait()
+
+    def _start(self, module, argv, ranks, log, variables, **nodes) -> Forked:
+        self.runs += 1
         log = Path(log) if log else self.folder / f"log_{self.runs}"
         request = {
-            "argv": ["--config", str(config), *map(str, flags)], "ranks": ranks,
-            "log": str(log), "port": free_port(), "environment": variables,
-            "module": module, "disks": disks, "at": str(at),
+            "argv": list(map(str, argv)), "ranks": ranks, "log": str(log), "port": free_port(),
+            "environment": variables, "module": str(module), **nodes,
         }  # fmt: skip
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])

@@ -7,6 +7,7 @@ Reads requests from standard input and writes answers to standard output, as one
     {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}, "module": "train"}
         -> {"pids": [...]}; the module's main is called like train.py's. With "at": FOLDER and
         "disks": {"/disk_1": 2, ...} 2 ranks run on node-1, where FOLDER shows disk_1.
+        "module" may be the path of a script instead, which is run as by `python SCRIPT ARGV`.
     {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
 """
 
@@ -15,8 +16,10 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -62,6 +65,10 @@ def rank(request: dict, number: int) -> None:
     os.setsid()
     ranks = str(request["ranks"])
     os.environ.update(request["environment"])
+    if request["module"].endswith(".py"):
+        sys.argv = [request["module"], *request["argv"]]
+        runpy.run_path(request["module"], run_name="__main__")
+        return
     os.environ.update(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
         MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
@@ -94,6 +101,8 @@ def serve() -> None:
                         code = 0
                     except SystemExit as end:
                         code = end.code or 0
+                    except BaseException:
+                        traceback.print_exc()
                     finally:
                         sys.stdout.flush()
                         sys.stderr.flush()

@@ -13,10 +13,6 @@ from conftest import REPO, read_metrics, run, write_rows
 from runtime.errors import UserError
 
 
-def script(name, *args):
-    return run([sys.executable, REPO / "scripts" / name, *args])
-
-
 @pytest.fixture
 def call(monkeypatch):
     """A script's main, called in this process since torch takes seconds to import."""
@@ -34,7 +30,7 @@ def test_ranks_with_different_plans_are_refused(forks, tiny_config):
     assert finished.code == 2 and "error: the data plan of rank 1 (b on " in finished.output
 
 
-def test_inspect_data_tells_and_draws(tiny_config, tmp_path, chat_rows):
+def test_inspect_data_tells_and_draws(forks, tiny_config, tmp_path, chat_rows):
     plot, page = tmp_path / "out.png", tmp_path / "out.html"
     row = {"messages": [
         {"role": "user", "content": "<b>bold</b> \033[31m"},
@@ -44,8 +40,11 @@ def test_inspect_data_tells_and_draws(tiny_config, tmp_path, chat_rows):
     ]}  # fmt: skip
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     config = tiny_config(data__train_sources=[str(rows)])
-    finished = script("inspect_data.py", "--config", config, "--plot", plot, "--html", page,
-                      "--ranks", "2,4,64", "--color", "always")  # fmt: skip
+    inspect = "scripts/inspect_data.py"
+    finished = forks.script(
+        inspect, "--config", config, "--plot", plot, "--html", page, "--ranks", "2,4,64",
+        "--color", "always",
+    )  # fmt: skip
     assert finished.code == 0, finished.output
     assert "examples              70, of 70 rows read from" in finished.output
     assert "held-out examples" in finished.output and "99.9%: " in finished.output
@@ -61,7 +60,7 @@ def test_inspect_data_tells_and_draws(tiny_config, tmp_path, chat_rows):
     assert "http" not in written and "src=" not in written, "the page needs no other file"
     assert "64  too many ranks: a step has fewer examples" in finished.output
     assert plot.read_bytes().startswith(b"\x89PNG")
-    plain = script("inspect_data.py", "--config", config, "--ranks", "2")
+    plain = forks.script(inspect, "--config", config, "--ranks", "2")
     assert "<|assistant|>[[1 < 2 & 3]]{{<|end|>}}<|user|>" in plain.output
     assert "\033[" not in plain.output
 
@@ -92,7 +91,8 @@ def test_mistakes_are_one_line(call, tiny_config, args):
 
 @pytest.mark.parametrize("args", list(MISTAKES)[::4])
 def test_a_mistake_exits_2(tiny_config, args):
-    finished = script(*args, "--config", tiny_config())
+    name, *rest = args
+    finished = run([sys.executable, REPO / "scripts" / name, *rest, "--config", tiny_config()])
     assert finished.code == 2, finished.output
     assert len(finished.errors) == 1 and MISTAKES[args] in finished.errors[0]
 

@@ -282,10 +282,10 @@ def test_generate_stops_at_the_end_mark_that_was_trained(
     )
     said = model.generate(**asked, max_new_tokens=40)[0, asked["input_ids"].shape[1] :].tolist()
     assert said[-1] == stop and tokenizer.decode(said, skip_special_tokens=True) == "yes"
-    answers = run([sys.executable, "scripts/exact_match.py", out, file])
+    answers = forks.script("scripts/exact_match.py", out, file)
     assert "exact match: 4 of 4 = 100.0%" in answers.output and "did not end" not in answers.output
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    answers = run([sys.executable, "scripts/exact_match.py", out, file])
+    answers = forks.script("scripts/exact_match.py", out, file)
     assert "exact match: 0 of 4" in answers.output, answers.output
     assert (
         f"4 answers did not end (eos_token_id of generation_config.json: {end})" in answers.output
@@ -365,13 +365,13 @@ def test_a_bad_size_and_a_write_that_fails_leave_nothing(trained, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-def test_a_disk_without_room_is_not_begun_on(trained, tmp_path):
+def test_a_disk_without_room_is_not_begun_on(forks, trained, tmp_path):
     checkpoint, _ = trained("llama", "zero2", ranks=1)
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], check=True)
     try:
-        finished = run([sys.executable, "scripts/export.py", checkpoint, disk / "hf"])
+        finished = forks.script("scripts/export.py", checkpoint, disk / "hf")
         assert finished.code == 2
         line = finished.errors[0]
         assert f"cannot write {disk}/hf: it needs" in line and "bytes, the disk has" in line

@@ -16,8 +16,8 @@ from runtime.preemption import ONE_SIGNAL_SECONDS
 
 @pytest.fixture
 def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
-    """Evaluations take a second, so that a signal can arrive during one."""
-    many = write_rows(tmp_path / "many.jsonl", chat_rows * 15)
+    """Evaluations take half a second, so that a signal can arrive during one."""
+    many = write_rows(tmp_path / "many.jsonl", chat_rows * 6)
     return tiny_config(
         model=tiny_model_with_dropout, data__eval_sources=[str(many)],
         train__epochs=None, train__steps=12, eval__every_steps=6,

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import REPO, run, write_rows
+from conftest import REPO, write_rows
 
 from runtime.errors import UserError
 
@@ -15,14 +15,12 @@ sys.path.insert(0, str(REPO / "scripts"))
 import prove
 
 
-def script(*args):
-    return run([sys.executable, REPO / "scripts" / "prove.py", *args])
-
-
-def test_prove_epoch_on_two_world_sizes(tiny_config):
+def test_prove_epoch_on_two_world_sizes(forks, tiny_config):
     flags = ["--data.batching", "packed", "--data.window", "2"]
-    finished = script("epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
-                      "--cut", "0.5", *flags)  # fmt: skip
+    finished = forks.script(
+        "scripts/prove.py", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
+        "--cut", "0.5", *flags,
+    )  # fmt: skip
     assert finished.code == 0, finished.output
     lines = finished.output.splitlines()
     assert lines[-1] == "proved"
@@ -30,12 +28,12 @@ def test_prove_epoch_on_two_world_sizes(tiny_config):
     assert "the same examples in 6 of 6 steps on 3 and 5" in finished.output
 
 
-def test_prove_epoch_of_a_mix(tiny_config, tmp_path, chat_rows):
+def test_prove_epoch_of_a_mix(forks, tiny_config, tmp_path, chat_rows):
     small = write_rows(tmp_path / "small.jsonl", chat_rows[:9])
     sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 3},
                {"path": str(small), "weight": 1}]  # fmt: skip
-    finished = script("epoch", "--epoch", "3", "--config",
-                      tiny_config(data__train_sources=sources))  # fmt: skip
+    config = tiny_config(data__train_sources=sources)
+    finished = forks.script("scripts/prove.py", "epoch", "--epoch", "3", "--config", config)
     assert finished.code == 0, finished.output
     assert "train.jsonl: 27 of 27 examples due" in finished.output
     assert "small.jsonl: 9 of 9 examples due" in finished.output
