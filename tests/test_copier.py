@@ -138,9 +138,10 @@ def check_readme(template: Path, out: Path) -> None:
     """Each command and each file that it names exists in the copy."""
     text = (out / "README.md").read_text()
     blocks = "\n".join(re.findall(r"```(?:bash|console)\n(.*?)```", text, re.DOTALL))
-    named = re.findall(r"(?<![\w/.-])(?:scripts|recipes|docs|benchmarks)/[\w./-]+", blocks)
+    paths = rf"(?:{FOLDERS}|benchmarks)/[\w./-]*"
+    named = re.findall(rf"(?<![\w/.-]){paths}", blocks)
     assert f"recipes/{out.name}.yaml" in named and len(named) > 8
-    named += re.findall(rf"`((?:{FOLDERS}|benchmarks)/[\w./-]*|[A-Z]+\.md)", text)
+    named += re.findall(rf"`({paths}|[A-Z]+\.md)", text)
     for name in set(named) - {"recipes/mine.yaml"}:  # made by a command
         is_in_every_copy = not (template / name).exists() and (REPO / name).exists()
         assert (out / name).exists() or is_in_every_copy, name
@@ -221,6 +222,8 @@ def test_least_gpus_is_what_the_estimate_says(name):
     stages = ("zero2" if own == "zero3" else own, "zero3")
     architecture = memory.load_shape(config)
     skeleton, counts = trained_skeleton(config.model, architecture)
+    parameters = list(skeleton.parameters())  # to find them takes most of an estimate's time
+    skeleton.parameters = lambda: iter(parameters)
 
     def fits(ds_config: str, precision: str, ranks: int, gpu_memory_gb: int) -> bool:
         changed = replace(

@@ -30,7 +30,7 @@ def removable_rooms() -> dict[str, tuple[str, ...]]:
 
 def is_in(name: str, paths: Iterable[str]) -> bool:
     """Whether a file is one of `paths`, which may have wildcards, or in a folder of them."""
-    return any(fnmatch(name, path) or name.startswith(path) for path in paths)
+    return any(fnmatch(name, path) or f"{name}/".startswith(path) for path in paths)
 
 
 ROOMS = removable_rooms()
