@@ -426,7 +426,7 @@ class TrackingConfig:
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
     """offline writes a folder that `wandb sync` uploads later."""
-    project: str = "deepspeed-zero-template"
+    project: str = "deepspeed-zero"
     """W&B project."""
     entity: str | None = None
     """W&B team or user."""

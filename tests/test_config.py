@@ -550,7 +550,8 @@ def test_offload_without_a_compiler_is_refused_before_it_fails(tiny_config, monk
 
 
 def test_every_shipped_recipe_parses():
-    recipes = sorted((REPO / "recipes").glob("*.yaml"))
+    table = (REPO / "recipes" / "README.md").read_text()
+    recipes = [f for f in (REPO / "recipes").glob("*.yaml") if f"`{f.name}`" in table]
     for recipe in recipes:
         text = yaml.safe_load(recipe.read_text())
         flags = []

@@ -7,6 +7,7 @@ import sys
 import datasets
 import pytest
 from conftest import REPO, SAMPLE, write_rows
+from row_formats import TWO_TURNS, mix_of_formats
 from transformers import AutoTokenizer
 
 from data.supervision import Ends, check_turns, segments, turns_of
@@ -14,12 +15,6 @@ from data.supervision import Ends, check_turns, segments, turns_of
 sys.path.insert(0, str(REPO / "scripts"))
 import prove
 
-TWO_TURNS = [
-    {"role": "user", "content": "What is 1+1?"},
-    {"role": "assistant", "content": "It is 2."},
-    {"role": "user", "content": "And 2+2?"},
-    {"role": "assistant", "content": "It is 4."},
-]
 TEXT = (
     "<|user|>What is 1+1?<|end|><|assistant|>It is 2.<|end|>"
     "<|user|>And 2+2?<|end|><|assistant|>It is 4.<|end|>"
@@ -37,16 +32,6 @@ def proof(monkeypatch, capsys):
         return ended.value.code, capsys.readouterr().out
 
     return run
-
-
-def mix_of_formats(tmp_path, chat_rows):
-    """Sources of chat, prompt-completion, instruction and text rows."""
-    chat = [{"id": f"row {i}", **row} for i, row in enumerate(chat_rows[:9])]
-    chat.append({"messages": TWO_TURNS})
-    pairs = [{"prompt": f"{i}+1? ", "completion": f"{i + 1}\n"} for i in range(6)]
-    tasks = [{"instruction": "Add", "input": f"{i} and 1", "output": "ok"} for i in range(6)]
-    files = {"chat": chat, "pairs": pairs, "tasks": tasks, "text": [{"text": "one two"}] * 3}
-    return [str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
 
 
 @pytest.mark.parametrize("settings", [

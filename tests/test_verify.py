@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard
 from local_hub import LocalHub
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+from row_formats import mix_of_formats
 from test_layers import imports_of, modules
-from test_row_proof import mix_of_formats
 
 from checkpoint.manifest import read_manifest
 from checkpoint.model_card import About, model_card
