@@ -7,13 +7,15 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import determined, logged, read_metrics
+from conftest import REPO, determined, free_port, logged, read_metrics
 
 from checkpoint.after_save import SHOWN_CHARACTERS, AfterSave
 from checkpoint.find import checkpoint_problem
@@ -284,3 +286,48 @@ def test_each_node_copies_its_own_part(forks, tiny_config, tmp_path):
     again = forks.train(config, "--checkpoint.verify", "checksums", **where)
     assert again.code == 0, again.output
     assert f"resuming from {step(at, 3)}: step 3" in again.output
+
+
+@pytest.mark.skipif(
+    not (shutil.which("rclone") and shutil.which("moto_server")),
+    reason="needs an S3 server: apt install rclone, pip install 'moto[server]'",
+)
+def test_an_object_store_with_the_documented_commands(forks, tiny_config, tmp_path):
+    text = (REPO / "docs" / "checkpoints.md").read_text()
+    command = re.search(r"^  after_save: (.*)$", text, re.MULTILINE)[1]
+    fetch = re.search(r"^\$ (rclone copy .*) runs/mine/checkpoints$", text, re.MULTILINE)[1]
+    port = free_port()
+    remote = {
+        "TYPE": "s3", "PROVIDER": "Other", "ENDPOINT": f"http://127.0.0.1:{port}",
+        "ACCESS_KEY_ID": "none", "SECRET_ACCESS_KEY": "none", "FORCE_PATH_STYLE": "true",
+    }  # fmt: skip
+    variables = {f"RCLONE_CONFIG_REMOTE_{name}": value for name, value in remote.items()}
+    variables["AWS_CA_BUNDLE"] = ""  # which rclone 1.60 cannot use
+    config = tiny_config(
+        train__epochs=None, train__steps=2, eval__at_start=False,
+        checkpoint={"every_steps": 1, "after_save": command},
+    )  # fmt: skip
+    server = subprocess.Popen(
+        ["moto_server", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: can_connect(int(port)))
+        first = forks.train(config, **variables)
+        assert first.code == 0 and "failed" not in first.output, first.output
+        shutil.rmtree(tmp_path / "run")
+        fetch += f" {tmp_path / 'run' / 'checkpoints'}"
+        fetched = subprocess.run(fetch, shell=True, env={**os.environ, **variables})
+        assert fetched.returncode == 0
+    finally:
+        server.kill()
+        server.wait()
+    flags = "--checkpoint.verify", "checksums", "--checkpoint.after_save", "null"
+    again = forks.train(config, "--train.steps", 3, *flags)
+    assert again.code == 0, again.output
+    assert f"resuming from {step(tmp_path / 'run', 2)}: step 2" in again.output
+
+
+def can_connect(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
