@@ -36,12 +36,14 @@ class AfterSave:
         self._config, self._nodes, self._preemption = config, nodes, nodes.ranks.stop
         self._lock = threading.Lock()
         self._checkpoints: list[Path] = []  # the one that the command runs for, the waiting one
+        self._interrupted: Path | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def is_running(self) -> bool:
-        return bool(self._checkpoints)
+        """Whether the command runs, or would with start_again."""
+        return bool(self._checkpoints) or self._interrupted is not None
 
     def start(self, checkpoint: Path) -> list[str]:
         """Run the command for `checkpoint`, in its turn.
@@ -56,11 +58,19 @@ class AfterSave:
                     f"checkpoint.after_save is not run for {left_out.name}: it still runs for "
                     f"{self._checkpoints[0].name}, and {checkpoint.name} is newer"
                 )
+            self._interrupted = None
             self._checkpoints.append(checkpoint)
             if len(self._checkpoints) == 1:
                 self._thread = threading.Thread(target=self._work, name="after-save", daemon=True)
                 self._thread.start()
             return [path.name for path in self._checkpoints]
+
+    def start_again(self) -> None:
+        """Run the command again for the newest checkpoint if it failed when the run was preempted:
+        launchers and SLURM signal all processes of a rank, this command too.
+        """
+        if self._interrupted is not None:
+            self.start(self._interrupted)
 
     def stop(self) -> None:
         """Stop the command, and wait for its end, some seconds at most."""
@@ -72,18 +82,17 @@ class AfterSave:
         while True:
             checkpoint, signal_before = self._checkpoints[0], self._preemption.signal
             problem = self._run(checkpoint)
-            # launchers and SLURM signal all processes of a rank, this command too
-            is_preempted = self._preemption.signal != signal_before
-            if problem and is_preempted and len(self._checkpoints) == 1:
-                problem = self._run(checkpoint)
             if problem:
                 self._warn(
                     f"{checkpoint.name} is complete, but checkpoint.after_save failed: {problem}"
                 )
             with self._lock:
                 self._checkpoints.pop(0)
-                if not self._checkpoints:
-                    return
+                if self._checkpoints:
+                    continue
+                if problem and self._preemption.signal != signal_before:
+                    self._interrupted = checkpoint
+                return
 
     def _warn(self, line: str) -> None:
         here = self._nodes.label(self._nodes.here)

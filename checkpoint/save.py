@@ -316,6 +316,7 @@ class Saver:
         """
         said = False
         while True:
+            self._after_save.start_again()
             mine = [self._after_save.is_running, self.ranks.stop.seconds_left]
             of_ranks = self.nodes.gather(mine)
             if not any(is_running for is_running, _ in of_ranks):

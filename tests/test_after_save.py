@@ -137,15 +137,20 @@ def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_command_that_shares_the_signal_of_a_preempted_run_is_run_again(after_save, tmp_path):
+def test_a_command_that_got_the_signal_of_a_preempted_run_is_run_again(after_save, tmp_path):
     ran = tmp_path / "ran"
     command = after_save(f"echo $$ >> {ran}; [ $(wc -l < {ran}) = 2 ] || sleep 100")
     command.start(step(tmp_path, 1))
     until(lambda: ran.exists() and ran.read_text().endswith("\n"))
     command._preemption.signal = signal.SIGTERM  # as PreemptionHandler does
     os.kill(int(ran.read_text()), signal.SIGTERM)
+    until(lambda: command._interrupted)
+    assert command.is_running, "so that the end of the run does not miss it"
+    command.start_again()
     until(lambda: not command.is_running)
     assert len(ran.read_text().split()) == 2
+    command.start_again()
+    assert not command.is_running, "once"
 
 
 def test_it_is_not_run_for_a_folder_that_another_run_has_taken_over(after_save, tmp_path, capsys):
