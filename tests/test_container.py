@@ -5,7 +5,9 @@ CONTAINER_BASE=debian:12 pytest tests/test_container.py    also builds it, which
 
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -135,3 +137,55 @@ def test_ssh_on_a_port_of_its_own_with_the_image_s_environment(keys):
     finally:
         sshd.terminate()
         sshd.wait()
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    "CONTAINER_BASE" not in os.environ,
+    reason="takes 10 minutes: set CONTAINER_BASE, to debian:12 for example",
+)
+def test_the_built_image_runs_the_demo_and_ssh_lands_in_it(keys):
+    """With buildah's usual storage. CONTAINER_BUILD_ARGS: more arguments of `buildah bud`, such as
+    --build-arg TORCH_INDEX=... or --secret id=pip_conf,src=...
+    """
+    arguments = shlex.split(os.environ.get("CONTAINER_BUILD_ARGS", ""))
+    base = f"BASE={os.environ['CONTAINER_BASE']}"
+    isolation = "--isolation", "chroot"  # works where there is no systemd, as in containers
+    subprocess.run(
+        ["buildah", "bud", *isolation, "-f", DOCKERFILE, "-t", "tried", "--build-arg", base,
+         *arguments, REPO], check=True,
+    )  # fmt: skip
+    made = subprocess.run(["buildah", "from", "localhost/tried"], capture_output=True, text=True)
+    name, port = made.stdout.strip(), free_port()
+    run = ["buildah", "run", *isolation]
+
+    def inside(*arguments):
+        return subprocess.run([*run, *arguments], capture_output=True, text=True)
+
+    try:
+        commands = "id -un; ls /etc/ssh /etc/pip.conf; ./scripts/demo.sh --train.steps 110"
+        demo = inside(name, "--", "bash", "-c", commands)
+        assert demo.returncode == 0, demo.stdout + demo.stderr
+        assert demo.stdout.startswith("trainer\n") and "ssh_host" not in demo.stdout
+        assert "cannot access '/etc/pip.conf'" in demo.stderr
+        assert re.search(r"^  checkpoint +runs/demo_\S+/step_00000110$", demo.stdout, re.MULTILINE)
+
+        number = int(re.search(r"^ARG USER_ID=(\d+)", DOCKERFILE.read_text(), re.MULTILINE)[1])
+        for path in (keys, *keys.iterdir()):
+            os.chown(path, number, number)
+        mount = "-v", f"{keys}:/home/trainer/.ssh:ro"
+        sshd = subprocess.Popen(
+            [*run, *mount, "--env", f"SSH_PORT={port}", name, "deploy/sshd.sh"],
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert f"port {port}" in sshd.stderr.readline()
+            ssh = "ssh", "-o", "BatchMode=yes", "-p", port, "localhost"
+            entered = inside(*mount, name, "--", *ssh, "id -un; command -v python")
+            assert entered.stdout == "trainer\n/workspace/.venv/bin/python\n", entered
+        finally:
+            os.killpg(sshd.pid, signal.SIGKILL)
+            sshd.wait()
+    finally:
+        subprocess.run(["buildah", "rm", name], check=True, stdout=subprocess.DEVNULL)
