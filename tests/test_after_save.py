@@ -18,7 +18,7 @@ import pytest
 from conftest import REPO, determined, free_port, logged, read_metrics
 
 from checkpoint.after_save import SHOWN_CHARACTERS, AfterSave
-from checkpoint.find import checkpoint_problem
+from checkpoint.find import checkpoint_problem, inspect_checkpoint
 from checkpoint.lock import RunLock
 from checkpoint.nodes import Nodes
 from config.parse import parse_command_line
@@ -195,7 +195,7 @@ def test_a_run_whose_machine_is_lost_continues_from_the_copies(
     elsewhere.mkdir()
     command = (  # that of step 4 is killed when it has copied COMPLETE and most files
         """[ $STEP != 1 ] || until grep -q '"save".* "step": 4,' "$OUTPUT_DIR"/metrics.jsonl; do """
-        f"sleep .1; done; [ $STEP != 4 ] || {{ {RSYNC} --exclude rank_00001.pt {elsewhere}; "
+        f"sleep .1; done; [ $STEP != 4 ] || {{ {RSYNC} --exclude rank_00000.pt {elsewhere}; "
         f"kill -9 $$; }}; {RSYNC} {elsewhere}"
     )
     config = tiny_config(
@@ -204,9 +204,9 @@ def test_a_run_whose_machine_is_lost_continues_from_the_copies(
                     "after_save_timeout_seconds": 60},
     )  # fmt: skip
     plain = "--checkpoint.after_save", "null"
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", *plain, ranks=2)
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", *plain)
     assert whole.code == 0, whole.output
-    first = forks.train(config, "--train.steps", 4, ranks=2)
+    first = forks.train(config, "--train.steps", 4)
     assert first.code == 0, first.output
     folder = tmp_path / "run"
     assert "waiting for checkpoint.after_save" in first.output
@@ -226,9 +226,9 @@ def test_a_run_whose_machine_is_lost_continues_from_the_copies(
         ["rsync", "-a", "--mkpath", f"{elsewhere}/", folder / "checkpoints/"], check=True
     )
     flags = "--checkpoint.verify", "checksums", *plain
-    again = forks.train(config, *flags, ranks=2)
+    again = forks.train(config, *flags)
     assert again.code == 0, again.output
-    assert re.search(r"skipping .*step_00000004: \S+rank_00001.pt is missing", again.output)
+    assert re.search(r"skipping .*step_00000004: \S+rank_00000.pt is missing", again.output)
     assert f"resuming from {step(folder, 1)}: step 1" in again.output
     assert determined(folder) == determined(tmp_path / "whole")[1:]
 
@@ -266,31 +266,30 @@ def test_a_preempted_run_waits_as_long_as_it_may(forks, tiny_config, tmp_path):
 @NEEDS_RSYNC
 @pytest.mark.launch
 def test_each_node_copies_its_own_part(forks, tiny_config, tmp_path):
-    """And gets it back. A checkpoint is kept on all nodes while one of them copies it."""
+    """A checkpoint is kept on all nodes while one of them copies it."""
     at, disks, there = tmp_path / "run", [tmp_path / "disk_1", tmp_path / "disk_2"], tmp_path / "to"
     for folder in (at, *disks, there / "0", there / "1"):
         folder.mkdir(parents=True)
     slow = '[ $NODE_RANK$STEP != 11 ] || until [ -e "$OUTPUT_DIR"/go ]; do sleep .1; done'
     config = tiny_config(
-        train__epochs=None, train__steps=4, eval__at_start=False,
+        train__epochs=None, train__steps=3, eval__at_start=False,
         checkpoint={"every_steps": 1, "keep_last": 1, "node_local": True,
                     "after_save": f"{slow}; {RSYNC} {there}/$NODE_RANK",
                     "after_save_timeout_seconds": 60},
     )  # fmt: skip
     where = {"at": at, "disks": {disk: 1 for disk in disks}}
-    run = forks.start(config, "--train.steps", 3, **where)
+    run = forks.start(config, **where)
     run.until(lambda: "waiting for checkpoint.after_save" in run.log.read_text())
     names = [sorted(path.name for path in (disk / "checkpoints").iterdir()) for disk in disks]
     assert names == [["step_00000001", "step_00000003"]] * 2
     (disks[1] / "go").touch()
     finished = run.wait()
     assert finished.code == 0 and "failed" not in finished.output, finished.output
-    for disk, copies in zip(disks, (there / "0", there / "1"), strict=True):
-        shutil.rmtree(disk / "checkpoints")
-        subprocess.run(["rsync", "-a", "--mkpath", f"{copies}/", disk / "checkpoints/"], check=True)
-    again = forks.train(config, "--checkpoint.verify", "checksums", **where)
-    assert again.code == 0, again.output
-    assert f"resuming from {step(at, 3)}: step 3" in again.output
+    parts = [
+        inspect_checkpoint(there / str(node) / "step_00000003", checksums=True) for node in (0, 1)
+    ]
+    assert [(part.problem, sorted(part.ranks)) for part in parts] == [(None, [0]), (None, [1])]
+    assert parts[0].save_id == parts[1].save_id
 
 
 @pytest.mark.skipif(
