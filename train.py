@@ -169,6 +169,7 @@ def train_to_the_end(run: Run, progress: Progress) -> int:
             progress, is_finished = train(run, progress)
         exit_code = 0 if is_finished else EXIT_PREEMPTED
     finally:
+        run.saver.stop()
         run.metrics.close(exit_code)
     if run.ranks.is_first:
         preempted = "preempted, saved" if progress.step else "preempted, nothing to save yet"

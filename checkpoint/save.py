@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from checkpoint.after_save import ENDING_SECONDS, AfterSave
 from checkpoint.copies import TensorCopies, tensor_bytes
 from checkpoint.files import write_measured
 from checkpoint.find import (
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+WAIT_SECONDS = 0.5  # between two looks at whether checkpoint.after_save has ended
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
@@ -82,8 +84,8 @@ class SaveError(UserError):
 class Saver:
     """Writes checkpoints of one run into its output folder on every node, and removes old ones.
 
-    Every method is called by all ranks together. Nothing is written or removed once the folder's
-    lock is lost.
+    Every method but stop() is called by all ranks together. Nothing is written or removed once the
+    folder's lock is lost.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Saver:
         self.nodes, self.ranks = nodes, nodes.ranks
         self.folder = checkpoints_folder(nodes.lock.folder)
         self.config, self.resumed_from = config, resumed_from
+        self._after_save = AfterSave(config, nodes)
         self._copies = TensorCopies()
         engine.basic_optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
         self.waited_seconds = 0.0
@@ -168,19 +171,26 @@ class Saver:
             self._on_each_node(lambda: self._seal(draft, state, save_id, files))
             # all nodes have written theirs; the checkpoint is usable once all have renamed it
             self._on_each_node(lambda: self._publish(draft, state))
+            in_use = self._start_command(state)
             found = survey(self.folder, self._on_each_node)
-            self._on_each_node(lambda: self._rotate(state, found))
+            self._on_each_node(lambda: self._rotate(state, found, in_use))
         except UserError as error:
             self._give_up(draft, state, str(error))
 
     def close(self) -> None:
-        """finish(), and wait until old checkpoints are removed.
+        """finish(), and wait until old checkpoints are removed and checkpoint.after_save has ended.
 
         Raises:
             SaveError: as save().
         """
         self.finish()
         self._wait_for_removal()
+        if self.config.after_save is not None:
+            self._wait_for_command()
+
+    def stop(self) -> None:
+        """Stop the command of checkpoint.after_save on this rank."""
+        self._after_save.stop()
 
     # The steps of a save
 
@@ -289,14 +299,48 @@ class Saver:
         os.replace(draft, target)
         sync_folder(self.folder)
 
+    def _start_command(self, state: TrainerState) -> set[str]:
+        """Run checkpoint.after_save, if there is one, on each node.
+
+        Returns:
+            The names of the checkpoints that it uses now on any node.
+        """
+        if self.config.after_save is None:
+            return set()
+        checkpoint = self.folder / checkpoint_name(state.progress.step)
+        return set().union(*self._on_each_node(lambda: self._after_save.start(checkpoint)).values())
+
+    def _wait_for_command(self) -> None:
+        """Wait until checkpoint.after_save has ended on all nodes; in a preempted run only as long
+        as there is time. All ranks wait, since launchers expect them to end together.
+        """
+        said = False
+        while True:
+            self._after_save.start_again()
+            mine = [self._after_save.is_running, self.ranks.stop.seconds_left]
+            of_ranks = self.nodes.gather(mine)
+            if not any(is_running for is_running, _ in of_ranks):
+                return
+            if min(seconds_left for _, seconds_left in of_ranks) < ENDING_SECONDS:
+                self.stop()
+                return
+            if self.ranks.is_first and not said:
+                print("waiting for checkpoint.after_save", flush=True)
+                said = True
+            time.sleep(WAIT_SECONDS)
+
     def _rotate(
-        self, state: TrainerState, found: Mapping[str, Mapping[str, "NodeCheckpoint"]]
+        self,
+        state: TrainerState,
+        found: Mapping[str, Mapping[str, "NodeCheckpoint"]],
+        in_use: set[str],
     ) -> None:
         """Remove the checkpoints that checkpoint.keep_last, keep_every_steps and keep_best do not
         keep, and older ones that a crash has left on some nodes only.
 
         Args:
             found: the survey of every node, so that all nodes decide the same.
+            in_use: names of checkpoints that are kept for now.
         """
         config, names = self.config, sorted(found[self.nodes.here])
         usable = [name for name in names if joint_problem(node_checkpoints(found, name)) is None]
@@ -305,7 +349,8 @@ class Saver:
         values = {name: states[name].measured(metric) for name in usable}
         scored = [name for name in usable if values[name] is not None]
         best = sorted(scored, key=lambda name: cost(metric, values[name]))[: config.keep_best]
-        kept = {checkpoint_name(state.progress.step), *usable[-config.keep_last :], *best}
+        newest = usable[-config.keep_last :]
+        kept = {checkpoint_name(state.progress.step), *newest, *best, *in_use}
         if config.keep_every_steps:
             kept |= {n for n in usable if states[n].step % config.keep_every_steps == 0}
         scattered = [name for name in names if is_inconsistent(node_checkpoints(found, name))]

@@ -7,20 +7,15 @@ command line, so that no quoting is needed and secrets stay secret.
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runtime.errors import UserError
+from runtime.redact import is_secret
 
 ALLOWED = ("NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_", "OMP_", "CUDA_", "DS_")
 # cluster/rank.py sets the devices of each host; a value from here would override that.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
-SECRET_NAME = re.compile(
-    r"(.*_)?(API_?)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PASSPHRASE|CREDENTIALS?)|.*_PWD", re.I
-)
-SECRET_IN_URI = re.compile(r"(?<=://)[^\s/]+(?=@)")
-"""user:password of a URI, or a token in its place."""
-SHORTEST_SECRET = 6  # characters; to replace shorter values would garble a text
 # What a launcher needs to find its programs and to reach the hosts. deepspeed, which also puts
 # variables on the hosts' command lines, gets nothing else: it takes PYTHON*, MLFLOW*, UCX*, MV2*
 # and those of the accelerator, such as NCCL*, without being asked.
@@ -29,22 +24,6 @@ FOR_LAUNCHERS = (
     "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "DS_ACCELERATOR", "SSH_*", "KRB5*", "PDSH_*",
     "OMPI_*", "OPAL_*", "PRTE_*", "PMIX_*", "SLURM_*", "SLURMD_*",
 )  # fmt: skip
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is a secret, by its name, or holds one: a URI with a password."""
-    return bool(SECRET_NAME.fullmatch(name) or SECRET_IN_URI.search(value))
-
-
-def redactor(*environments: Mapping[str, str]) -> Callable[[str], str]:
-    """A function that replaces, in a text, the values of secrets of `environments` and what URIs
-    have before @.
-    """
-    named = [n_v for environment in environments for n_v in environment.items()]
-    secrets = {v for n, v in named if SECRET_NAME.fullmatch(n) and len(v) >= SHORTEST_SECRET}
-    longest_first = map(re.escape, sorted(secrets, key=len, reverse=True))
-    pattern = re.compile("|".join([*longest_first, SECRET_IN_URI.pattern]))
-    return lambda text: pattern.sub("***", text)
 
 
 def environment_of_job(

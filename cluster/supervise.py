@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.environment import environment_of_launcher, redactor
+from cluster.environment import environment_of_launcher
 from cluster.hostfile import Host, format_hostfile, world_size
 from cluster.hosts import HostError, RemoteHost, ask_all, choose_rendezvous, connect
 from cluster.job import Ending, Job
@@ -30,6 +30,7 @@ from runtime.errors import (
 )
 from runtime.library_output import LIBRARY_LOGS
 from runtime.rank_env import SECRET
+from runtime.redact import redactor
 
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0

@@ -399,6 +399,15 @@ class CheckpointConfig:
     """Write from a copy in CPU memory while training continues; needs memory for that copy."""
     on_failed_save: Literal["stop", "continue"] = "stop"
     """When a save fails, e.g. on a full disk: stop: end the run; continue: warn and train on."""
+    after_save: str | None = None
+    """A command for sh that is run once a checkpoint is complete, for example to copy it: rclone
+    copy "$CHECKPOINT" remote:bucket/run/$(basename "$CHECKPOINT"). Training goes on meanwhile; a
+    failure is a warning. docs/checkpoints.md has its variables, and how to get a copy back.
+    """
+    after_save_timeout_seconds: PositiveInt = 3600
+    """A command of after_save that takes longer is stopped. The end of the run waits for the last
+    one; a preempted run only while launch.preempt_grace_seconds allows it.
+    """
     verify: Literal["sizes", "checksums"] = "sizes"
     """How files of a checkpoint are checked before resuming from it; checksums reads all of them.
     """

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import subprocess
 import typing
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from config.places import config_keys, place_of_key, require
 from config.schema import CHAT_TEMPLATES, Config, ModelConfig, TrainConfig, chat_template_file
 from runtime.errors import UserError
 from runtime.rank_env import rank_variables
+from runtime.redact import secret_in_command
 
 Check = Callable[[bool, str, str], None]  # holds, key, problem: raises UserError unless it holds
 
@@ -49,6 +51,8 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
         "checkpoint.every",
         "cannot be combined with checkpoint.every_steps; give only one of them",
     )
+    if config.checkpoint.after_save is not None:
+        _check_after_save(config.checkpoint.after_save, check)
     check(
         not (data.eval_sources and data.eval_fraction),
         "data.eval_fraction",
@@ -92,6 +96,21 @@ def check_config(config: Config, argv: Sequence[str]) -> None:
         "model.quantization",
         f"{config.ds_config} has ZeRO stage 3, which cannot partition weights in 4 bits; use a "
         "stage from 0 to 2, or LoRA without quantization: ds_configs/README.md has a table",
+    )
+
+
+def _check_after_save(command: str, check: Check) -> None:
+    key = "checkpoint.after_save"
+    check(command.strip() != "", key, "is empty; give a command, or leave the key out")
+    check("\0" not in command, key, "has a null character")
+    parsed = subprocess.run(["/bin/sh", "-n", "-c", command], capture_output=True, text=True)
+    check(parsed.returncode == 0, key, f"sh cannot read it: {' '.join(parsed.stderr.split())}")
+    secret = secret_in_command(command)
+    check(
+        secret is None,
+        key,
+        f"gives a secret to {secret}, and the config is written to the run folder and to W&B; put "
+        "the secret into the environment, or into the file where the program looks for it",
     )
 
 

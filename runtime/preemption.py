@@ -49,6 +49,13 @@ class PreemptionHandler:
             signal.signal(number, self._receive)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
+    @property
+    def seconds_left(self) -> float:
+        """Of the grace period; infinite before a signal."""
+        if self.signal is None:
+            return math.inf
+        return self._first_at + self.grace_seconds - time.monotonic()
+
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()
         if not self._deferred or (self.signal and now - self._first_at > ONE_SIGNAL_SECONDS):

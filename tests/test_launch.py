@@ -18,7 +18,7 @@ import pytest
 from conftest import REPO, environment, read_metrics, run, wait_until
 
 from cluster.agent import BEAT, Agent, remove_stale_folders
-from cluster.environment import environment_of_job, environment_of_launcher, redactor
+from cluster.environment import environment_of_job, environment_of_launcher
 from cluster.hostfile import Host, format_hostfile, read_hostfile, select_hosts
 from cluster.hosts import RemoteHost, ask_all
 from cluster.job import Job, new_id
@@ -26,6 +26,7 @@ from cluster.rank import MARK, devices_of, job_folder, write
 from cluster.supervise import launcher_command, watch
 from config.schema import LaunchConfig
 from runtime.errors import UserError
+from runtime.redact import redactor
 
 # --------------------------------------------------------------------------------------------------
 # Hostfile and environment, without hosts

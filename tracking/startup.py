@@ -60,6 +60,7 @@ def show_startup(
     """Print what the run is about to do: a row per name, with units."""
     config = setup.config
     train, data, meta = config.train, config.data, train_plan.data.meta
+    after_save = config.checkpoint.after_save
     sampled = range(min(SAMPLED_STEPS, train_plan.steps_per_epoch))
     first = [train_plan.step(k) for k in sampled]
     micro_steps = _span([len(step.micro_batches) for step in first])
@@ -119,6 +120,7 @@ def show_startup(
         "steps": f"{steps:,} = {steps / per_epoch:.3g} epochs of {per_epoch:,}",
         "seed": f"{train.seed} for weights and plan, a hash of it and the rank for dropout",
         "checkpoints": SaveInterval(config.checkpoint, count_hosts(ranks), None).text(),
+        **({"after a save": after_save} if after_save else {}),
         "output": config.output_dir,
     }
     show_rows(rows, GROUP_STARTS)
