@@ -418,14 +418,14 @@ class RenderedChat:
             alone: what follows that string if the turn is the last message.
             others: what follows the previous message's last string if that message is the last.
         """
-        if alone and alone.strip():
+        trail = _matching(last.leaf.trail, gap.startswith)  # the end of the string itself
+        if alone and alone.removeprefix(trail).strip():
             if gap.startswith(alone):
                 return len(alone)
-            if gap[: (shared := _shared(alone, gap))].strip():
+            if gap[len(trail) : (shared := _shared(alone, gap))].strip():
                 return shared
         # As the last message it ends with another mark, or none. Within a row it may end like the
         # turns of other roles ...
-        trail = _matching(last.leaf.trail, gap.startswith)
         if others and others.strip() and gap[len(trail) :].startswith(others):
             return len(trail) + len(others)
         # ... or right before the next message's header.

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ MODELS = {
 JOB_SETS = {"JobSet": JOB_SET["spec"], "TrainingRuntime": RUNTIME["spec"]["template"]["spec"]}
 PET = ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by Trainer
 SKYPILOT = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+
+
+WORDS = [*TRAIN_JOB["spec"]["trainer"]["args"], *SKYPILOT["run"].split()]
+RECIPES = {value for flag, value in pairwise(WORDS) if flag == "--config"}
+FOLDER, SKYPILOT_FOLDER = (value for flag, value in pairwise(WORDS) if flag == "--output_dir")
 
 
 def job_of(kind) -> dict:
@@ -130,11 +136,13 @@ def test_the_pods_have_what_training_needs():
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    assert mounts["/mnt/train"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+    disk, claim = mounts["/mnt/train"], {"claimName": CLAIM["metadata"]["name"]}
+    assert "hostPath" in disk or disk["persistentVolumeClaim"] == claim
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
-    limits = container["resources"]["limits"]
-    assert limits["rdma/hca"] and limits["nvidia.com/gpu"]
+    limits, security = container["resources"]["limits"], container.get("securityContext", {})
+    uses_rdma = limits.keys() > {"cpu", "memory", "nvidia.com/gpu"}  # its name is the cluster's
+    assert uses_rdma == ("IPC_LOCK" in security.get("capabilities", {}).get("add", []))
+    assert uses_rdma == (security.get("runAsUser") == 0)
     variables = {variable["name"]: variable for variable in container["env"]}
     for name in variables:
         if re.search("KEY|TOKEN|SECRET", name):
@@ -195,7 +203,10 @@ def test_skypilot_accepts_the_task(tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.startswith("2 [{") and "MOUNT_CACHED" in finished.stdout
+    assert (
+        finished.stdout.startswith(f"{SKYPILOT['num_nodes']} [{{")
+        and "MOUNT_CACHED" in finished.stdout
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,7 +242,7 @@ def hosts(tmp_path_factory):
         pytest.skip(reason)
     made = namespaces.Hosts(tmp_path_factory.mktemp("hosts"), 2).up()
     with (made.folder / "hosts").open("a") as names:  # as the DNS of the cluster has it
-        names.write(f"{namespaces.PREFIX}.1 train-node-0-0.train\n")
+        names.write(f"{namespaces.PREFIX}.1 {environments_of_pods()[0]['PET_MASTER_ADDR']}\n")
     made.addresses = [f"{namespaces.PREFIX}.{i}" for i in (1, 2)]
     yield made
     made.down()
@@ -250,7 +261,7 @@ class Nodes:
                 i,
                 f"mount -t tmpfs tmpfs /mnt && mkdir /mnt/train && mount --bind {disk} /mnt/train"
                 f" && mount -t tmpfs tmpfs {home}"
-                f" && mount --bind {config} {REPO}/recipes/demo.yaml",
+                + "".join(f" && mount --bind {config} {REPO}/{recipe}" for recipe in RECIPES),
             )
         here = {"DS_ACCELERATOR", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"}
         self.environment = {k: v for k, v in environment().items() if k in here} | {
@@ -279,10 +290,10 @@ class Nodes:
 
 
 def environments_of_pods() -> list[dict[str, str]]:
-    """The environment of each pod's container, with one rank per pod."""
+    """The environment of each pod's container, for two pods with one rank each."""
     secret = {"LAUNCH_SECRET": secrets.token_hex(32)}
     environments = []
-    for index in range(job_of("JobSet")["spec"]["completions"]):
+    for index in range(2):
         variables = {}
         for variable in container_of("JobSet")["env"]:
             source = variable.get("valueFrom", {})
@@ -293,7 +304,7 @@ def environments_of_pods() -> list[dict[str, str]]:
                 variables[variable["name"]] = variable["value"]
             elif source["secretKeyRef"]["key"] in secret:
                 variables[variable["name"]] = secret[source["secretKeyRef"]["key"]]
-        environments.append({**variables, "PET_NPROC_PER_NODE": "1"})
+        environments.append({**variables, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"})
     return environments
 
 
@@ -313,7 +324,7 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     nodes = Nodes(hosts, config, disk, tmp_path / "home")
     container = container_of("JobSet")
     pods = nodes.start([*container["command"], *container["args"]], environments_of_pods())
-    folder = disk / "runs" / "demo"
+    folder = disk / Path(FOLDER).relative_to("/mnt/train")
     nodes.until((folder / "checkpoints" / "step_00000010" / "COMPLETE").exists)
     hosts.run(2, "pkill -TERM -f '^[^ ]*python deploy/node.py'")
     assert [pod.wait(120) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
@@ -325,20 +336,21 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     # SkyPilot: the cloud takes the machines away, and the task starts on two others. The first
     # start is again of ranks that are quicker, each with its own folder of the bucket as its disk.
     bucket, home = tmp_path / "bucket", tmp_path / "home"
-    disks = [bucket / f"node_{rank}" for rank in range(SKYPILOT["num_nodes"])]
+    disks = [bucket / f"node_{rank}" for rank in range(2)]
     for disk in disks:
         disk.mkdir(parents=True)
     (home / "node").mkdir()
-    flags = ("--output_dir", home / "node" / "demo", "--checkpoint.node_local", "true")
+    name = Path(SKYPILOT_FOLDER).name
+    flags = ("--output_dir", home / "node" / name, "--checkpoint.node_local", "true")
     lost = forks.start(config, *flags, disks=dict.fromkeys(disks, 1), at=home / "node")
-    lost.until((disks[1] / "demo" / "checkpoints" / "step_00000020" / "COMPLETE").exists)
+    lost.until((disks[1] / name / "checkpoints" / "step_00000020" / "COMPLETE").exists)
     for rank in range(2):
         lost.kill(rank)
     lost.wait()
     environments = [
         {
             "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "\n".join(hosts.addresses),
-            "SKYPILOT_NUM_NODES": str(SKYPILOT["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+            "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         }
         for rank in range(2)
     ]  # fmt: skip
@@ -346,12 +358,12 @@ def test_a_preempted_pod_and_a_lost_spot_node(forks, hosts, tiny_config, tmp_pat
     started = nodes.start(["bash", "-c", SKYPILOT["run"]], environments)
     assert [node.wait(240) for node in started] == [0, 0], nodes.log.read_text()
     assert re.search(r"resuming from \S+/step_000000\d\d: step \d\d\n", nodes.log.read_text())
-    assert determined(disks[0] / "demo") == determined(tmp_path / "whole")
+    assert determined(disks[0] / name) == determined(tmp_path / "whole")
 
     # The nodes' shards in the bucket become one checkpoint.
     from scripts import gather_checkpoint
 
-    command = ["gather_checkpoint", "--disks", bucket, "demo", tmp_path / "gathered"]
+    command = ["gather_checkpoint", "--disks", bucket, name, tmp_path / "gathered"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     gather_checkpoint.main()
     assert checkpoint_problem(tmp_path / "gathered") is None

@@ -291,7 +291,7 @@ def test_another_length_resumes_at_the_rate_of_its_own_schedule(tiny_config, tmp
 def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
     """One rank hangs; the other waits for it in a collective of ZeRO's own group."""
     config = tiny_config(
-        train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 5}
+        train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 8}
     )  # fmt: skip
     log = (tmp_path / "log").open("w+")
     records, secret = tmp_path / "run" / "flight_records", tmp_path / "secret"
@@ -300,13 +300,17 @@ def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
     process = start(config, ranks=2, stdout=log, TORCH_FR_BUFFER_SIZE="2000")
     wait_until(lambda: logged(tmp_path / "run"), process)
     waits, hangs = ranks_of(process)
-    hangs.suspend()
-    began = time.monotonic()
-    time.sleep(1)
-    stack = run(["py-spy", "dump", "--pid", waits.pid])
-    assert re.search(r" (train_step|agree_on_requests) \(", stack.output), stack.output
+    stack = ""
+    while "deepspeed/runtime/zero" not in stack:  # rather than in a collective of train.py
+        hangs.resume()
+        time.sleep(0.1)  # a few steps
+        hangs.suspend()
+        began = time.monotonic()
+        time.sleep(0.5)
+        stack = run(["py-spy", "dump", "--pid", waits.pid]).output
+    assert " train_step (" in stack, stack
     wait_until(lambda: "Timed out" in Path(log.name).read_text(), process)
-    assert time.monotonic() - began < 20, "gloo's own time-out is 30 minutes"
+    assert time.monotonic() - began < 25, "gloo's own time-out is 30 minutes"
     wait_until((records / "rank_0").is_file, process)
     os.killpg(process.pid, signal.SIGKILL)
     modes = [path.lstat().st_mode for path in (records, records / "rank_0")]

@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -485,6 +485,12 @@ SPECIAL = ["<|end|>", "</s>", "<|eot|>", "<|last|>", "<|return|>", "<|start|>", 
 
 
 @settings(max_examples=100, deadline=None)
+@example(  # whose first answer has no end as the last message, and a mark within the row
+    style=Style("<|ROLE|>\n", "", "<|end|>", "", "", "", "asked", False, True, False),
+    contents=["yes.", '</think>yes."', "yes.", "yes."],
+    as_tokens=False,
+    base=WORDS,
+)
 @given(
     style=STYLES,
     contents=st.lists(CONTENTS, min_size=2, max_size=6),
