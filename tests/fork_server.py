@@ -23,6 +23,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+gc.disable()  # until serve(), as in train.py
 
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
@@ -85,6 +86,7 @@ def rank(request: dict, number: int) -> None:
 
 
 def serve() -> None:
+    gc.enable()
     gc.freeze()  # collections in the forked processes would copy all pages
     for line in sys.stdin:
         request = json.loads(line)
