@@ -189,6 +189,7 @@ def test_every_two_answers_together(template, copies, monkeypatch, answers):
         assert hub_id if answers["data_source"] == "hub" else source == answers["train_data"]
         assert config.data.eval_fraction == 0 if answers["eval_data"] else not held_out
         assert config.data.format == answers["data_format"] and not config.data.columns
+        assert not re.search("epochs:.*steps", Path(recipe).read_text()), "of other data"
 
 
 def test_the_choices_are_the_recipes_and_with_their_own_answers_they_are_themselves(

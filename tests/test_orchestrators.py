@@ -42,8 +42,6 @@ MODELS = {
 JOB_SETS = {"JobSet": JOB_SET["spec"], "TrainingRuntime": RUNTIME["spec"]["template"]["spec"]}
 PET = ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by Trainer
 SKYPILOT = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
-
-
 WORDS = [*TRAIN_JOB["spec"]["trainer"]["args"], *SKYPILOT["run"].split()]
 RECIPES = {value for flag, value in pairwise(WORDS) if flag == "--config"}
 FOLDER, SKYPILOT_FOLDER = (value for flag, value in pairwise(WORDS) if flag == "--output_dir")
