@@ -166,38 +166,38 @@ def train_to_the_end(run: Run, progress: Progress) -> int:
     try:
         with run.ranks.stop.deferred(), run.recorder:
             progress = replace(progress, wandb_id=run.metrics.wandb_id or progress.wandb_id)
-            progress, is_finished = train(run, progress)
-        exit_code = 0 if is_finished else EXIT_PREEMPTED
+            progress, ending = train(run, progress)
+        exit_code = EXIT_PREEMPTED if ending == "preempted" else 0
     finally:
         run.saver.stop()
         run.metrics.close(exit_code)
     if run.ranks.is_first:
-        preempted = "preempted, saved" if progress.step else "preempted, nothing to save yet"
+        saved = "saved" if progress.step else "nothing to save yet"
         done = f"{progress.examples:,} examples, {progress.tokens:,} tokens"
-        ending = "finished" if is_finished else preempted
-        lines = run.evaluation.ending(progress) if is_finished else []
-        print("\n".join([f"{ending}: step {progress.step:,}, {done}", *lines]), flush=True)
+        how = ending if ending == "finished" else f"{ending}, {saved}"
+        lines = run.evaluation.ending(progress) if ending == "finished" else []
+        print("\n".join([f"{how}: step {progress.step:,}, {done}", *lines]), flush=True)
     return exit_code
 
 
-def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
+def train(run: Run, progress: Progress) -> tuple[Progress, str]:
     """Optimizer steps from `progress` to the last one, with evaluations and saves in between.
 
     Returns:
-        The progress after the last step taken, which is saved, and whether the run is finished; if
-        not, it was preempted.
+        The progress after the last step taken, which is saved, and how the run has ended: finished,
+        preempted, or stopped by its user.
     """
     evaluation = run.evaluation
     if evaluation.is_due(progress):  # at the start, or not done by a preempted run
-        progress, leaving = evaluation.run(progress)
-        if leaving:
-            return progress, False
+        progress, preempted = evaluation.run(progress)
+        if preempted:
+            return progress, "preempted"
         if evaluation.asks_for_a_save(progress):
             save_checkpoint(run, progress, step_seconds=0.0)
     if evaluation.stop_reason(progress):  # of a run that is started again
         run.saver.close()
-        return progress, True
-    ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
+        return progress, "finished"
+    ranks, pin_memory, stopped = run.ranks, run.ranks.device.type == "cuda", False
     batches = load_steps(run.train_plan, ranks.rank, progress.step, run.total_steps, pin_memory)
     for batch in run.recorder.waiting(batches, progress.step):
         lr = run.schedule.rate(batch.global_step)
@@ -214,20 +214,22 @@ def train(run: Run, progress: Progress) -> tuple[Progress, bool]:
         step_seconds = run.recorder.finished(batch, values, progress)
         report_problem(run.guard, batch, run.train_plan.data, run.metrics, run.saver)
 
-        leaving, save, is_written = agree_on_requests(run, progress.step)
-        if evaluation.is_due(progress) and not leaving:
-            progress, leaving = evaluation.run(progress)
+        stopped, preempted, save, is_written = agree_on_requests(run, progress.step)
+        if evaluation.is_due(progress) and not (stopped or preempted):
+            progress, preempted = evaluation.run(progress)
         is_last = evaluation.is_last(progress)
         save = save or evaluation.asks_for_a_save(progress)
         if is_written:  # the files of an asynchronous save
             run.saver.finish()
-        if is_last or leaving or save:
+        if is_last or stopped or preempted or save:
             save_checkpoint(run, progress, step_seconds)
-            leaving = leaving or any_rank_preempted(ranks)  # during the save
-        if leaving or is_last:
+            preempted = preempted or any_rank_preempted(ranks)  # during the save
+        if is_last or stopped or preempted:
             break
     run.saver.close()
-    return progress, evaluation.is_last(progress) and not evaluation.is_due(progress)
+    if evaluation.is_last(progress) and not evaluation.is_due(progress):
+        return progress, "finished"
+    return progress, "stopped" if stopped else "preempted"
 
 
 def train_step(
@@ -272,10 +274,10 @@ def train_step(
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
 
-def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
-    """(leave, save, whether a pending save is written), the same on all ranks.
+def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool, bool]:
+    """(stop, preempted, save, whether a pending save is written), the same on all ranks.
 
-    Leave: a rank was preempted, or OUTPUT_DIR/stop was created. Save: OUTPUT_DIR/save_now was
+    Stop: OUTPUT_DIR/stop was created. Preempted: any rank was. Save: OUTPUT_DIR/save_now was
     created, or a save is due. Raises UserError if another run has taken over the output folder.
     """
     ranks, is_lost = run.ranks, run.saver.nodes.lock.is_lost()
@@ -283,15 +285,15 @@ def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool]:
     if ranks.is_first and not is_lost:
         stop, save, profile = take_requests(run.config.output_dir)
         save = save or run.interval.is_due(step)
-    stop = stop or ranks.stop.signal is not None
-    leaving, save, profile, written, lost = count_ranks(
-        ranks, stop, save, profile, run.saver.is_written, is_lost
+    preempted = ranks.stop.signal is not None
+    stop, preempted, save, profile, written, lost = count_ranks(
+        ranks, stop, preempted, save, profile, run.saver.is_written, is_lost
     )
     if profile:
         run.recorder.profiler.request()
     if lost:
         run.saver.nodes.run_on_each_node(run.saver.nodes.lock.check)
-    return leaving > 0, save > 0, written == ranks.world_size
+    return stop > 0, preempted > 0, save > 0, written == ranks.world_size
 
 
 def save_checkpoint(run: Run, progress: Progress, step_seconds: float) -> None:

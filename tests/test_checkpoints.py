@@ -60,7 +60,8 @@ def follow(forks, tiny_config, tmp_path, uninterrupted):
             if step < len(legs):
                 (run_folder / "stop").touch()  # seen after the first step
             finished = forks.train(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
-            assert finished.code == (75 if step < len(legs) else 0), finished.output
+            assert finished.code == 0, finished.output
+            assert ("stopped, saved: step" in finished.output) == (step < len(legs))
             changed = step > 1 and legs[step - 2] != (name, ranks)
             assert (f" for {ranks} ranks; needs" in finished.output) == changed
             assert ("converted in" in finished.output) == changed
@@ -95,7 +96,7 @@ def test_a_killed_conversion_continues_and_its_disk_space_is_checked(forks, tiny
     folder = tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
     (folder.parent / "stop").touch()
-    assert forks.train(config).code == 75
+    assert forks.train(config).code == 0
     disk = tmp_path / "small" / "checkpoints"
     disk.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", disk], check=True)
@@ -157,7 +158,7 @@ def test_weights_only_starts_any_run_of_the_same_model(forks, tiny_config, tmp_p
     run_folder.mkdir()
     (run_folder / "stop").touch()
     finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3)
-    assert finished.code == 75, finished.output
+    assert finished.code == 0, finished.output
     assert f"starting with the weights of {checkpoint}: step 2\n" in finished.output
     # it resumes from its own checkpoint
     again = forks.train(config, "--ds_config", strategy(tmp_path, "zero0"))

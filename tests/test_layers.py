@@ -126,7 +126,7 @@ def test_a_copy_without_some_rooms_trains_and_resumes(tiny_config, tmp_path, lef
         run_folder.mkdir()
         (run_folder / "stop").touch()  # seen after the first step
         stopped = server.train(config, ranks=2)
-        assert stopped.code == 75, stopped.output
+        assert stopped.code == 0, stopped.output
         resumed = server.train(config, ranks=2)
         assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
         assert [line["step"] for line in read_metrics(run_folder)] == [1, 2, 3]

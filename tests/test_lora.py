@@ -182,7 +182,7 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
             (run_folder / "stop").touch()  # seen after the first step
         where = () if k < 2 else ("--model.name_or_path", moved)
         finished = forks.train(config, "--ds_config", strategy(tmp_path, name), *where, ranks=ranks)
-        assert finished.code == (0 if is_last else 75), finished.output
+        assert finished.code == 0, finished.output
         assert ("converted in" in finished.output) == (k > 1)
         assert_only_trained(last_checkpoint(run_folder), 4 * TRAINED)
     assert_equal_to(plain["lora"], run_folder)
@@ -206,7 +206,7 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     (tmp_path / "next").mkdir(exist_ok=True)
     (tmp_path / "next" / "stop").touch()
     finished = forks.train(config, *weights_only)
-    assert finished.code == 75 and "starting with the weights of" in finished.output
+    assert finished.code == 0 and "starting with the weights of" in finished.output
     ended, began = (
         read_metrics(folder, "eval")[i]["eval_loss"]
         for folder, i in ((run_folder, -1), (tmp_path / "next", 0))
@@ -228,7 +228,7 @@ def test_lora_with_dropout_resumes_bit_for_bit(forks, write, tmp_path):
     assert (finished := forks.train(config, "--output_dir", whole, ranks=2)).code == 0
     cut.mkdir()
     (cut / "stop").touch()
-    assert forks.train(config, "--output_dir", cut, ranks=2).code == 75
+    assert forks.train(config, "--output_dir", cut, ranks=2).code == 0
     finished = forks.train(config, "--output_dir", cut, ranks=2)
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
     assert determined(whole) == determined(cut) and len(determined(cut)) == 6

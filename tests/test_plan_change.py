@@ -165,7 +165,7 @@ def test_a_run_resumes_with_another_global_batch(forks, tiny_config, tmp_path):
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step
-    assert forks.train(config, ranks=2).code == 75
+    assert forks.train(config, ranks=2).code == 0
     resolved = json.loads((run_folder / "resolved_ds_config.json").read_text())
     mean_rate = 3e-3 * (70 / 6) / 12
     assert resolved["optimizer"]["params"]["lr"] == pytest.approx(mean_rate)

@@ -294,7 +294,7 @@ def test_the_shrunk_family_trains_and_resumes(forks, folders, chat_rows, tmp_pat
     folder_of_run.mkdir()
     (folder_of_run / "stop").touch()  # seen after the first step
     stopped = forks.train(REPO / "recipes" / name, *flags, ranks=ranks)
-    assert stopped.code == 75, stopped.output
+    assert stopped.code == 0, stopped.output
     resumed = forks.train(REPO / "recipes" / name, *flags, ranks=ranks)
     assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
     steps = read_metrics(folder_of_run)

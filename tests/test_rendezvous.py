@@ -43,7 +43,7 @@ def test_a_job_with_a_secret_admits_only_its_ranks(forks, tiny_config, tmp_path)
     ]
     (tmp_path / "run" / "stop").touch()
     finished = running.wait()
-    assert finished.code == 75, finished.output
+    assert finished.code == 0, finished.output
     assert read_metrics(tmp_path / "run") and not (tmp_path / "ran_by_0").exists()
     assert len(listening) > 2 and set(listening) == {"127.0.0.1"}
 

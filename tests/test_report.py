@@ -116,7 +116,7 @@ def test_the_report_of_a_run_that_was_resumed_on_fewer_ranks(forks, tiny_config,
     folder.mkdir()
     (folder / "stop").touch()  # seen after the first step
     stopped = forks.train(config, ranks=2)
-    assert stopped.code == 75, stopped.output
+    assert stopped.code == 0, stopped.output
     first = read_metrics(folder) + read_metrics(folder, "start")
     resumed = forks.train(config, ranks=1)
     assert resumed.code == 0, resumed.output

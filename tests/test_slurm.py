@@ -134,9 +134,9 @@ def test_a_preempted_job_requeues_itself(slurm, submit, tiny_config, tmp_path):
     assert determined(whole) == determined(cut)
 
 
-def test_scancel_saves_and_the_next_of_an_array_resumes(slurm, submit, tiny_config, tmp_path):
+def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_config, tmp_path):
     run = tmp_path / "run"
-    config = tiny_config(train__epochs=None, train__steps=STEPS)
+    config = tiny_config(train__epochs=None, train__steps=10 * STEPS)  # never reached
     array = submit(
         config, "--output_dir", run, options=["--array=1-3%1", f"--output={tmp_path}/%a.out"]
     )
@@ -151,13 +151,16 @@ def test_scancel_saves_and_the_next_of_an_array_resumes(slurm, submit, tiny_conf
     wait_for(lambda: ended in logs[0].read_text(), logs[0])
     assert not any(process.is_running() for process in ranks)
     left = int(re.search(r"preempted, saved: step (\d+)", logs[0].read_text())[1])
-    assert 1 <= left < STEPS
+    assert left >= 1
 
+    wait_for_loop(run, logs[1], after=left)
+    (run / "stop").touch()  # the user's wish, not a preemption: nothing starts again
     assert wait_for_end(slurm, f"{array}_3", logs[1]) == ("COMPLETED", "0:0")
     assert slurm.job(f"{array}_2")["JobState"] == "COMPLETED"
     assert f"step_{left:08d}: step {left}\n" in logs[1].read_text()
-    assert steps_of(run) == list(range(1, STEPS + 1))
-    nothing_to_do = "slurm.sbatch: an earlier element of the array has finished the run\n"
+    stopped = int(re.search(r"stopped, saved: step (\d+)", logs[1].read_text())[1])
+    assert left < stopped < 10 * STEPS and steps_of(run) == list(range(1, stopped + 1))
+    nothing_to_do = "slurm.sbatch: an earlier element of the array has ended the run\n"
     assert logs[2].read_text() == nothing_to_do
     assert not ranks_of_job(run)
 

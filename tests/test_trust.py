@@ -182,7 +182,7 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     (tmp_path / "run" / "resolved_config.yaml").symlink_to(target)
     for _ in range(2):
         (tmp_path / "run" / "stop").touch()  # after one step
-        assert (finished := forks.train(config)).code == 75, finished.output
+        assert (finished := forks.train(config)).code == 0, finished.output
     (folder / "step_00000001").rename(kept_elsewhere)
     (folder / "step_00000001").symlink_to(kept_elsewhere)
     shutil.copytree(kept_elsewhere, folder / "step_lowlr_ok", dirs_exist_ok=True)
