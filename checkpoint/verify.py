@@ -27,6 +27,7 @@ from data.options import RenderOptions
 from data.render import render
 from data.sources import parse_row, read_rows
 from data.tokenize import TokenizedRows
+from data.turns import FIXED_DATE, asks_for_date
 from model.load import DTYPES
 from runtime.errors import UserError, some
 from runtime.progress import polled_progress
@@ -197,6 +198,8 @@ def sample_prompts(
         [ids], _ = data.fetch(np.array([wanted[number]]))
         is_cut = len(ids) >= options.max_length
         for part, request, is_whole in _requests(canonical_row(parsed, options), options.supervise):
+            if "conversation" in request and asks_for_date(str(tokenizer.chat_template)):
+                request["before_template"] = FIXED_DATE
             prompts.append(Prompt(f"{place}: {part}", request, ids.tolist(), is_whole, is_cut))
     return prompts, escaped
 
