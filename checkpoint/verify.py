@@ -28,7 +28,7 @@ from data.render import render
 from data.sources import parse_row, read_rows
 from data.tokenize import TokenizedRows
 from data.turns import FIXED_DATE, asks_for_date
-from model.load import DTYPES
+from model.load import DTYPES, end_tokens
 from runtime.errors import UserError, some
 from runtime.progress import polled_progress
 
@@ -95,9 +95,7 @@ def verify_export(
     expected = state.progress.eval_loss
     examples = eval_plan.data if eval_plan is not None and expected is not None else None
     answers = _ask_stranger(folder, [prompt.request for prompt in prompts], examples)
-    trained = train_plan.data.meta["end_tokens"]
-    if trained is None:
-        trained = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    trained = end_tokens(tokenizer, train_plan.data.meta["end_tokens"])
     return [
         _check_weights(answers),
         check_loss(answers, state, eval_plan),
