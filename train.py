@@ -134,7 +134,7 @@ def build_run(
     engine, loss = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
     load_start(engine, start, config, nodes)
-    check_engine(engine, loss, setup, ranks)
+    check_engine(engine, loss, setup, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
     interval = SaveInterval(config.checkpoint, count_hosts(ranks), start.progress.save_seconds)
     metrics = open_metrics(config, start.progress, steps, nodes)

@@ -5,7 +5,7 @@
 Imports nothing of this repository; with -I, it could not. FOLDER has
 
     prompts.json    [{"conversation": messages, "tools": ..., "add_generation_prompt": bool}
-                    or {"text": ...}]
+                    or {"text": ...}]; before_template: what sets the date in the template
     examples.npz    ids int32 [tokens], mask bool [tokens]: which of them carry loss,
                     lengths int32 [examples]
     answers.json    is written: see `answer`
@@ -53,11 +53,14 @@ def answer(model_folder: str, folder: Path) -> dict[str, Any]:
         return answers | mean_loss(model.eval(), ids, mask, lengths, done)
 
 
-def prompt_ids(tokenizer: Any, **prompt: Any) -> list[int] | str:
+def prompt_ids(tokenizer: Any, before_template: str = "", **prompt: Any) -> list[int] | str:
     """What a server makes of a request: int [tokens], or the error."""
     try:
         if "text" in prompt:
             return tokenizer(prompt["text"])["input_ids"]
+        if before_template:
+            own = tokenizer.get_chat_template(tools=prompt["tools"])
+            prompt["chat_template"] = before_template + own
         encoded = tokenizer.apply_chat_template(**prompt, tokenize=True, return_dict=True)
         return encoded["input_ids"]
     except Exception as error:  # templates raise anything

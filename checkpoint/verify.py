@@ -27,7 +27,8 @@ from data.options import RenderOptions
 from data.render import render
 from data.sources import parse_row, read_rows
 from data.tokenize import TokenizedRows
-from model.load import DTYPES
+from data.turns import FIXED_DATE, asks_for_date
+from model.load import DTYPES, end_tokens
 from runtime.errors import UserError, some
 from runtime.progress import polled_progress
 
@@ -94,9 +95,7 @@ def verify_export(
     expected = state.progress.eval_loss
     examples = eval_plan.data if eval_plan is not None and expected is not None else None
     answers = _ask_stranger(folder, [prompt.request for prompt in prompts], examples)
-    trained = train_plan.data.meta["end_tokens"]
-    if trained is None:
-        trained = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    trained = end_tokens(tokenizer, train_plan.data.meta["end_tokens"])
     return [
         _check_weights(answers),
         check_loss(answers, state, eval_plan),
@@ -197,6 +196,8 @@ def sample_prompts(
         [ids], _ = data.fetch(np.array([wanted[number]]))
         is_cut = len(ids) >= options.max_length
         for part, request, is_whole in _requests(canonical_row(parsed, options), options.supervise):
+            if "conversation" in request and asks_for_date(str(tokenizer.chat_template)):
+                request["before_template"] = FIXED_DATE
             prompts.append(Prompt(f"{place}: {part}", request, ids.tolist(), is_whole, is_cut))
     return prompts, escaped
 

@@ -6,37 +6,25 @@ of what the ranks hold: the weights that the model computes with, and the fp32 w
 optimizer updates. Each rank reads 1/W of the files.
 """
 
-import re
 import time
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from checkpoint.shards import Fragment, flat_weights, is_on_nvme, layout, partition
 from config.schema import Config
-from model.base import weight_files
+from model.stored import WRAPPERS, StoredWeights
 from runtime.agreement import run_on_all_ranks
-from runtime.errors import AgreedError, UserError, some
+from runtime.errors import AgreedError, some
 from runtime.process_group import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 CHUNK = 1 << 18  # elements, which stay in a core's cache: 10 times as fast as 1 << 22 on CPU
-WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)")
-"""What peft puts into the names of the weights that it keeps or copies."""
 
 
 def checksum(values: torch.Tensor, start: int = 0) -> int:
@@ -57,55 +45,6 @@ def checksum(values: torch.Tensor, start: int = 0) -> int:
         bits = flat[at : at + CHUNK].float().view(torch.int32).long()
         total += (bits * steps[: len(bits)]).sum() + bits.sum() * (2 * (start + at))
     return int(total)
-
-
-class StoredWeights:
-    """The tensors in the files of a pretrained model, read one at a time."""
-
-    def __init__(self, config: Config) -> None:
-        """Raises UserError: there are no such files."""
-        name = config.model.name_or_path
-        self.files = weight_files(name, config.model.revision)
-        if not self.files:
-            raise UserError(f"model.name_or_path: {name} has no files of weights")
-        self.bytes = sum(file.stat().st_size for file in self.files)
-        self._readers = {}
-        for file in self.files:
-            if file.suffix == ".safetensors":
-                reader = safe_open(file, framework="pt")
-                self._readers |= {key: partial(reader.get_tensor, key) for key in reader.keys()}  # noqa: SIM118
-            else:
-                stored = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
-                self._readers |= {key: partial(stored.get, key) for key in stored}
-
-    def expected(self, model: nn.Module, share: slice) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name without adapters, value) of a share of the tensors, converted as transformers does.
-
-        Args:
-            model: on any device, partitioned or not.
-            share: of the tensors in their order, e.g. slice(rank, None, world_size).
-        """
-        conversions = getattr(model, "_weight_conversions", None) or []
-        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-        by_pattern = {source: c for c in converters for source in c.source_patterns}
-        prefix = model.base_model_prefix
-        known = {WRAPPERS.sub("", name): value for name, value in model.state_dict().items()}
-        groups: dict[str, WeightRenaming | WeightConverter] = {}
-        for key in sorted(self._readers, key=dot_natural_key):
-            name, source = rename_source_key(key, renamings, converters, prefix, known)
-            if name not in known and key in known:
-                name, source = key, None
-            if name not in known:
-                continue
-            if source is None:
-                groups[name], source = WeightRenaming(key, name), key
-            elif name not in groups:
-                groups[name] = deepcopy(by_pattern[source])
-            groups[name].add_tensor(name, key, source, self._readers[key])
-        for name, group in list(groups.items())[share]:
-            for target, value in group.convert(name, model=model, config=model.config).items():
-                yield target, value[0] if isinstance(value, list) else value
 
 
 @torch.no_grad()
@@ -129,10 +68,11 @@ def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> st
         plain.setdefault(WRAPPERS.sub("", name), []).append(i)
     held = _held(tensors), _updated(engine, numbers)
 
-    stored = run_on_all_ranks(ranks, lambda: StoredWeights(config))
+    name, revision = config.model.name_or_path, config.model.revision
+    stored = run_on_all_ranks(ranks, lambda: StoredWeights(name, revision))
     expected, found = torch.zeros(2, len(names), dtype=torch.int64)
-    for name, value in stored.expected(engine.module, slice(ranks.rank, None, ranks.world_size)):
-        for i in plain.get(name, ()):  # of tied weights only the first
+    for key, value in stored.expected(engine.module, slice(ranks.rank, None, ranks.world_size)):
+        for i in plain.get(key, ()):  # of tied weights only the first
             expected[i], found[i] = checksum(value.to(tensors[names[i]].dtype)), 1
     for vector in (expected, found):
         dist.all_reduce(vector, group=ranks.control)
@@ -146,7 +86,7 @@ def prove_weights(engine: "DeepSpeedEngine", config: Config, ranks: Ranks) -> st
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=ranks.control)
     if wrong := [name for name, flag in zip(names, differs.tolist(), strict=True) if flag]:
         raise AgreedError(
-            f"model.name_or_path: {config.model.name_or_path}: {len(wrong):,} tensors on the ranks "
+            f"model.name_or_path: {name}: {len(wrong):,} tensors on the ranks "
             f"differ from those in its files: {some(wrong)}; start again, and check memory and "
             "disk if it happens twice"
         )

@@ -7,7 +7,7 @@ import numpy as np
 
 from data.render import mask_method
 from data.sources import BadRow
-from data.turns import apply_template, marks_generation
+from data.turns import DATE, apply_template, asks_for_date, marks_generation
 from runtime.errors import UserError, some
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def describe_masks(
         method.append(_end_text(tokenizer, chat))
     if chat:
         template = str(tokenizer.get_chat_template())
+        if asks_for_date(template):
+            method.append(f"the date in the template is always {DATE:%Y-%m-%d}")
         vocabulary = tokenizer.get_vocab()
         others = [m for m in dict.fromkeys(MARK.findall(template)) if m not in vocabulary]
         if others:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from config.schema import DataConfig, Source
 
-CACHE_VERSION = 6  # increase it when the same input is to give other tokens than before
+CACHE_VERSION = 7  # increase it when the same input is to give other tokens than before
 ROWS_PER_WORKER = 10_000
 LEASE_SECONDS = 60.0  # of the lock, which its holder refreshes three times as often
 RAW_ROWS, RAW_CHARACTERS = 1000, 1 << 26  # at most so much of the sources is written at a time

@@ -15,6 +15,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,28 @@ PROBE = {"role": "user", "content": chr(FIRST_LABEL + LABELS - 1)}
 
 Message = dict[str, Any]
 
+# Some templates write today's date (Llama 3.2, gpt-oss, SmolLM3). With it a row would have other
+# tokens every day: for a resumed run, on another node, in the check of an export.
+DATE = datetime(2024, 7, 26)  # that of the templates of Llama 3, where they cannot ask for one
+FORMAT_CODES = (*"YymBbdeAajHIMSp", "-d", "-m")
+FIXED_DATE = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('%{code}', '{DATE.strftime(f'%{code}')}')" for code in FORMAT_CODES)
+    + " }}{% endmacro %}\n"  # the line break is removed with the tag (trim_blocks)
+)
+"""What goes before a template that asks for the date, so that it gets DATE."""
+
+
+def asks_for_date(template: str) -> bool:
+    """Whether what a template renders depends on the day."""
+    return "strftime_now" in template
+
+
+def template_of(tokenizer: "PreTrainedTokenizerBase", tools: list[dict[str, Any]] | None) -> str:
+    """The template for rows with these tools, rendering as on DATE."""
+    template = tokenizer.get_chat_template(tools=tools)
+    return FIXED_DATE + template if asks_for_date(template) else template
+
 
 def apply_template(
     tokenizer: "PreTrainedTokenizerBase",
@@ -48,14 +71,18 @@ def apply_template(
     tools: list[dict[str, Any]] | None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Render messages as text.
+    """Render messages as text, as on DATE.
 
     Raises:
         BadRow: the template raises an exception.
     """
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            tools=tools,
+            chat_template=template_of(tokenizer, tools),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:  # templates raise anything: TemplateError, TypeError ...
         line = " ".join(str(error).split()) or type(error).__name__
@@ -337,7 +364,7 @@ class RenderedChat:
         texts, marks = render_jinja_template(
             conversations=[self.messages],
             tools=self.tools,
-            chat_template=self.tokenizer.get_chat_template(tools=self.tools),
+            chat_template=template_of(self.tokenizer, self.tools),
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )

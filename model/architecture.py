@@ -43,9 +43,24 @@ def _is_multimodal(model_config: PretrainedConfig) -> bool:
     return text_config_of(model_config) is not model_config
 
 
+def other_parts(model: nn.Module) -> list[str]:
+    """Names of the modules of a multimodal model that it does not use for text, e.g. its vision
+    tower; not of those within them.
+    """
+    if not _is_multimodal(model.config):
+        return []
+    used = {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_within = any(name.startswith(f"{other}.") for other in found)
+        if not is_within and used.isdisjoint(module.modules()):
+            found.append(name)
+    return found
+
+
 def freeze_other_parts(model: nn.Module) -> None:
-    """Freeze what a multimodal model does not use for text, e.g. its vision tower. Without a
-    gradient, AdamW's weight decay alone would change it.
+    """Freeze what a multimodal model does not use for text. Without a gradient, AdamW's weight
+    decay alone would change it.
     """
     if _is_multimodal(model.config):
         used = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]

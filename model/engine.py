@@ -9,7 +9,7 @@ from model.host_memory import check_host_memory
 from model.load import load_model, set_end_tokens
 from model.loss import SupervisedLoss
 from model.optimizer import forget_empty_update, parameter_groups
-from model.probes import check_causal, check_packing, ordinary_tokens
+from model.probes import check_causal, check_end_tokens, check_packing, ordinary_tokens
 from model.setup import Setup
 from model.weights import check_weights
 from runtime.agreement import run_on_all_ranks
@@ -64,18 +64,27 @@ def build_engine(
 
 
 def check_engine(
-    engine: deepspeed.DeepSpeedEngine, loss: SupervisedLoss, setup: Setup, ranks: Ranks
+    engine: deepspeed.DeepSpeedEngine,
+    loss: SupervisedLoss,
+    setup: Setup,
+    plan: DataPlan,
+    ranks: Ranks,
 ) -> None:
-    """Check the model's attention with forward passes on random tokens, and whether the loss can be
-    computed in chunks; called by all ranks.
+    """Check the model's attention and a frozen output head with forward passes on random tokens,
+    and whether the loss can be computed in chunks; called by all ranks.
 
     Raises:
-        UserError: tokens attend to later ones, or packed examples to each other.
+        UserError: tokens attend to later ones, or packed examples to each other; or the model could
+            not learn to stop.
     """
     tokens = ordinary_tokens(setup.tokenizer)
     run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
     if setup.config.data.batching == "packed":
         run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device))
+    trained = plan.data.meta["end_tokens"]
+    run_on_all_ranks(
+        ranks, lambda: check_end_tokens(engine, setup.tokenizer, trained, ranks.device)
+    )
     if chunk_tokens := setup.config.model.loss_chunk_tokens:
         problem = loss.use_chunks(engine, tokens, ranks.device, chunk_tokens)
         if problem and ranks.is_first:

@@ -161,6 +161,17 @@ def quantized(dtype: torch.dtype, device: str) -> dict[str, Any]:
     return {"quantization_config": kind, "device_map": {"": device}}
 
 
+def end_tokens(tokenizer: PreTrainedTokenizerBase, trained: Sequence[int] | None) -> Sequence[int]:
+    """The ids that end answers in the training data.
+
+    Args:
+        trained: what the data say; None for the tokenizer's eos.
+    """
+    if trained is not None:
+        return trained
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
 def set_end_tokens(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, trained: Sequence[int] | None
 ) -> None:
@@ -173,8 +184,7 @@ def set_end_tokens(
     Args:
         trained: ids that end the assistant's turns; None for the tokenizer's eos.
     """
-    if trained is None:
-        trained = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    trained = end_tokens(tokenizer, trained)
     if not trained or not model.can_generate():
         return
     generation = model.generation_config

@@ -1,5 +1,5 @@
-"""Short forward passes that check a model's attention before training. They test its behaviour, so
-they also work for code that comes with a model.
+"""Short forward passes that check a model's attention, and a frozen output head, before training.
+They test its behaviour, so they also work for code that comes with a model.
 
 All ranks take part, since ZeRO-3 gathers weights in the forward pass.
 """
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from model.architecture import not_causal
+from model.load import end_tokens
 from model.packed_attention import own_attention
 from runtime.errors import UserError
 
@@ -21,6 +22,9 @@ PROBE_TOKENS, SEEN_AHEAD = 24, 3e-4
 # except in mixtures of experts; on other shapes they differ by rounding.
 LEAK = {True: 1e-4, False: 1e-2}  # fp32 or not
 SHIFT = {True: 1e-3, False: 5e-2}
+# check_end_tokens: tokens with the same row of the output head have the same logits. Rows that were
+# never trained may differ, but are so small that their logits do not.
+SAME_TOKEN = 1e-3
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -90,6 +94,44 @@ def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.devic
             f"change by {leak:.1e} of their range with the example before, and by {shift:.1e} from "
             "those alone); use bucketed"
         )
+
+
+def check_end_tokens(
+    forward: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Sequence[int] | None,
+    device: torch.device,
+) -> None:
+    """Refuse to train a model with a frozen output head that cannot tell a token that ends answers
+    from another one: new tokens have the same row of the head until they are trained, and so have
+    unused ones of base models. Such a model would never stop.
+
+    Args:
+        forward: the engine (or the model) to call.
+        trained: ids that end answers in the training data; None for the tokenizer's eos.
+
+    Raises:
+        UserError: names the two tokens, and the head.
+    """
+    model = getattr(forward, "module", forward)
+    head = model.get_output_embeddings()
+    if any(p.requires_grad for p in head.parameters()):
+        return
+    [ids] = draw(ordinary_tokens(tokenizer), device, PROBE_TOKENS)
+    [logits] = _logits(forward, ids)  # [tokens, vocabulary]
+    for end in end_tokens(tokenizer, trained):
+        distance = (logits - logits[:, end, None]).abs().amax(0) / _range(logits)
+        distance[end] = torch.inf
+        other = int(distance.argmin())
+        if distance[other] < SAME_TOKEN:
+            end_token, like = tokenizer.convert_ids_to_tokens([end, other])
+            name = next(name for name, module in model.named_modules() if module is head)
+            raise UserError(
+                f"model.name_or_path: the output head is frozen, and cannot tell {end_token!r}, "
+                f"which ends answers, from {like or f'the unused id {other}'!r}: the model would "
+                f"never learn to stop; train {name} and the embeddings as well, with "
+                "model.lora.modules_to_save or model.trainable"
+            )
 
 
 def draw(tokens: Sequence[int], device: torch.device, *lengths: int) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from config.schema import LoraConfig, ModelConfig
-from model.architecture import freeze_other_parts, meta_model
+from model.architecture import freeze_other_parts, meta_model, other_parts
 from model.hub import first_line
 from runtime.errors import UserError, some
 
@@ -80,6 +80,7 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
                         f"model.lora.{key}: {end} is frozen in {config.quantization}; give it an "
                         "adapter in model.lora.target_modules"
                     )
+    others = "|".join(map(re.escape, other_parts(model)))
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.name_or_path,
@@ -88,6 +89,7 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
+        exclude_modules=rf"({others})\..*" if others else None,
         modules_to_save=lora.modules_to_save or None,
     )
     try:

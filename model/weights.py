@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config.schema import Config
 from model.hub import from_hub
+from model.stored import check_ties
 from runtime.errors import UserError, some
 
 # Masks and tables that older versions of transformers saved with the weights.
@@ -27,8 +28,9 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
         A line about weights of other parts in the files (a vision tower, a value head), if any.
 
     Raises:
-        UserError: weights are missing or have another shape; or the files have weights for layers
-            of this architecture that neither the config nor model.ignore_weights accounts for.
+        UserError: weights are missing, have another shape or contradict a tie; or the files have
+            weights for layers of this architecture that neither the config nor model.ignore_weights
+            accounts for.
     """
     name = config.model.name_or_path
     load = partial(
@@ -59,6 +61,7 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
             "weights"
         )
     _refuse_missing(name, found["missing_keys"])
+    check_ties(name, config.model.revision, model)
     try:
         ignored = [NO_WEIGHTS, *map(re.compile, config.model.ignore_weights)]
     except re.error as error:

@@ -108,7 +108,7 @@ INTERNALS = (
         "keys of the files",
     ),
     Internals(
-        "checkpoint/weights_proof.py", "transformers.core_model_loading",
+        "model/stored.py", "transformers.core_model_loading",
         ("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming", "add_tensor",
          "_weight_conversions"),
         "the tensors of the model that files are converted to",

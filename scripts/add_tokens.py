@@ -63,7 +63,7 @@ def main() -> None:
         set_chat_template(tokenizer, args.chat_template)
 
     new_ids = count_ids(tokenizer)
-    old_rows = check_weights(args.model, load)
+    old_rows = check_weights(args.model, args.revision, load)
     if not (new or args.tokenizer or args.chat_template) and new_ids <= old_rows:
         raise UserError(f"{args.model} has all of these tokens already: there is nothing to add")
     for token in dict.fromkeys(args.tokens):
@@ -77,7 +77,7 @@ def main() -> None:
     print(f"{args.model} -> {args.out}: {new_ids:,} token ids, {old_rows:,} -> {rows:,} rows")
 
 
-def check_weights(name: str, load: Callable[..., Any]) -> int:
+def check_weights(name: str, revision: str | None, load: Callable[..., Any]) -> int:
     """Check, before weights are read, that the copy of a model would have all of them and that
     memory can hold them; return the number of rows of its embeddings.
 
@@ -85,10 +85,12 @@ def check_weights(name: str, load: Callable[..., Any]) -> int:
         load: calls a from_pretrained for the model.
 
     Raises:
-        UserError: names the weights that are missing, or that would be lost; or the memory.
+        UserError: names the weights that are missing, contradict a tie or would be lost; or the
+            memory.
     """
     from transformers import AutoModelForCausalLM
 
+    from model.stored import check_ties
     from model.weights import NO_WEIGHTS
 
     skeleton = partial(
@@ -102,6 +104,7 @@ def check_weights(name: str, load: Callable[..., Any]) -> int:
     ):
         if keys:
             raise UserError(f"{name} {problem} {some(keys)}")
+    check_ties(name, revision, model)
     needed, (free, _) = sum(p.nbytes for p in model.parameters()), available_memory()
     if needed > free:
         raise UserError(

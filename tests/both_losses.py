@@ -73,7 +73,7 @@ def main(config: Config, dry_run: bool) -> None:
         setup = describe_run(config, ranks)
         plan, _ = load_plans(setup, ranks)
         engine, loss = engines.build_engine(setup, plan, ranks)
-        engines.check_engine(engine, loss, setup, ranks)
+        engines.check_engine(engine, loss, setup, plan, ranks)
         chunks, device = loss._chunks, ranks.device
         assert chunks is not None and chunks.tokens == config.model.loss_chunk_tokens
         batches = next(load_steps(plan, ranks.rank, 0, 1)).micro_batches

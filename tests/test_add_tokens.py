@@ -2,6 +2,7 @@
 pytest tests/test_add_tokens.py
 """
 
+import copy
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from model.architecture import check_model_fits
 from model.load import load_model_config, load_tokenizer
+from model.probes import check_end_tokens
 from model.vocabulary import resize_vocabulary
 from runtime.errors import UserError
 from scripts import add_tokens
@@ -141,11 +143,34 @@ def test_a_base_model_gets_the_marks_of_a_chat_and_trains(
     old_rows = slice(first)
     torch.testing.assert_close(logits_of(after)[..., old_rows], logits_of(before)[..., old_rows])
 
+    check_a_frozen_head(before, after, tokenizer, first + 1)
     config = tiny_config(
         model=out, ds_config=str(strategy(tmp_path, "zero3")), train__epochs=None, train__steps=2
     )
+    finished = forks.train(config, "--model.lora.r", "4")
+    assert finished.code == 2 and "would never learn to stop" in finished.output, finished.output
     finished = forks.train(config, ranks=2)
     assert finished.code == 0 and "answers end in '<|im_end|>'" in finished.output, finished.output
+
+
+def check_a_frozen_head(old, new, tokenizer, end):
+    """Two new tokens are the same to it, and so are two that no training has touched."""
+
+    def check(model, ends):
+        check_end_tokens(model, tokenizer, ends, torch.device("cpu"))
+
+    check(new, [end])
+    untrained = copy.deepcopy(old)
+    with torch.no_grad():
+        untrained.get_output_embeddings().weight[[0, 2]] = 1e-6 * torch.randn(2, 32)
+    for model in (old, new, untrained):
+        model.requires_grad_(False)
+    check(old, [1, 2])
+    check(untrained, [1])
+    with pytest.raises(UserError, match=r"cannot tell '<\|system\|>', .*, from '<\|pad\|>': the"):
+        check(untrained, [1, 2])
+    with pytest.raises(UserError, match=r"cannot tell '<\|im_end\|>', .*, from '<\|im_start\|>'"):
+        check(new, [end])
 
 
 def test_a_model_with_a_vision_tower_keeps_it(command, tmp_path, sample_tokenizer):

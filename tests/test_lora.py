@@ -16,6 +16,7 @@ import yaml
 from conftest import REPO, determined, read_metrics, save_tiny_llama, strategy
 from engine_logits import TOKENS
 from plain_loop import train_plainly
+from test_add_tokens import TEXT, VISION
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from checkpoint.export import export_adapter, export_checkpoint
@@ -422,6 +423,22 @@ def test_adapters_of_experts_are_refused_and_those_of_attention_are_not():
     attention = LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
     _, counts = trained_skeleton(ModelConfig("", lora=attention), config)
     assert counts.trained == 2 * 2 * 2 * (32 + 32)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "fc1", "lm_head"]])
+def test_a_vision_tower_gets_no_adapters(targets):
+    """They would be frozen, in no checkpoint, and missing when an export merges them."""
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={**TEXT, "num_hidden_layers": 2},
+        vision_config={**VISION, "num_hidden_layers": 1},
+        mm_tokens_per_image=4,
+    )
+    skeleton, _ = trained_skeleton(ModelConfig("x", lora=LoraConfig(4, 8, 0, targets)), config)
+    adapters = {name for name, p in skeleton.named_parameters() if ".lora_" in name}
+    assert adapters == {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    layers = 7 if targets == "all-linear" else 1
+    assert len(adapters) == 2 * (2 * layers + ("lm_head" in targets))
 
 
 @pytest.mark.parametrize("lora", [8, {"r": "8"}, {"rank": 8}, {"target_modules": 7}])

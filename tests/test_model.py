@@ -70,6 +70,7 @@ def check(tiny_config, folder, **changes):
     return check_weights(config, load_model_config(config))
 
 
+EMBEDDINGS = "model.embed_tokens.weight"
 NORM, HEAD, GATE = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.gate_proj.weight"
 WRONG = {
     "one removed": (lambda t: t.pop(NORM), f"no weights for 1 of .*: {NORM}; they would start"),
@@ -140,6 +141,18 @@ def test_a_pickled_checkpoint_and_one_in_several_files(tiny_config, tmp_path):
     torch.save(tensors, pickled / "pytorch_model.bin")
     with pytest.raises(UserError, match=f"no weights for 1 .*{NORM}"):
         check(tiny_config, pickled)
+
+
+def test_a_head_of_its_own_contradicts_a_tie(tiny_config, tmp_path):
+    """transformers trains that head, and under ZeRO-3 the embeddings instead."""
+    folder = save_model(tmp_path / "tied", LlamaConfig(**SIZES, tie_word_embeddings=True))
+    copied = edit_weights(folder, lambda t: t.update({HEAD: t[EMBEDDINGS].half().float()}))
+    edit_weights(copied, lambda t: t.update({EMBEDDINGS: t[EMBEDDINGS].half()}))
+    assert check(tiny_config, copied) is None, "the same in another precision"
+    edit_weights(folder, lambda t: t.update({HEAD: t[HEAD] + 1}))
+    problem = f"config.json ties {HEAD} to {EMBEDDINGS}, but they differ in its files; set"
+    with pytest.raises(UserError, match=problem):
+        check(tiny_config, folder)
 
 
 def test_experts_that_transformers_puts_together_are_checked_too(tiny_config, tmp_path):

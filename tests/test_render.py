@@ -311,6 +311,27 @@ def test_marks_that_cover_too_few_turns_are_refused(with_template):
     assert masked == "4"
 
 
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("start", ["", "\n", "  {% if 1 %}\n{% endif %}", "{{- '' }} ", "\n  "])
+def test_a_template_that_asks_for_the_date_renders_the_same_every_day(
+    with_template, template, start
+):
+    """White space at its start stays, too."""
+    asks = start + "{% set today = strftime_now('%d %b %Y, %-d') %}{{ today }}" + template
+    knows = asks.replace("strftime_now('%d %b %Y, %-d')", "'26 Jul 2024, 26'")
+    found, expected = (
+        render({"messages": CHAT}, with_template(text), options()) for text in (asks, knows)
+    )
+    assert found == expected
+
+
 def test_an_end_mark_in_a_prompt_stays(sample_tokenizer):
     row = {"prompt": "<|user|>1+1?<|end|>", "completion": "2"}
     masked, whole = supervised_text(sample_tokenizer, row, options("prompt_completion"))

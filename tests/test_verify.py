@@ -206,6 +206,9 @@ def test_tool_calls_and_a_prompt_that_training_has_never_seen(tiny_config, tmp_p
     template.write_text(CALLS.replace("PROMPT", ""))
     finding = check_requests(tiny_config(**data))
     assert not finding.differs and "50 requests of 20 rows" in finding.text, finding
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + CALLS.replace("PROMPT", ""))
+    finding = check_requests(tiny_config(**data))
+    assert not finding.differs, "of another day"
     template.write_text(CALLS.replace("PROMPT", "<think>"))
     finding = check_requests(tiny_config(**data))
     assert finding.differs

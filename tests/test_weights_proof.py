@@ -16,9 +16,9 @@ from conftest import REPO, environment, strategy
 from flipped_weights import TENSOR
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from checkpoint.weights_proof import StoredWeights, checksum
-from config.parse import parse_command_line
+from checkpoint.weights_proof import checksum
 from model.architecture import meta_model
+from model.stored import StoredWeights
 from runtime.host_memory import available_memory
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -94,7 +94,7 @@ def meta_model_of(folder):
 
 @pytest.mark.parametrize("model", ["tied", "experts"])
 @pytest.mark.parametrize("kind", ["several", "one", "torch"])
-def test_files_of_every_kind_are_read(folders, tiny_config, tmp_path, model, kind):
+def test_files_of_every_kind_are_read(folders, tmp_path, model, kind):
     loaded = AutoModelForCausalLM.from_pretrained(folders[model])
     folder = tmp_path / "model"
     if kind == "torch":
@@ -103,11 +103,9 @@ def test_files_of_every_kind_are_read(folders, tiny_config, tmp_path, model, kin
     else:
         size = "20KB" if kind == "several" else "5GB"
         loaded.save_pretrained(folder, max_shard_size=size)
-    config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
     again = AutoModelForCausalLM.from_pretrained(folder)
-    shares = [
-        dict(StoredWeights(config).expected(again, slice(rank, None, 3))) for rank in range(3)
-    ]
+    stored = StoredWeights(str(folder), None)
+    shares = [dict(stored.expected(again, slice(rank, None, 3))) for rank in range(3)]
     assert sum(map(len, shares)) == len({name for share in shares for name in share})
     expected = {name: value for share in shares for name, value in share.items()}
     assert not set(dict(again.named_parameters())) - set(expected)
