@@ -14,7 +14,7 @@ from config.schema import LoraConfig, ModelConfig
 from model.base import describe_base, is_same_base
 from model.hub import load_pretrained
 from model.load import DTYPES, quantized
-from model.trained import choose_trained
+from model.trained import adapted_parameters, choose_trained
 from runtime.errors import UserError, describe
 
 ADAPTER = "default"  # peft's name of the adapters that choose_trained inserts
@@ -44,19 +44,24 @@ class MasterWeights(Mapping[str, torch.Tensor]):
         for of_one in ties.values():
             if found := saved.intersection(of_one):
                 names.update(dict.fromkeys(of_one, min(found)))
-        inner, self._adapters = _wrapped(model)
+        inner = _wrapped(model)
         self._names = {
             plain: saved_as
             for name, saved_as in names.items()
             if (plain := _plain_name(name, inner)) is not None
         }
+        adapted = adapted_parameters(model)
+        self._adapters = {name: model.get_submodule(layer) for name, layer in adapted.items()}
         weights = {
-            f"{module}.{name}": shards.weight(f"{module}.{name}")
-            for module, layer in self._adapters.items()
-            for name, _ in layer.named_parameters()
+            f"{layer}.{name}": shards.weight(f"{layer}.{name}")
+            for layer in adapted.values()
+            for name, _ in model.get_submodule(layer).named_parameters()
             if not name.startswith("base_layer.")
         }
         model.load_state_dict(weights, strict=False, assign=True)
+        for name, layer in self._adapters.items():  # peft moves a delta to where the parameter is
+            parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+            setattr(layer.get_base_layer(), name.rpartition(".")[2], parameter)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor in its shape. Do not modify it."""
@@ -64,9 +69,8 @@ class MasterWeights(Mapping[str, torch.Tensor]):
             return self._buffers[name]
         is_saved = name in self._names
         weight = self._shards.weight(self._names[name]) if is_saved else self._frozen[name]
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and module in self._adapters:
-            return weight.float() + self._adapters[module].get_delta_weight(ADAPTER).detach()
+        if name in self._adapters:
+            return weight.float() + self._adapters[name].get_delta_weight(ADAPTER).detach()
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -137,27 +141,26 @@ def has_own_head(model: nn.Module) -> bool:
     """Whether embeddings or output head have been given weights of their own, so that they are no
     longer tied.
     """
-    inner, _ = _wrapped(model)
+    inner = _wrapped(model)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return any(model.get_submodule(name) in ends for name in inner)
 
 
-def _wrapped(model: nn.Module) -> tuple[dict[str, str], dict[str, nn.Module]]:
+def _wrapped(model: nn.Module) -> dict[str, str]:
     """Of a model with adapters: {a module that has one or is trained as a whole: where its weights
-    are now}, and the layers with adapters by their names.
+    are now}.
     """
     if not hasattr(model, "peft_config"):
-        return {}, {}
-    from peft.tuners.lora import LoraLayer
+        return {}
     from peft.utils import ModulesToSaveWrapper
 
-    inner, adapters = {}, {}
+    inner = {}
+    for name, layer in adapted_parameters(model).items():  # the innermost layer comes last
+        inner[name.rpartition(".")[0]] = f"{layer}.base_layer"
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            inner[name], adapters[name] = f"{name}.base_layer", module
-        elif isinstance(module, ModulesToSaveWrapper):
+        if isinstance(module, ModulesToSaveWrapper):
             inner[name] = f"{name}.modules_to_save.{ADAPTER}"
-    return inner, adapters
+    return inner
 
 
 def _plain_name(name: str, inner: Mapping[str, str]) -> str | None:

@@ -54,7 +54,12 @@ class LoraConfig:
     """Dropout of the adapter's input."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules with adapters, by the ends of their names, such as [q_proj, v_proj]; all-linear:
-    every linear layer but the output head. Experts and routers cannot have any.
+    every linear layer but the output head, and neither experts nor routers.
+    """
+    target_parameters: list[str] = field(default_factory=list)
+    """Parameters with adapters that are in no linear layer: [experts.gate_up_proj,
+    experts.down_proj] are the experts of a mixture, each of which gets an adapter of rank r. They
+    are added to the weights of all experts before each use, and cannot have dropout.
     """
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained as a whole instead, such as [embed_tokens, lm_head]."""

@@ -151,6 +151,11 @@ def _check_trained(model: ModelConfig, check: Check) -> None:
         "cannot be combined with model.lora; name whole modules to train in "
         "model.lora.modules_to_save",
     )
+    check(
+        not (model.lora and model.lora.target_parameters and model.lora.dropout),
+        "model.lora.dropout",
+        "has to be 0 with model.lora.target_parameters, whose adapters have no input of their own",
+    )
     for pattern in model.trainable:
         try:
             re.compile(pattern)

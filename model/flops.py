@@ -121,6 +121,10 @@ def _parameters(
         if isinstance(experts, nn.ModuleList)  # of code that comes with a model
         for m in experts.modules()
     }
+    for m in module.modules():  # adapters of packed experts: matrices of all experts side by side
+        if hasattr(m, "parameter_name"):
+            part = active / m.num_experts if m.num_experts > 1 else 1.0
+            share |= dict.fromkeys([*m.lora_A.modules(), *m.lora_B.modules()], part)
     for path, part in module.named_modules():
         if part in left_out:
             continue

@@ -244,6 +244,9 @@ def schedule_shift(train: TrainConfig, plan: DataPlan) -> int:
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
     """The settings in which a resumed run has to agree with the saved one."""
     train, model = config.train, config.model
+    lora = model.lora and asdict(model.lora)
+    if lora and not lora["target_parameters"]:  # a key that earlier checkpoints do not have
+        del lora["target_parameters"]
     return {
         "train.learning_rate (scaled)": scaled_learning_rate(train, mean_batch),
         "train.weight_decay": train.weight_decay,
@@ -251,7 +254,7 @@ def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
         "train.adam_epsilon": train.adam_epsilon,
         "train.lr_schedule": train.lr_schedule,
         "train.lr_schedule_args": train.lr_schedule_args,
-        "model.lora": model.lora and asdict(model.lora),
+        "model.lora": lora,
         "model.trainable": model.trainable,
         "model.quantization": model.quantization,
     }

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from config.schema import LoraConfig, ModelConfig
 from model.architecture import freeze_other_parts, meta_model, other_parts
@@ -62,24 +63,30 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
     freeze_other_parts(model)
 
 
+def adapted_parameters(model: nn.Module) -> dict[str, str]:
+    """{name of a parameter in the model without adapters: name of the layer of peft that adds an
+    adapter to it}. The layers of several parameters of one module are within each other.
+    """
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    found, outermost = {}, ""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            if not name.startswith(f"{outermost}."):
+                outermost = name
+            found[f"{outermost}.{getattr(module, 'parameter_name', 'weight')}"] = name
+    return found
+
+
 def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> None:
     import peft  # takes a second
-    from peft.tuners.lora import ParamWrapper
 
-    modules = [name for name, _ in model.named_modules() if name]
-    for key in ("target_modules", "modules_to_save"):
-        wanted = getattr(lora, key)
-        for end in [] if wanted == "all-linear" else wanted:
-            found = [name for name in modules if f".{name}".endswith(f".{end}")]
-            if not found:
-                raise UserError(f"model.lora.{key}: the model has no {_unknown(end, modules)}")
-            if config.quantization and key == "modules_to_save":
-                whole = {m for name in found for m in model.get_submodule(name).modules()}
-                if whole.intersection(_quantizable(model)):
-                    raise UserError(
-                        f"model.lora.{key}: {end} is frozen in {config.quantization}; give it an "
-                        "adapter in model.lora.target_modules"
-                    )
+    _check_names(model, config, lora)
+    # spelled out: peft includes routers and experts in its own all-linear, of some models
+    all_linear = _linear(model)
+    linear = [name for name, module in model.named_modules() if module in all_linear]
     others = "|".join(map(re.escape, other_parts(model)))
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -88,7 +95,8 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
+        target_modules=linear if lora.target_modules == "all-linear" else lora.target_modules,
+        target_parameters=lora.target_parameters or None,
         exclude_modules=rf"({others})\..*" if others else None,
         modules_to_save=lora.modules_to_save or None,
     )
@@ -97,14 +105,63 @@ def _insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) ->
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise UserError(f"model.lora.target_modules: {first_line(error)}") from error
-    for name, module in model.named_modules():
-        # peft wraps a parameter that is in no layer, as the experts and the router of a mixture are
-        if isinstance(module, ParamWrapper):
-            raise UserError(
-                f"model.lora.target_modules: {name}.{module.parameter_name} is in no linear layer, "
-                "and adapters of experts and routers are not supported; name the attention's "
-                "layers, such as [q_proj, k_proj, v_proj, o_proj]"
-            )
+    # In models whose experts were modules of their own before transformers 5, peft takes names such
+    # as gate and up_proj for those of experts and router, also if other layers have them.
+    taken = set(settings.target_parameters or ()).difference(lora.target_parameters)
+    if taken or settings.rank_pattern:
+        raise UserError(
+            f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
+            f"{some(sorted(taken))}, which are experts or a router; name those in "
+            "model.lora.target_parameters, and here only layers such as [q_proj, k_proj, v_proj, "
+            "o_proj]"
+        )
+
+
+def _check_names(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> None:
+    """That the model has what model.lora names."""
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = {
+        name: len(getattr(p, "ds_shape", p.shape))  # of ZeRO-3
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    packed = {".".join(name.split(".")[-2:]) for name, dim in parameters.items() if dim == 3}
+    experts = f"; experts are for target_parameters: {some(sorted(packed))}" if packed else ""
+    for key in ("target_modules", "modules_to_save"):
+        wanted = getattr(lora, key)
+        for end in [] if wanted == "all-linear" else wanted:
+            found = _ending(modules, end)
+            if not found:
+                raise UserError(
+                    f"model.lora.{key}: the model has no {_unknown(end, modules)}{experts}"
+                )
+            if config.quantization and key == "modules_to_save":
+                whole = {m for name in found for m in model.get_submodule(name).modules()}
+                if whole.intersection(_quantizable(model)):
+                    raise UserError(
+                        f"model.lora.{key}: {end} is frozen in {config.quantization}; give it an "
+                        "adapter in model.lora.target_modules"
+                    )
+    for end in lora.target_parameters:
+        key = "model.lora.target_parameters"
+        found = _ending(parameters, end)
+        if not found:
+            raise UserError(f"{key}: the model has no {_unknown(end, parameters)}")
+        for name in found:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                raise UserError(f"{key}: {name} is of a layer; name that in target_modules")
+            if parameters[name] not in (2, 3):
+                raise UserError(f"{key}: {name} is no matrix, and only those can have adapters")
+
+
+def _ending(names: Iterable[str], end: str) -> list[str]:
+    return [name for name in names if f".{name}".endswith(f".{end}")]
+
+
+def _linear(model: nn.Module) -> set[nn.Module]:
+    """The linear layers but the output head."""
+    linear = {m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    return linear - {model.get_output_embeddings()}
 
 
 def _quantizable(model: nn.Module) -> list[nn.Linear]:

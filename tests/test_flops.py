@@ -100,6 +100,17 @@ def test_frozen_weights_have_no_gradient_of_their_own(family):
         assert more == 2 * tokens * head, "its copy, which peft keeps, is not multiplied"
 
 
+def test_a_token_uses_the_adapters_of_its_own_experts():
+    """peft adds those of all experts to their weights, so torch would count something else."""
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = [LoraConfig(r=4, target_parameters=names) for names in ([], experts)]
+    without, with_them = (
+        flops_of(ModelConfig("", lora=one), FAMILIES["qwen3_moe"]).token for one in lora
+    )
+    visited, rank, widths = 2, 4, (32 + 2 * 24) + (24 + 32)
+    assert with_them - without == 3 * 6 * visited * rank * widths
+
+
 def test_the_other_parts_of_a_multimodal_model_do_not_count():
     text = FAMILIES["gemma3"]
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,

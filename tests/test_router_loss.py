@@ -8,13 +8,15 @@ import shutil
 from collections import defaultdict
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import read_metrics, strategy
+from engine_logits import TOKENS
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-from checkpoint.export import export_checkpoint
+from checkpoint.export import export_adapter, export_checkpoint
 from checkpoint.run_folder import list_complete
 from config.parse import parse_command_line
 from data.data_plan import make_budget, make_plans
@@ -27,6 +29,7 @@ SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
          "initializer_range": 0.2, "output_router_logits": True,
          "router_aux_loss_coef": 0.3}  # fmt: skip
 EXPERTS = 12
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MODELS = {
     "mixtral": MixtralConfig(**SIZES, intermediate_size=40, num_local_experts=EXPERTS),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=EXPERTS, head_dim=8),
@@ -67,19 +70,33 @@ def balance(router_logits, experts):
     return experts * (chosen.mean(0) * probabilities.double().mean(0)).sum()
 
 
-def train_plainly(config_file, tokenizer, ranks, steps):
-    """Metrics by name, and the weights; one example at a time, without padding."""
+def train_plainly(config_file, tokenizer, ranks):
+    """Metrics by name, and the model; one example at a time, without padding.
+
+    `ranks`: of each step, because the router loss is one of each rank's micro-batch.
+    """
     config = parse_command_line(["--config", str(config_file)]).config
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
-    budget = make_budget(config.data, ranks, linear_cost(model.config))
-    plan, _ = make_plans(config, tokenizer, budget)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, eps=1e-8,
+    if lora := config.model.lora:
+        torch.manual_seed(config.train.seed)
+        modules = ATTENTION if lora.target_modules == "all-linear" else lora.target_modules
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=lora.r, lora_alpha=lora.alpha, target_modules=modules,
+            target_parameters=lora.target_parameters,
+        ))  # fmt: skip
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plans = {}
+    for number in set(ranks):
+        budget = make_budget(config.data, number, linear_cost(model.config))
+        plans[number], _ = make_plans(config, tokenizer, budget)
+    optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-8,
                                   betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
     metrics, without_tokens = defaultdict(list), 0
-    for k in range(steps):
+    for k, number in enumerate(ranks):
+        plan = plans[number]
         step = plan.step(k)
         loss, router_loss = torch.zeros((2,), dtype=torch.float64)
-        load = torch.zeros((len(model.model.layers), EXPERTS), dtype=torch.int64)
+        load = torch.zeros((model.config.num_hidden_layers, EXPERTS), dtype=torch.int64)
         for group in (g for micro_step in step.micro_batches for g in micro_step if len(g)):
             of_group, tokens = [], 0
             for ids, mask in zip(*plan.data.fetch(group), strict=True):
@@ -96,7 +113,7 @@ def train_plainly(config_file, tokenizer, ranks, steps):
             without_tokens += int((chosen_experts(layers) == 0).sum())
         loss, router_loss = loss / step.supervised_tokens, router_loss / step.tokens
         (loss + 0.3 * router_loss).backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
         optimizer.step()
         optimizer.zero_grad()
         for name, value in {
@@ -106,7 +123,7 @@ def train_plainly(config_file, tokenizer, ranks, steps):
         }.items():  # fmt: skip
             metrics[name].append(value.item())
     assert without_tokens > 0, "every rank has tokens for every expert in every micro-step"
-    return metrics, dict(model.named_parameters())
+    return metrics, model
 
 
 @pytest.mark.parametrize(
@@ -133,7 +150,7 @@ def test_training_is_that_of_a_plain_loop(
         train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
         train__weight_decay=0.0, train__gradient_clipping=0.0, train__global_batch_size=11,
     )  # fmt: skip
-    expected, weights = train_plainly(config, sample_tokenizer, ranks, 4)
+    expected, model = train_plainly(config, sample_tokenizer, [ranks] * 4)
     finished = forks.train(config, ranks=ranks)
     assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
@@ -144,8 +161,70 @@ def test_training_is_that_of_a_plain_loop(
     out = tmp_path / "hf"
     export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
     trained = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for key, parameter in weights.items():
+    for key, parameter in model.named_parameters():
         assert (trained[key] - parameter).norm() < 2e-5 * parameter.norm(), key
+
+
+ADAPTERS = {
+    "mixtral": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
+    "qwen3_moe": ["experts.gate_up_proj", "experts.down_proj"],
+    "gpt_oss": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],
+}
+
+
+@pytest.mark.parametrize(
+    "name, modules, legs, batching, checkpointing",
+    [
+        ("mixtral", [], [(0, 1)], "packed", False),
+        ("qwen3_moe", "all-linear", [(3, 2)], "packed", True),
+        ("gpt_oss", ["q_proj"], [(2, 2), (3, 1)], "bucketed", False),
+    ],
+)
+def test_adapters_of_experts_are_those_of_plain_peft(
+    forks, folders, tiny_config, tmp_path, sample_tokenizer, name, modules, legs, batching,
+    checkpointing,
+):  # fmt: skip
+    """Of routers too. A run of two legs is resumed on another number of ranks and stage."""
+    config = tiny_config(
+        model=folders[name], model__activation_checkpointing=checkpointing,
+        model__lora={"r": 3, "target_modules": modules, "target_parameters": ADAPTERS[name]},
+        data__batching=batching, data__micro_batch_tokens=256, data__eval_sources=None,
+        train__epochs=None, train__steps=4, train__lr_schedule="constant",
+        train__warmup_examples=0, train__weight_decay=0.0, train__gradient_clipping=0.0,
+        train__global_batch_size=11, train__learning_rate=3e-2,
+    )  # fmt: skip
+    expected, plain = train_plainly(config, sample_tokenizer, [legs[0][1]] + [legs[-1][1]] * 3)
+    trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    for k, (stage, ranks) in enumerate(legs):
+        is_last = k == len(legs) - 1
+        if not is_last:
+            (run_folder / "stop").touch()  # seen after the first step
+        file = strategy(tmp_path, f"zero{stage}")
+        ds_config = json.loads(file.read_text())
+        ds_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # all are gathered
+        file.write_text(json.dumps(ds_config))
+        finished = forks.train(config, "--ds_config", file, ranks=ranks, module="engine_logits")
+        assert finished.code == (0 if is_last else 75), finished.output
+    steps = read_metrics(run_folder)
+    for key, values in expected.items():
+        np.testing.assert_allclose([s[key] for s in steps], values, rtol=1e-5, err_msg=key)
+
+    checkpoint = list_complete(run_folder / "checkpoints")[-1]
+    files = list((checkpoint / "deepspeed").iterdir())
+    assert sum(file.stat().st_size for file in files) < 4 * 4 * trained + 15_000 * len(files)
+    export_checkpoint(checkpoint, tmp_path / "merged")
+    export_adapter(checkpoint, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folders[name])
+    expected = torch.load(run_folder / "logits.pt")
+    with torch.no_grad():
+        assert (base.eval()(TOKENS, use_cache=False).logits - expected).abs().max() > 0.1
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        for model in (merged, loaded):
+            logits = model(input_ids=TOKENS, use_cache=False).logits
+            torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
 def test_it_is_left_out_where_the_config_does_not_ask_for_it(forks, folders, tiny_config, tmp_path):

@@ -161,8 +161,9 @@ def _trained(model: ModelConfig, counts: Counts) -> dict[str, str]:
     what = f"those with {', '.join(model.trainable)}" if model.trainable else "those of text"
     if lora := model.lora:
         chosen = lora.target_modules
-        modules = chosen if isinstance(chosen, str) else ", ".join(chosen)
-        what = f"LoRA of rank {lora.r}, scaled by {lora.alpha} / {lora.r}, on {modules}"
+        modules = [chosen] if isinstance(chosen, str) else chosen
+        where = ", ".join([*modules, *lora.target_parameters])
+        what = f"LoRA of rank {lora.r}, scaled by {lora.alpha} / {lora.r}, on {where}"
         what += f"; {', '.join(lora.modules_to_save)} as a whole" if lora.modules_to_save else ""
         what += f"; the frozen layers in {model.quantization}" if model.quantization else ""
     share = f"{counts.trained:,} of {counts.total:,} parameters"
