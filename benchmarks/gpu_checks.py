@@ -354,6 +354,9 @@ def compile_op(builder: str) -> tuple[float | None, str | None]:
     """Compile one of DeepSpeed's ops: the seconds that it took, or what went wrong."""
     from deepspeed.ops import op_builder
 
+    from runtime.process_group import find_ninja
+
+    find_ninja()
     began = time.perf_counter()
     try:
         getattr(op_builder, builder)().load()

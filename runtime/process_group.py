@@ -2,6 +2,8 @@
 
 import math
 import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +67,7 @@ def process_group(
         UserError: the rendezvous or `flight_records` cannot be used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
+    find_ninja()
     if follow_launcher():
         grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     stop = PreemptionHandler(grace_seconds)
@@ -117,6 +120,15 @@ def process_group(
         raise
     finally:
         dist.destroy_process_group()
+
+
+def find_ninja() -> None:
+    """Put ninja on the PATH, which compiles DeepSpeed's optimizers: pip has installed it beside
+    Python, in an environment that need not be activated.
+    """
+    if shutil.which("ninja") is None:
+        path = (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
+        os.environ["PATH"] = os.pathsep.join(path)
 
 
 def _share_cores() -> None:

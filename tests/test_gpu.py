@@ -189,12 +189,22 @@ def test_copies_are_pinned_and_of_the_moment_of_the_save():
         assert torch.equal(planned["bf16"][0], expected["bf16"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_random_numbers_of_a_gpu_are_not_restored_without_one():
+    state = rng_state()
+    assert set_rng_state(state) and state["cuda"] is None
+    first = torch.rand(9)
+    assert not set_rng_state({**state, "cuda": torch.get_rng_state()})
+    assert not torch.equal(torch.rand(9), first), "left alone"
+
+
 @on_gpu
 def test_random_numbers_continue_on_the_gpu(tmp_path):
+    torch.cuda.set_device(0)  # as in a run
     seed_everything(3)
     torch.save(rng_state(), tmp_path / "rng.pt")
     first = torch.rand(9, device="cuda")
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert torch.equal(torch.rand(9, device="cuda"), first)
 
 
@@ -266,7 +276,8 @@ with process_group(timeout_seconds=60) as ranks:
     apply_timeout(30, ranks)
 print("ALL WELL")
 """
-    env = {k: v for k, v in environment().items() if k != "DS_ACCELERATOR"}
+    on_cpu = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
+    env = {k: v for k, v in environment().items() if k not in on_cpu}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, env=env, capture_output=True, text=True
     )
