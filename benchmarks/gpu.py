@@ -169,6 +169,7 @@ def prepare(toy: bool) -> None:
 
     if not torch.cuda.is_available():
         raise UserError("no CUDA device was found; --toy runs every check at toy size on CPU")
+    os.environ.setdefault("OMP_NUM_THREADS", "4")  # several runs at a time share the cores
     find_cuda()
 
 

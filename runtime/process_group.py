@@ -78,9 +78,9 @@ def process_group(
         # DeepSpeed would compile a shared-memory all-reduce, which needs g++ and leaves 69 MB per
         # rank in /dev/shm after every run; gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _share_cores()
     else:
         accelerator.set_device(local_rank)
+    _share_cores()
     if flight_records is not None:
         keep_flight_records(flight_records)
     say_state("joining the process group")
@@ -132,8 +132,8 @@ def find_ninja() -> None:
 
 
 def _share_cores() -> None:
-    """Divide the cores of this machine among its ranks; by default torch uses all of them in each
-    rank.
+    """Divide the cores of this machine among its ranks, also for the CPU Adam of GPU runs; by
+    default torch uses all of them in each rank.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         neighbours = int(os.environ["LOCAL_WORLD_SIZE"])

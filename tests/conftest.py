@@ -101,7 +101,6 @@ def environment() -> dict[str, str]:
     return {
         **keep,
         "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",  # forked ranks could not use a GPU that their parent has seen
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(REPO),

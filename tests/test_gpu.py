@@ -60,10 +60,10 @@ def test_every_check_passes_at_toy_size(tmp_path):
                 one["model_tflops"] > 0 and one["matmul_tflops"] > 0 and one["peak_memory_gb"] > 0
             )
     assert figures["saves"]["difference"] == 0
-    assert figures["packed"]["difference"] < 1e-5
+    assert figures["packed"]["packed"]["difference"] < 1e-5
     for of_share in figures["loss_memory"].values():
         assert of_share["chunked"] < of_share["supervised"] / 2 < of_share["all logits"]
-    assert figures["lora"]["difference"] < 1e-5
+    assert figures["lora"]["ZeRO 3"]["difference"] < 1e-5
     assert "skipped" in checks["gpu_tests"]["summary"]
 
     again = bench("--toy", "--out", tmp_path, "--continue")
@@ -276,8 +276,7 @@ with process_group(timeout_seconds=60) as ranks:
     apply_timeout(30, ranks)
 print("ALL WELL")
 """
-    on_cpu = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-    env = {k: v for k, v in environment().items() if k not in on_cpu}
+    env = {k: v for k, v in environment().items() if k != "DS_ACCELERATOR"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, env=env, capture_output=True, text=True
     )
