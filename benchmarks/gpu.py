@@ -15,6 +15,7 @@ mean nothing. Exit code: 0 all checks that were asked for passed, 1 otherwise.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -168,6 +169,23 @@ def prepare(toy: bool) -> None:
 
     if not torch.cuda.is_available():
         raise UserError("no CUDA device was found; --toy runs every check at toy size on CPU")
+    os.environ.setdefault("OMP_NUM_THREADS", "4")  # several runs at a time share the cores
+    find_cuda()
+
+
+def find_cuda() -> None:
+    """Let the compiler find CUDA where a machine has only nvcc, and the headers of the libraries
+    (cuSPARSE, ...) in torch's packages.
+    """
+    toolkit = Path("/usr/local/cuda")
+    if (toolkit / "bin" / "nvcc").exists():  # torch looks beside the nvcc on the PATH, maybe a link
+        os.environ.setdefault("CUDA_HOME", str(toolkit))
+    packages = importlib.util.find_spec("nvidia")
+    folders = packages.submodule_search_locations if packages else ()
+    headers = sorted(str(found) for at in folders for found in Path(at).glob("*/include"))
+    if headers:  # not in CPATH, which comes before the headers of the toolkit
+        before = os.environ.get("CPLUS_INCLUDE_PATH")
+        os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(filter(None, [before, *headers]))
 
 
 class Running:

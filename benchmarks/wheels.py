@@ -1,19 +1,24 @@
-"""Collect wheels for a machine without a network, whose image has Python and torch.
+"""Collect wheels for benchmarks/gpu.py on a machine without a network, whose image has Python and
+torch.
 
-    python benchmarks/wheels.py FOLDER [--python 3.12] [--machine x86_64] [--have NAME,...]
+    python benchmarks/wheels.py FOLDER [--python 3.12] [--machine x86_64] [--cuda 13.0]
+                                [--have NAME,...]
 
-Downloads into FOLDER, for that Python on Linux, what requirements.txt asks for and everything that
-those packages need, at the versions installed here; without torch and what torch itself needs, and
-without the packages named by --have. Prints the command that installs them there.
+Downloads into FOLDER, for that Python on Linux, what gpu.py uses of requirements.txt and everything
+that those packages need, at the versions installed here; without torch and what torch itself needs,
+without the packages named by --have, and without bitsandbytes' kernels for other versions of CUDA.
+Prints the command that installs them there.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -23,6 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runtime.errors import UserError, exit_on_error
 
 REPO = Path(__file__).resolve().parent.parent
+UNUSED = {  # by gpu.py and the tests that it runs: 92 of 173 MB
+    "allpairspy", "copier", "kubeflow-trainer-api", "matplotlib", "plotly", "py-spy", "ruff",
+    "tensorboard", "wandb",
+}  # fmt: skip
 NO_WHEEL = {"deepspeed"}  # only its source is published; its ops are compiled at their first use
 GLIBC = range(5, 40)  # 2.5 to 2.39: pip takes a wheel only if its tag is named exactly
 
@@ -34,6 +43,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version there (default 3.12)")
     parser.add_argument("--machine", default="x86_64", help="x86_64 (default) or aarch64")
+    parser.add_argument("--cuda", default="13.0", help="of torch there (default 13.0)")
     parser.add_argument(
         "--have", default="numpy,pandas,pyarrow", help="packages of the image (default %(default)s)"
     )
@@ -48,19 +58,22 @@ def main() -> None:
     download([pin for pin in needed if Requirement(pin).name not in NO_WHEEL], args)
     for pin in (pin for pin in needed if Requirement(pin).name in NO_WHEEL):
         pip("wheel", "--no-deps", "--no-build-isolation", "-w", args.folder, pin)
+    for wheel in args.folder.glob("bitsandbytes-*.whl"):
+        keep_kernels(wheel, f"cuda{args.cuda.replace('.', '')}")
     megabytes = sum(file.stat().st_size for file in args.folder.glob("*.whl")) / 1e6
     print(f"{len(needed)} wheels, {megabytes:.0f} MB; there:\n")
     print(
-        f"  python3 -m pip install --no-index --no-deps --upgrade --target /tmp/site "
+        f"  python3 -m pip install -q --no-index --no-deps --upgrade --target /tmp/site "
         f"{args.folder}/*.whl\n"
         "  PYTHONPATH=/tmp/site python3 benchmarks/gpu.py --out FOLDER"
     )
 
 
 def requirements(text: str) -> list[Requirement]:
-    """The lines of a requirements.txt."""
+    """The lines of a requirements.txt, without those that are UNUSED."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return [Requirement(line) for line in lines if line]
+    found = [Requirement(line) for line in lines if line]
+    return [requirement for requirement in found if requirement.name not in UNUSED]
 
 
 def closure(
@@ -119,6 +132,25 @@ def download(pins: list[str], args: argparse.Namespace) -> None:
     options = [word for platform in platforms for word in ("--platform", platform)]
     options += ["--python-version", args.python, "--implementation", "cp"]
     pip("download", "--no-deps", "--only-binary=:all:", *options, "-d", args.folder, *pins)
+
+
+def keep_kernels(wheel: Path, kept: str) -> None:
+    """Remove from a wheel of bitsandbytes the kernels for GPUs other than `kept`, nine tenths of
+    it. pip installs it although its RECORD still names them.
+
+    Raises:
+        UserError: it has no kernels for `kept`.
+    """
+    draft = wheel.with_suffix(".draft")
+    with ZipFile(wheel) as old, ZipFile(draft, "w", ZIP_DEFLATED) as new:
+        kernels = {n: m[1] for n in old.namelist() if (m := re.search(r"libbitsandbytes_(\w+)", n))}
+        if kept not in kernels.values():
+            found = ", ".join(sorted(name for name in kernels.values() if name.startswith("cuda")))
+            raise UserError(f"--cuda: {wheel.name} has no kernels for {kept}, only for {found}")
+        for entry in old.infolist():
+            if kernels.get(entry.filename, "cpu") in ("cpu", kept):
+                new.writestr(entry, old.read(entry))
+    os.replace(draft, wheel)
 
 
 def pip(*words: str | Path) -> None:

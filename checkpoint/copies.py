@@ -19,7 +19,8 @@ class TensorCopies:
     def __init__(self) -> None:
         self.made = threading.Event()
         self.made.set()
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        # not is_available: a run on the CPU of a machine with GPUs leaves them alone
+        self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         self._buffers: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []
         self._seen: dict[tuple, torch.Tensor] = {}
@@ -39,6 +40,8 @@ class TensorCopies:
     def make(self) -> None:
         """Fill the buffers of the last `plan`, if there was one. Any thread may call it."""
         try:
+            if self._stream:  # a new thread is on GPU 0, where it would take memory for a context
+                torch.cuda.set_device(self._stream.device)
             with torch.cuda.stream(self._stream):
                 for original, buffer in zip(self._originals, self._buffers, strict=False):
                     buffer.copy_(original, non_blocking=True)

@@ -87,10 +87,10 @@ def load_checkpoint(
     else:
         nodes.run_on_each_node(lambda: check_local_shards(checkpoint, range(state.run.world_size)))
         _convert_and_load(engine, shards, checkpoint, folder, nodes)
-    if state.run.world_size == ranks.world_size:
-        rng = checkpoint / RNG / f"rank_{ranks.rank:05d}.pt"
-        set_rng_state(load_safely(rng))
-    else:  # another seed than at step 0, whose random numbers would be repeated
+    rng = checkpoint / RNG / f"rank_{ranks.rank:05d}.pt"
+    same_ranks = state.run.world_size == ranks.world_size
+    if not (same_ranks and set_rng_state(load_safely(rng))):
+        # another seed than at step 0, whose random numbers would be repeated
         seed_everything(rank_seed(seed, ranks.rank, state.progress.step))
 
 

@@ -15,6 +15,12 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.builder import (
+    CUDAMismatchException,
+    MissingCUDAException,
+    assert_no_cuda_mismatch,
+)
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ValidationError
@@ -300,6 +306,8 @@ def _check_optimizer(file: str, merged: dict[str, Any]) -> None:
     if not params.get("torch_adam"):
         offloaded = _offload(merged, "optimizer") in ("cpu", "nvme")
         builder = getattr(deepspeed.ops.adam, "DeepSpeedCPUAdam" if offloaded else "FusedAdam")
+        if not offloaded:
+            _check_nvcc(file)
     first, *known = inspect.signature(builder).parameters
     # the engine removes torch_adam, adam_w_mode and fp32_optimizer_states and sets adamw_mode
     known = {*known, "torch_adam", "adam_w_mode", "fp32_optimizer_states"} - {"adamw_mode", first}
@@ -320,6 +328,21 @@ def _check_optimizer(file: str, merged: dict[str, Any]) -> None:
         torch.optim.AdamW([torch.zeros(1)], **common)
     except (TypeError, ValueError) as error:
         raise UserError(f"{file}: optimizer.params: {_one_line(error)}") from error
+
+
+def _check_nvcc(file: str) -> None:
+    """Check that FusedAdam can be compiled on a GPU, unless DeepSpeed was installed with it."""
+    on_cuda = get_accelerator().device_name() == "cuda" and torch.version.cuda is not None
+    if not on_cuda or installed_ops.get("fused_adam"):
+        return
+    try:
+        assert_no_cuda_mismatch()
+    except (MissingCUDAException, CUDAMismatchException) as error:
+        raise UserError(
+            f"{file}: FusedAdam is compiled by nvcc at the first start: {_one_line(error)}; "
+            f"install the toolkit of CUDA {torch.version.cuda}, or set "
+            "optimizer.params.torch_adam to true"
+        ) from error
 
 
 def _offload(merged: dict[str, Any], part: str) -> str:

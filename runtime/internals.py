@@ -38,6 +38,15 @@ INTERNALS = (
         ("_world", "pg_names"), "the names of the process groups",
     ),
     Internals(
+        "config/ds_check.py", "deepspeed.ops.op_builder.builder",
+        ("assert_no_cuda_mismatch", "MissingCUDAException", "CUDAMismatchException"),
+        "whether FusedAdam can be compiled",
+    ),
+    Internals(
+        "config/ds_check.py", "deepspeed.git_version_info", ("installed_ops",),
+        "whether it has been compiled",
+    ),
+    Internals(
         "tracking/step_timer.py", "deepspeed.runtime.zero.partition_parameters",
         ("ds_shape",), "which modules have a matrix under ZeRO 3",
     ),

@@ -2,6 +2,8 @@
 
 import math
 import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +67,7 @@ def process_group(
         UserError: the rendezvous or `flight_records` cannot be used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
+    find_ninja()
     if follow_launcher():
         grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     stop = PreemptionHandler(grace_seconds)
@@ -75,9 +78,9 @@ def process_group(
         # DeepSpeed would compile a shared-memory all-reduce, which needs g++ and leaves 69 MB per
         # rank in /dev/shm after every run; gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _share_cores()
     else:
         accelerator.set_device(local_rank)
+    _share_cores()
     if flight_records is not None:
         keep_flight_records(flight_records)
     say_state("joining the process group")
@@ -119,9 +122,18 @@ def process_group(
         dist.destroy_process_group()
 
 
+def find_ninja() -> None:
+    """Put ninja on the PATH, which compiles DeepSpeed's optimizers: pip has installed it beside
+    Python, in an environment that need not be activated.
+    """
+    if shutil.which("ninja") is None:
+        path = (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
+        os.environ["PATH"] = os.pathsep.join(path)
+
+
 def _share_cores() -> None:
-    """Divide the cores of this machine among its ranks; by default torch uses all of them in each
-    rank.
+    """Divide the cores of this machine among its ranks, also for the CPU Adam of GPU runs; by
+    default torch uses all of them in each rank.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         neighbours = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -31,15 +31,22 @@ def rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned."""
+def set_rng_state(state: dict[str, Any]) -> bool:
+    """Restore what `rng_state` returned, unless it is of a run on the other kind of device.
+
+    Returns:
+        Whether it was restored.
+    """
+    if (state["cuda"] is not None) != torch.cuda.is_initialized():
+        return False
     random.setstate(state["python"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
+    return True

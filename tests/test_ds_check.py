@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from conftest import REPO
 
+from config import ds_check
 from config.ds_check import check_with_deepspeed
 from config.ds_config import merge_ds_config, resolve_precision, with_schedule
 from config.schema import Config, DataConfig, ModelConfig, TrainConfig
@@ -224,3 +225,19 @@ def test_a_key_of_an_older_version_is_told(checked):
     """transformers' NVMe examples have this key."""
     checked({"aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1}})
     assert len(checked.notes) == 1 and "aio.thread_count: DeepSpeed" in checked.notes[0]
+
+
+def test_fused_adam_on_a_gpu_needs_the_nvcc_of_torchs_cuda(checked, monkeypatch):
+    fused = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    monkeypatch.setattr(ds_check.get_accelerator(), "device_name", lambda: "cuda")
+    monkeypatch.setattr("torch.version.cuda", "99.0")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/nowhere")
+    with pytest.raises(UserError) as refused:
+        checked(fused)
+    problem = str(refused.value)
+    assert "FusedAdam is compiled by nvcc" in problem and "/nowhere/bin/nvcc" in problem
+    assert "CUDA 99.0, or set optimizer.params.torch_adam to true" in problem
+    assert "\n" not in problem
+    checked({"optimizer": ADAMW})  # torch's
+    monkeypatch.setitem(ds_check.installed_ops, "fused_adam", True)
+    checked(fused)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from zipfile import ZipFile
 
 import numpy as np
 import psutil
@@ -14,11 +15,15 @@ from conftest import REPO, environment
 from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu
-from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, attempts
-from benchmarks.wheels import closure, requirements
+from benchmarks.gpu_checks import CHECKS, DENSE, Check, Place, attempts, compile_op
+from benchmarks.wheels import closure, keep_kernels, requirements
 from checkpoint.copies import TensorCopies
+from config.schema import ModelConfig
 from data.loader import MicroBatch
+from model.blocks import change_blocks
 from model.loss import SupervisedLoss
+from model.packed_attention import PACKED_EXAMPLES
+from runtime.errors import UserError
 from runtime.seeding import rng_state, seed_everything, set_rng_state
 
 DS_CONFIGS = sorted(path.stem for path in (REPO / "ds_configs").glob("*.json"))
@@ -55,10 +60,10 @@ def test_every_check_passes_at_toy_size(tmp_path):
                 one["model_tflops"] > 0 and one["matmul_tflops"] > 0 and one["peak_memory_gb"] > 0
             )
     assert figures["saves"]["difference"] == 0
-    assert figures["packed"]["difference"] < 1e-5
+    assert figures["packed"]["packed"]["difference"] < 1e-5
     for of_share in figures["loss_memory"].values():
         assert of_share["chunked"] < of_share["supervised"] / 2 < of_share["all logits"]
-    assert figures["lora"]["difference"] < 1e-5
+    assert figures["lora"]["ZeRO 3"]["difference"] < 1e-5
     assert "skipped" in checks["gpu_tests"]["summary"]
 
     again = bench("--toy", "--out", tmp_path, "--continue")
@@ -130,6 +135,34 @@ def test_wheels_are_those_that_an_image_with_torch_lacks():
         if requirement.name in names and requirement.marker is None:
             assert f"{requirement.name}{requirement.specifier}" in pins
     assert any(pin.startswith("transformers==5.23") for pin in pins)
+    assert not names & {"wandb", "plotly", "grpcio", "ruff"}, "half of all bytes, and not used"
+
+
+def test_of_bitsandbytes_only_the_kernels_for_one_cuda_are_kept(tmp_path):
+    wheel = tmp_path / "bitsandbytes-1.whl"
+    kernels = [f"bitsandbytes/libbitsandbytes_{kind}.so" for kind in ("cpu", "cuda128", "cuda130")]
+    with ZipFile(wheel, "w") as file:
+        for name in (*kernels, "bitsandbytes/libbitsandbytes_rocm72.so", "bitsandbytes/nn.py"):
+            file.writestr(name, name)
+    with pytest.raises(UserError, match="no kernels for cuda99, only for cuda128, cuda130"):
+        keep_kernels(wheel, "cuda99")
+    keep_kernels(wheel, "cuda130")
+    with ZipFile(wheel) as file:
+        assert {n: file.read(n).decode() for n in file.namelist()} == {
+            n: n for n in (kernels[0], kernels[2], "bitsandbytes/nn.py")
+        }
+    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
+
+
+def test_the_cause_of_a_failed_compilation_is_reported(monkeypatch):
+    class Builder:
+        def load(self):
+            raise RuntimeError(
+                "Error building extension 'x': [1/3] c++\nx.h:10:10: fatal error: no y"
+            )
+
+    monkeypatch.setattr("deepspeed.ops.op_builder.FusedAdamBuilder", Builder)
+    assert compile_op("FusedAdamBuilder") == (None, "x.h:10:10: fatal error: no y")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,12 +189,22 @@ def test_copies_are_pinned_and_of_the_moment_of_the_save():
         assert torch.equal(planned["bf16"][0], expected["bf16"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_random_numbers_of_a_gpu_are_not_restored_without_one():
+    state = rng_state()
+    assert set_rng_state(state) and state["cuda"] is None
+    first = torch.rand(9)
+    assert not set_rng_state({**state, "cuda": torch.get_rng_state()})
+    assert not torch.equal(torch.rand(9), first), "left alone"
+
+
 @on_gpu
 def test_random_numbers_continue_on_the_gpu(tmp_path):
+    torch.cuda.set_device(0)  # as in a run
     seed_everything(3)
     torch.save(rng_state(), tmp_path / "rng.pt")
     first = torch.rand(9, device="cuda")
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert torch.equal(torch.rand(9, device="cuda"), first)
 
 
@@ -183,6 +226,38 @@ def test_the_loss_is_that_of_the_cpu(tiny_model, dtype, tolerance):
     exact, exact_gradient = loss_on("cpu", torch.float32)
     assert value == pytest.approx(exact, rel=tolerance)
     assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5 * tolerance
+
+
+BLOCKS = (
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": "cpu"},
+    {"tiled_mlp": 4},
+    {"compile": True, "activation_checkpointing": True},
+)
+
+
+def loss_of_packed(model_folder, device, dtype, **options):
+    """The loss of three packed examples with changed blocks, and a gradient."""
+    lengths, rng = (40, 7, 90), np.random.default_rng(0)
+    ids = rng.integers(2, 320, (1, sum(lengths)))
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    batch = MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=dtype, attn_implementation=PACKED_EXAMPLES
+    ).to(device)
+    change_blocks(model.train(), ModelConfig("x", **options))
+    loss = SupervisedLoss(model)(model, batch.to(device)).cross_entropy
+    loss.backward()
+    return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
+
+
+@on_gpu
+@pytest.mark.parametrize("options", BLOCKS, ids=str)
+def test_packed_examples_have_the_same_loss_with_changed_blocks(tiny_model, options):
+    value, gradient = loss_of_packed(tiny_model, "cuda", torch.bfloat16, **options)
+    exact, exact_gradient = loss_of_packed(tiny_model, "cpu", torch.float32)
+    assert value == pytest.approx(exact, rel=1e-2)
+    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5e-2
 
 
 @on_gpu

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_metrics, strategy, write_rows
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -239,6 +241,34 @@ def test_the_varlen_kernel_gets_what_torch_documents(window, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_torchs_own_operator_takes_the_calls(window, checkpointing):
+    """Shapes and types alone: the kernel itself needs a GPU."""
+    with FakeTensorMode():
+        bounds = Bounds([12, 7, 1, 150], torch.empty(5, dtype=torch.int32))
+        states = [
+            torch.empty(1, heads, 170, 64, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (4, 2, 2)
+        ]
+
+        def attention(*states):
+            return packed_attention._varlen_attention(
+                *states, bounds, scaling=0.3, sliding_window=window
+            )
+
+        output = (
+            checkpoint(attention, *states, use_reentrant=False)
+            if checkpointing
+            else (attention(*states))
+        )
+        assert (output.shape, output.dtype) == ((1, 170, 4, 64), torch.bfloat16)
+        output.square().sum().backward()
+        assert all(state.grad.shape == state.shape for state in states)
+        assert all(state.grad.dtype == torch.bfloat16 for state in states)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the varlen kernel needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 5])

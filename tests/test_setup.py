@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 from conftest import REPO, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from runtime.process_group import find_ninja
 
 ENVIRONMENTS = [
     {"python_version": version, "python_full_version": f"{version}.1", "platform_machine": machine}
@@ -41,6 +44,15 @@ def files(*suffixes: str) -> list[Path]:
     tops = [top for top in REPO.iterdir() if top.name[0] != "." and top.name != "runs"]
     found = [file for top in tops for file in (top.rglob("*") if top.is_dir() else [top])]
     return [file for file in found if file.suffix in suffixes]
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_ninja()
+    assert Path(shutil.which("ninja")).parent == Path(sysconfig.get_path("scripts"))
+    before = os.environ["PATH"]
+    find_ninja()
+    assert os.environ["PATH"] == before
 
 
 def test_every_imported_package_is_pinned():
