@@ -48,9 +48,9 @@ SMALL = {  # in place of the size of that name, where a shape has one
 }  # fmt: skip
 
 
-def shrunk(shape: dict) -> dict:
-    small = {key: SMALL.get(key, value) for key, value in shape.items()}
-    return small | {k: shrunk(v) for k, v in shape.items() if k.endswith("_config")}
+def shrunk(shape: dict, sizes: dict = SMALL) -> dict:
+    small = {key: sizes.get(key, value) for key, value in shape.items()}
+    return small | {k: shrunk(v, sizes) for k, v in shape.items() if k.endswith("_config")}
 
 
 def tokenizer_for(name: str):
