@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
+from runtime.errors import AgreedError
 from runtime.flight_record import keep_flight_records, write_flight_record
 from runtime.internals import installed_versions, version_warning
 from runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
@@ -55,7 +56,7 @@ def process_group(
 ) -> Iterator[Ranks]:
     """Join the process group of a job that was started by `deepspeed`, `torchrun`, `mpirun`,
     `srun` or a plain `python train.py`, and destroy it at the end, because a gloo process that
-    exits without doing so aborts at random.
+    exits without doing so aborts at random. NCCL's groups are left if this rank may fail alone.
 
     Args:
         timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
@@ -102,24 +103,22 @@ def process_group(
     say_state("at work")
     if rank == 0 and (warning := version_warning(installed_versions())):
         print(warning, flush=True)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
+    to_destroy = None  # all groups
     try:
-        yield Ranks(
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world_size,
-            device=device,
-            control=dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=control_timeout_seconds)
-            ),
-            stop=stop,
-            store=store,
-        )
-    except RuntimeError:
-        if on_cpu and flight_records is not None:
+        yield Ranks(rank, local_rank, world_size, device, control, stop, store)
+    except AgreedError:
+        raise
+    except BaseException as error:
+        if on_cpu and flight_records is not None and isinstance(error, RuntimeError):
             write_flight_record()
+        if backend == "nccl" and world_size > 1:
+            # Its shutdown waits for the other ranks, and they wait in a collective for this one,
+            # whose error would not be printed before their timeout.
+            to_destroy = control
         raise
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group(to_destroy)
 
 
 def find_ninja() -> None:

@@ -1,7 +1,11 @@
-"""Who can join a job, and that what is read runs nothing.    pytest tests/test_rendezvous.py"""
+"""Who can join a job, how it is left, and that what is read runs nothing.
+
+pytest tests/test_rendezvous.py
+"""
 
 import ast
 import os
+import time
 from datetime import timedelta
 
 import psutil
@@ -46,6 +50,16 @@ def test_a_job_with_a_secret_admits_only_its_ranks(forks, tiny_config, tmp_path)
     assert finished.code == 75, finished.output
     assert read_metrics(tmp_path / "run") and not (tmp_path / "ran_by_0").exists()
     assert len(listening) > 2 and set(listening) == {"127.0.0.1"}
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
+    """NCCL's shutdown would, until the timeout, and the traceback would not be printed before."""
+    began = time.monotonic()
+    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="alone")
+    assert finished.code == 1 and "ValueError: on this one" in finished.output, finished.output
+    assert time.monotonic() - began < 50
+    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="together")
+    assert finished.code == 2 and finished.errors == ["error: on all ranks"], finished.output
 
 
 def test_only_signed_values_are_read():
