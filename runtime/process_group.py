@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from runtime.errors import AgreedError
+from runtime.errors import AgreedError, UserError
 from runtime.flight_record import keep_flight_records, write_flight_record
 from runtime.internals import installed_versions, version_warning
 from runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
@@ -65,7 +65,8 @@ def process_group(
         flight_records: folder for torch's records of the last collectives; None for no records.
 
     Raises:
-        UserError: the rendezvous or `flight_records` cannot be used.
+        UserError: there is no GPU for this rank, or the rendezvous or `flight_records` cannot be
+            used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
     find_ninja()
@@ -80,6 +81,7 @@ def process_group(
         # rank in /dev/shm after every run; gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
+        check_devices(local_rank, accelerator.device_count())
         accelerator.set_device(local_rank)
     _share_cores()
     if flight_records is not None:
@@ -119,6 +121,19 @@ def process_group(
         raise
     finally:
         dist.destroy_process_group(to_destroy)
+
+
+def check_devices(local_rank: int, visible: int) -> None:
+    """Raises UserError: this rank has no GPU. DeepSpeed takes LOCAL_RANK as an index into those
+    that the process sees.
+    """
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank has to see those of "
+            "all ranks of its machine, so start no more ranks than GPUs, and under srun give GPUs "
+            "to nodes (--gpus-per-node), not to tasks (--gpus-per-task)"
+        )
 
 
 def find_ninja() -> None:

@@ -20,6 +20,7 @@ def main(_config: Config, _dry_run: bool) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()
     accelerator.device_name = lambda *_: "cuda"
+    accelerator.device_count = lambda: 2
     accelerator.set_device = lambda _: None
     accelerator.communication_backend_name = lambda: "nccl"
     accelerator.current_device_name = lambda: "cpu"

@@ -15,6 +15,7 @@ from conftest import REPO, free_port, logged, read_metrics
 
 from runtime.errors import UserError
 from runtime.flight_record import keep_flight_records
+from runtime.process_group import check_devices
 from runtime.rendezvous import SignedStore, _listen
 
 
@@ -60,6 +61,14 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config
     assert time.monotonic() - began < 50
     finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="together")
     assert finished.code == 2 and finished.errors == ["error: on all ranks"], finished.output
+
+
+def test_a_rank_without_a_gpu_is_one_line(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    check_devices(0, visible=1)
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs .*=5\)") as one:
+        check_devices(1, visible=1)
+    assert "--gpus-per-node" in str(one.value) and "\n" not in str(one.value)
 
 
 def test_only_signed_values_are_read():
