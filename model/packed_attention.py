@@ -25,6 +25,8 @@ PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
 EAGER_ONLY = ("softcap", "s_aux")
 """Options for soft caps and attention sinks, which only a model's eager attention has."""
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Options of varlen_attn for fewer keys than queries; torch 2.11 takes them without any."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,7 @@ def _varlen_attention(
         scale=scaling,
         # tokens before and after the query's own; -1: all of them
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
-        # torch 2.11 takes grouped heads without it
-        **({"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}),
+        **GROUPED_HEADS,
     )
     return output[None]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
+from runtime.errors import AgreedError, UserError
 from runtime.flight_record import keep_flight_records, write_flight_record
 from runtime.internals import installed_versions, version_warning
 from runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
@@ -55,7 +56,7 @@ def process_group(
 ) -> Iterator[Ranks]:
     """Join the process group of a job that was started by `deepspeed`, `torchrun`, `mpirun`,
     `srun` or a plain `python train.py`, and destroy it at the end, because a gloo process that
-    exits without doing so aborts at random.
+    exits without doing so aborts at random. NCCL's groups are left if this rank may fail alone.
 
     Args:
         timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
@@ -64,7 +65,8 @@ def process_group(
         flight_records: folder for torch's records of the last collectives; None for no records.
 
     Raises:
-        UserError: the rendezvous or `flight_records` cannot be used.
+        UserError: there is no GPU for this rank, or the rendezvous or `flight_records` cannot be
+            used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
     find_ninja()
@@ -79,6 +81,7 @@ def process_group(
         # rank in /dev/shm after every run; gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
+        check_devices(local_rank, accelerator.device_count())
         accelerator.set_device(local_rank)
     _share_cores()
     if flight_records is not None:
@@ -102,24 +105,35 @@ def process_group(
     say_state("at work")
     if rank == 0 and (warning := version_warning(installed_versions())):
         print(warning, flush=True)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
+    to_destroy = None  # all groups
     try:
-        yield Ranks(
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world_size,
-            device=device,
-            control=dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=control_timeout_seconds)
-            ),
-            stop=stop,
-            store=store,
-        )
-    except RuntimeError:
-        if on_cpu and flight_records is not None:
+        yield Ranks(rank, local_rank, world_size, device, control, stop, store)
+    except AgreedError:
+        raise
+    except BaseException as error:
+        if on_cpu and flight_records is not None and isinstance(error, RuntimeError):
             write_flight_record()
+        if backend == "nccl" and world_size > 1:
+            # Its shutdown waits for the other ranks, and they wait in a collective for this one,
+            # whose error would not be printed before their timeout.
+            to_destroy = control
         raise
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group(to_destroy)
+
+
+def check_devices(local_rank: int, visible: int) -> None:
+    """Raises UserError: this rank has no GPU. DeepSpeed takes LOCAL_RANK as an index into those
+    that the process sees.
+    """
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank has to see those of "
+            "all ranks of its machine, so start no more ranks than GPUs, and under srun give GPUs "
+            "to nodes (--gpus-per-node), not to tasks (--gpus-per-task)"
+        )
 
 
 def find_ninja() -> None:

@@ -199,7 +199,7 @@ def test_an_epoch_has_the_same_losses_packed_and_bucketed(
 # The kernel of GPUs
 
 
-def documented(query, key, value, offsets, _, max_q, max_k, *, scale, window_size, enable_gqa):
+def documented(query, key, value, offsets, _, max_q, max_k, *, scale, window_size, enable_gqa=True):
     """What torch documents for varlen_attn: tensors [tokens, heads, head size], and how many tokens
     before and after its own one a query attends to; -1: all.
     """

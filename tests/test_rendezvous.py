@@ -1,7 +1,11 @@
-"""Who can join a job, and that what is read runs nothing.    pytest tests/test_rendezvous.py"""
+"""Who can join a job, how it is left, and that what is read runs nothing.
+
+pytest tests/test_rendezvous.py
+"""
 
 import ast
 import os
+import time
 from datetime import timedelta
 
 import psutil
@@ -11,6 +15,7 @@ from conftest import REPO, free_port, logged, read_metrics
 
 from runtime.errors import UserError
 from runtime.flight_record import keep_flight_records
+from runtime.process_group import check_devices
 from runtime.rendezvous import SignedStore, _listen
 
 
@@ -46,6 +51,24 @@ def test_a_job_with_a_secret_admits_only_its_ranks(forks, tiny_config, tmp_path)
     assert finished.code == 0, finished.output
     assert read_metrics(tmp_path / "run") and not (tmp_path / "ran_by_0").exists()
     assert len(listening) > 2 and set(listening) == {"127.0.0.1"}
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
+    """NCCL's shutdown would, until the timeout, and the traceback would not be printed before."""
+    began = time.monotonic()
+    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="alone")
+    assert finished.code == 1 and "ValueError: on this one" in finished.output, finished.output
+    assert time.monotonic() - began < 50
+    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="together")
+    assert finished.code == 2 and finished.errors == ["error: on all ranks"], finished.output
+
+
+def test_a_rank_without_a_gpu_is_one_line(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    check_devices(0, visible=1)
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs .*=5\)") as one:
+        check_devices(1, visible=1)
+    assert "--gpus-per-node" in str(one.value) and "\n" not in str(one.value)
 
 
 def test_only_signed_values_are_read():

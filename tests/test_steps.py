@@ -3,20 +3,21 @@
 import gzip
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import environment, read_metrics
 
 from checkpoint.run_folder import profile_folder
 from config.schema import ProfileConfig
-from runtime.gpu import open_gpu, read_health
+from runtime.gpu import open_gpu
 from runtime.hang import Answer, ranks_behind
 from tracking.profiler import StepProfiler
 from tracking.stragglers import WINDOWS, Stragglers
@@ -224,32 +225,57 @@ def test_a_rank_that_waits_or_is_stopped_is_named_while_the_others_wait(
 # Memory, GPUs
 
 
-def test_the_health_of_a_gpu_is_read_through_nvml(monkeypatch):
-    import pynvml
+NVML = r"""
+#include <string.h>
+typedef void *device;
+enum { SUCCESS, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
+int nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, device *gpu) {
+  *gpu = (device)7;
+  return strcmp(uuid, "GPU-1-2") ? NOT_FOUND : SUCCESS;
+}
+int nvmlDeviceGetTemperature(device gpu, int sensor, unsigned *celsius) {
+  *celsius = sensor == 0 && gpu == (device)7 ? 91 : 0;
+  return SUCCESS;
+}
+int nvmlDeviceGetClockInfo(device gpu, int clock, unsigned *mhz) {
+  *mhz = clock == 1 ? 1005 : 0; /* NVML_CLOCK_SM */
+  return SUCCESS;
+}
+int nvmlDeviceGetPowerUsage(device gpu, unsigned *milliwatts) {
+  *milliwatts = 350500;
+  return SUCCESS;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(device gpu, unsigned long long *reasons) {
+  *reasons = 0x40 | 0x4; /* HwThermalSlowdown, and SwPowerCap, which is usual under load */
+  return SUCCESS;
+}
+int nvmlDeviceGetTotalEccErrors(device gpu, int kind, int since, unsigned long long *count) {
+  return NOT_SUPPORTED;
+}
+"""
+"""Functions of nvml.h, for the library that a driver brings."""
 
-    real = {n: getattr(pynvml, n) for n in dir(pynvml) if n.startswith(("NVML", "nvmlClocks"))}
 
-    def unknown(*_):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    fake = SimpleNamespace(
-        **real,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID={"GPU-1-2": "gpu"}.get,
-        nvmlDeviceGetTemperature=lambda _, sensor: 91,
-        nvmlDeviceGetClockInfo=lambda _, clock: 1005 if clock == pynvml.NVML_CLOCK_SM else 0,
-        nvmlDeviceGetPowerUsage=lambda _: 350_500,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: (
-            real["nvmlClocksThrottleReasonHwThermalSlowdown"]
-            | real["nvmlClocksThrottleReasonSwPowerCap"]  # usual under load
-        ),
-        nvmlDeviceGetTotalEccErrors=unknown,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    assert read_health(open_gpu("1-2")) == {
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler (apt install gcc)")
+def test_the_health_of_a_gpu_is_read_through_nvml(tmp_path):
+    (tmp_path / "nvml.c").write_text(NVML)
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
+    script = """
+import json
+from runtime.gpu import open_gpu, read_health
+print(json.dumps([open_gpu("9-9"), read_health(open_gpu("1-2"))]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**environment(), "LD_LIBRARY_PATH": str(tmp_path)},
+        stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    health = {
         "temperature_celsius": 91, "sm_clock_mhz": 1005, "power_watts": 350.5,
         "throttle": ["heat"], "ecc_errors": None,
     }  # fmt: skip
+    assert json.loads(done.stdout) == [None, health]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

@@ -1,0 +1,41 @@
+"""Two ranks on gloo, whose shutdown here waits for the other ranks, as NCCL's does; rank 1 fails,
+alone or with the other. For fork_server.py.
+"""
+
+import os
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from config.schema import Config
+from runtime.agreement import sum_over_ranks
+from runtime.errors import AgreedError
+from runtime.process_group import process_group
+
+
+def main(_config: Config, _dry_run: bool) -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = get_accelerator()
+    accelerator.device_name = lambda *_: "cuda"
+    accelerator.device_count = lambda: 2
+    accelerator.set_device = lambda _: None
+    accelerator.communication_backend_name = lambda: "nccl"
+    accelerator.current_device_name = lambda: "cpu"
+    init, destroy = dist.init_process_group, dist.destroy_process_group
+
+    def destroy_together(group: Any = None) -> None:
+        if group is None:
+            dist.barrier()
+        destroy()  # also of the groups that NCCL would leave, since gloo aborts with them
+
+    dist.init_process_group = lambda _, **options: init("gloo", **options)
+    dist.destroy_process_group = destroy_together
+    with process_group(timeout_seconds=60) as ranks:
+        if os.environ["FAILS"] == "together":
+            raise AgreedError("on all ranks")
+        if ranks.rank == 1:
+            raise ValueError("on this one")
+        sum_over_ranks(torch.ones(1))
