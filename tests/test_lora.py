@@ -204,6 +204,8 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     line = finished.errors[0]
     assert f"has only the weights that were trained; the others are those of {moved}" in line
     assert f"this run's model is {other}, with other weights; set model.name_or_path" in line
+    finished = forks.train(config, *weights_only, "--model.lora.alpha", "16")
+    assert finished.code == 2 and "alpha 8, and 16 would scale them otherwise" in finished.output
     (tmp_path / "next").mkdir(exist_ok=True)
     (tmp_path / "next" / "stop").touch()
     finished = forks.train(config, *weights_only)
