@@ -69,6 +69,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
     needed = nodes.local_ranks if is_direct else range(saved.run.world_size)
     nodes.run_on_each_node(lambda: check_local_shards(checkpoint, needed))
     if settings.weights_only:
+        _check_scale(checkpoint, saved.run, identity)
         say(f"starting with the weights of {checkpoint}: step {saved.progress.step:,}")
         return Start(plan, schedule_of(config, plan), checkpoint=checkpoint)
     check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
@@ -111,6 +112,19 @@ def _settings(config: Config, nodes: Nodes) -> CheckpointConfig:
     if any(nodes.run_on_each_node(lambda: bool(list_complete(folder))).values()):
         return replace(settings, resume="auto", weights_only=False)
     return settings
+
+
+def _check_scale(checkpoint: Path, saved: RunIdentity, identity: RunIdentity) -> None:
+    """Raise UserError if adapters of a checkpoint would get another scale, alpha / r; another r is
+    noticed by their shapes.
+    """
+    was = saved.lora.get("alpha") if isinstance(saved.lora, dict) else None
+    if identity.lora and was not in (None, now := identity.lora["alpha"]):
+        raise UserError(
+            f"checkpoint.weights_only: the adapters of {checkpoint} were trained with "
+            f"model.lora.alpha {was}, and {now} would scale them otherwise; keep it, or export the "
+            "checkpoint and set model.name_or_path to the export"
+        )
 
 
 def load_start(engine: "DeepSpeedEngine", start: Start, config: Config, nodes: Nodes) -> None:

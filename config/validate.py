@@ -230,5 +230,6 @@ def _check_model(config: Config, check: Check) -> None:
         not Path(model.name_or_path).is_dir()
         or (Path(model.name_or_path) / "config.json").is_file(),
         "model.name_or_path",
-        f"folder {model.name_or_path} has no config.json",
+        f"folder {model.name_or_path} has no config.json; if it has adapters alone, export the run "
+        "that trained them without --adapter",
     )

@@ -67,19 +67,24 @@ def _end_tokens(
 ) -> tuple[list[int], bool]:
     """Special and added tokens that are the last of a run of supervised tokens; and whether every
     example has the maximum length, so that it may have been truncated before its end.
+
+    A token that is within runs too is none of them if there are others: gpt-oss ends earlier
+    answers with the <|end|> that follows the reasoning before its last one.
     """
-    last_tokens, cut = set(), True
+    last_tokens, inner_tokens, cut = set(), set(), True
     for batch in rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
         ids, mask = batch["input_ids"].combine_chunks(), batch["loss_mask"].combine_chunks()
         lengths = ids.value_lengths().to_numpy()
         flags = mask.flatten().to_numpy(zero_copy_only=False)
         last_of_row = np.cumsum(lengths) - 1
         is_end = flags & ~np.append(flags[1:], False)
+        inner_tokens.update(np.unique(ids.flatten().to_numpy()[flags & ~is_end]).tolist())
         whole = lengths < max_length
         is_end[last_of_row] = flags[last_of_row] & whole
         cut = cut and not whole.any()
         last_tokens.update(np.unique(ids.flatten().to_numpy()[is_end]).tolist())
-    return sorted(last_tokens & _marks(tokenizer)), cut
+    ends = last_tokens & _marks(tokenizer)
+    return sorted(ends - inner_tokens or ends), cut
 
 
 def _marks(tokenizer: "PreTrainedTokenizerBase") -> set[int]:

@@ -38,6 +38,7 @@ def render(
     tokenizer: "PreTrainedTokenizerBase",
     options: RenderOptions,
     specials: list[str] | None = None,
+    unprompted: list[str] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Token ids and loss mask of one parsed row, not truncated; options.format is not "auto".
 
@@ -45,6 +46,8 @@ def render(
 
     Args:
         specials: receives the texts of special tokens in the row's own text.
+        unprompted: receives what a server's generation prompt has and the text before an answer
+            lacks, if anything.
 
     Raises:
         BadRow: a key is missing or of the wrong type, an answer is empty, or the chat template
@@ -54,7 +57,9 @@ def render(
     try:
         specials = [] if specials is None else specials
         if "messages" in row:
-            ids, mask = _render_chat(row, tokenizer, options, specials)
+            ids, mask, missing = _render_chat(row, tokenizer, options, specials)
+            if unprompted is not None and missing:
+                unprompted.append(missing)
         elif "text" in row:
             ids = _plain_ids(row["text"], tokenizer, options, specials, start=True, end=True)
             ids = _with_end(_with_start(ids, tokenizer), tokenizer)
@@ -178,7 +183,8 @@ def _render_chat(
     tokenizer: "PreTrainedTokenizerBase",
     options: RenderOptions,
     specials: list[str],
-) -> tuple[list[int], list[bool]]:
+) -> tuple[list[int], list[bool], str]:
+    """Token ids, loss mask, and RenderedChat.unprompted."""
     supervise = options.supervise
     given, tools = row["messages"], row.get("tools")
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in given]
@@ -202,7 +208,7 @@ def _render_chat(
     plain = _check_specials(chat.text, own, options, specials)
     ids, offsets = encode(tokenizer, chat.text, plain, is_added=False)
     mask = tokens_within(chat.text, offsets, spans)
-    return ids, [not m for m in mask] if supervise == "all" else mask
+    return ids, [not m for m in mask] if supervise == "all" else mask, chat.unprompted
 
 
 def _located(

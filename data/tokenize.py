@@ -76,12 +76,19 @@ TOKENIZED = datasets.Features(
         "row": datasets.Value("int64"),  # number among all rows read, the same for split pieces
         "outcome": datasets.Value("int8"),
         "special": datasets.Value("string"),  # the first special token in the row's own text, or ""
+        "unprompted": datasets.Value("string"),  # what a server's prompt has and the row's lacks
         "reason": datasets.Value("string"),
         "problem": datasets.Value("string"),
     }
 )
-PLACES = ("special", "file", "place", "row")
-WORKING = ("outcome", "special", "reason", "problem")  # columns that are not kept in the cache
+PLACES = ("special", "unprompted", "file", "place", "row")
+WORKING = (
+    "outcome",
+    "special",
+    "unprompted",
+    "reason",
+    "problem",
+)  # columns that are not kept in the cache
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ def _tokenize_batch(
     rows = zip(index, *(batch[name] for name in RAW), strict=True)
     for number, source, file, place, text, problem in rows:
         option = options[source]
-        reason, specials = "", list[str]()
+        reason, specials, unprompted = "", list[str](), list[str]()
         try:
             pieces = fit(
                 *render(
@@ -148,6 +155,7 @@ def _tokenize_batch(
                     tokenizer,
                     option,
                     specials,
+                    unprompted,
                 ),
                 option,
             )
@@ -156,8 +164,8 @@ def _tokenize_batch(
                 raise UserError(_bad_row(file, place, str(error), text)) from error
             pieces, reason, problem = [([], [], REJECTED)], error.reason, str(error)
         for ids, mask, outcome in pieces:
-            special = specials[0] if specials else ""
-            values = (ids, mask, source, file, place, number, outcome, special, reason, problem)
+            texts = [found[0] if found else "" for found in (specials, unprompted)]
+            values = (ids, mask, source, file, place, number, outcome, *texts, reason, problem)
             for name, value in zip(TOKENIZED, values, strict=True):
                 out[name].append(value)
     with done.open("ab") as counter:  # a short append is atomic across workers
@@ -355,6 +363,7 @@ def _build_cache(
         "rejected": rejected,
         **describe_masks(rows, tokenizer, config, chat),
         "special_text": _describe_specials(mapped.select_columns(list(PLACES)), config),
+        "prompts": _describe_prompts(mapped.select_columns(list(PLACES))),
         "tokens": int(lengths.sum(dtype=np.int64)),
         "supervised_tokens": int(supervised.sum(dtype=np.int64)),
         "content": content,
@@ -455,18 +464,39 @@ def _describe_specials(rows: datasets.Dataset, config: "DataConfig") -> str:
     """How many rows have text of special tokens, what it became, and where the first is; "" for
     none.
     """
-    found = np.flatnonzero([text != "" for text in rows["special"][:]])
-    if not len(found):
+    count, text, place = _rows_with("special", rows)
+    if not count:
         return ""
-    first = rows[int(found[0])]
     became = {"escape": "tokenized as plain text", "allow": "WHICH ARE CONTROL TOKENS NOW"}
     done = became.get(config.special_tokens_in_text, "left out")
-    count = len(set(np.asarray(rows["row"][:])[found].tolist()))
     return (
         f"{count:,} rows have special tokens in their text, {done} (data.special_tokens_in_text: "
-        f"{config.special_tokens_in_text}), first {first['special']!r} in "
-        f"{first['file']}:{first['place']}"
+        f"{config.special_tokens_in_text}), first {text!r} in {place}"
     )
+
+
+def _describe_prompts(rows: datasets.Dataset) -> str:
+    """How many rows have answers that do not follow the whole generation prompt, and where the
+    first is; "" for none.
+    """
+    count, text, place = _rows_with("unprompted", rows)
+    if not count:
+        return ""
+    return (
+        f"WARNING: in {count:,} rows the text before an answer lacks {text!r}, with which the chat "
+        "template's generation prompt ends: a server would ask for what was not trained "
+        f"(data/README.md, Reasoning), first in {place}"
+    )
+
+
+def _rows_with(column: str, rows: datasets.Dataset) -> tuple[int, str, str]:
+    """The number of rows with a text in this column; of the first one, the text and FILE:LINE."""
+    found = np.flatnonzero([text != "" for text in rows[column][:]])
+    if not len(found):
+        return 0, "", ""
+    first = rows[int(found[0])]
+    count = len(set(np.asarray(rows["row"][:])[found].tolist()))
+    return count, first[column], f"{first['file']}:{first['place']}"
 
 
 def _what_became(outcome: np.ndarray) -> str:

@@ -265,6 +265,8 @@ class RenderedChat:
         tools: list[dict[str, Any]] | None,
     ) -> None:
         self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+        self.unprompted = ""
+        """What a server's generation prompt has, and the text before a turn located here lacks."""
         self._tails: dict[tuple[int, bool], tuple[str | None, str | None]] = {}
         self.text = apply_template(tokenizer, messages, tools)
         self.text.encode()  # raises UnicodeEncodeError on half of a surrogate pair
@@ -403,6 +405,7 @@ class RenderedChat:
             # Prompts of reasoning models open a block that turns without reasoning do not have.
             shared = _shared(prompt, gap)
             if prompt.startswith(plain) and prompt[len(plain) : shared].strip():
+                self.unprompted = prompt[shared:]
                 return low + shared
             raise self._not_located(number)
         if first.leaf.key != "content":  # text before a call may belong to header or call

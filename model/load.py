@@ -77,11 +77,20 @@ def load_model_config(config: Config) -> PretrainedConfig:
     """The model's config, which gives its architecture.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: it cannot be loaded, or is that of quantized weights.
     """
-    return from_hub(
-        AutoConfig.from_pretrained, "model.name_or_path", config.model.name_or_path, config
-    )
+    name = config.model.name_or_path
+    model_config = from_hub(AutoConfig.from_pretrained, "model.name_or_path", name, config)
+    kind = getattr(model_config, "quantization_config", None)
+    if kind and not config.model.from_config:
+        kind = kind if isinstance(kind, dict) else kind.to_dict()
+        raise UserError(
+            f"model.name_or_path: the weights of {name} are quantized "
+            f"({kind.get('quant_method', 'quantization_config in its config.json')}), and cannot "
+            "be trained; use the model in 16 bits, or a copy that transformers has written after "
+            "loading it with dequantize=True in its quantization_config"
+        )
+    return model_config
 
 
 def load_model(

@@ -119,8 +119,9 @@ def check_end_tokens(
         return
     [ids] = draw(ordinary_tokens(tokenizer), device, PROBE_TOKENS)
     [logits] = _logits(forward, ids)  # [tokens, vocabulary]
+    spread = (logits - logits.median()).abs().median()  # some models mask logits with -3e38
     for end in end_tokens(tokenizer, trained):
-        distance = (logits - logits[:, end, None]).abs().amax(0) / _range(logits)
+        distance = (logits - logits[:, end, None]).abs().amax(0) / spread
         distance[end] = torch.inf
         other = int(distance.argmin())
         if distance[other] < SAME_TOKEN:

@@ -61,6 +61,12 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
     elif config.trainable:
         _freeze_others(model, config.trainable)
     freeze_other_parts(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        key = "lora" if config.lora else "trainable"
+        raise UserError(
+            f"model.{key}: names only parts of {type(model).__name__} that are not used for text, "
+            "so nothing would be trained"
+        )
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, str]:

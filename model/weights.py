@@ -28,9 +28,9 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
         A line about weights of other parts in the files (a vision tower, a value head), if any.
 
     Raises:
-        UserError: weights are missing, have another shape or contradict a tie; or the files have
+        UserError: weights are missing, have another shape or contradict a tie; the files have
             weights for layers of this architecture that neither the config nor model.ignore_weights
-            accounts for.
+            accounts for; or there are adapters.
     """
     name = config.model.name_or_path
     load = partial(
@@ -52,6 +52,11 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
                 f"in its files, of which some are missing or have another shape: {some(unmade)}"
             ) from error
         raise
+    if hasattr(model, "peft_config"):
+        raise UserError(
+            f"model.name_or_path: {name} has adapters next to its weights, which transformers "
+            "loads too; merge them into the weights, or remove adapter_config.json"
+        )
     if mismatched := sorted(found["mismatched_keys"]):
         key, stored, wanted = mismatched[0]
         more = f" (and {len(mismatched) - 1:,} more)" if mismatched[1:] else ""

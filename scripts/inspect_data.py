@@ -124,6 +124,7 @@ def counts_of(plan: "DataPlan") -> dict[str, str]:
         "format": ", ".join(dict.fromkeys(meta["formats"])),
         "over max_length, bad": ", ".join(became) or "none",
         **({"special tokens": meta["special_text"]} if meta["special_text"] else {}),
+        **({"prompts": meta["prompts"]} if meta["prompts"] else {}),
         "tokens": f"{meta['tokens']:,}, {meta['tokens'] / len(data):,.1f} per example",
         "supervised": f"{meta['supervised_tokens']:,}, {share.mean():.1%} of an example (from "
         f"{share.min():.1%} to {share.max():.1%}){'; ' if meta['masks'] else ''}{meta['masks']}",

@@ -64,6 +64,22 @@ def test_the_end_tokens_are_reported(sample_tokenizer, supervise):
     assert text == {"masks": "answers end in '<|end|>'", "end_tokens": meta["end_tokens"]}
 
 
+def test_a_mark_within_answers_does_not_end_them(sample_tokenizer):
+    """As <|end|> of gpt-oss: behind an earlier answer, and within the last one behind reasoning."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thinking %}{{ m.thinking }}<|tool|>"
+        "{% endif %}{{ m.content }}"
+        "<|{{ 'end' if m.role == 'assistant' and loop.last else 'tool' }}|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = with_template(sample_tokenizer, template)
+    last = {"role": "assistant", "content": "4", "thinking": "Two twos."}
+    found = described(tokenizer, row={"messages": [*CHAT[:2], CHAT[0], last]})
+    assert found["end_tokens"] == [sample_tokenizer.eos_token_id]
+    found = described(tokenizer, row={"messages": [*CHAT[:2], CHAT[0], CHAT[1]]})
+    assert len(found["end_tokens"]) == 2, "nothing says that one of them does not end answers"
+
+
 def test_an_end_that_was_cut_off_is_no_end_mark(sample_tokenizer):
     meta = described(sample_tokenizer, max_length=5)
     assert meta["end_tokens"] == [] and "every row is truncated at data.max_length" in meta["masks"]

@@ -32,9 +32,10 @@ from checkpoint.shards import Shards
 from config.parse import dump_config, parse_command_line
 from config.schema import LoraConfig, ModelConfig
 from model.base import describe_base
-from model.load import check_quantization, quantized
+from model.load import check_quantization, load_model_config, quantized
 from model.memory import estimate_memory
 from model.trained import Counts, adapted_parameters, trained_skeleton
+from model.weights import check_weights
 from runtime.errors import UserError
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
@@ -210,6 +211,8 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     line = finished.errors[0]
     assert f"has only the weights that were trained; the others are those of {moved}" in line
     assert f"this run's model is {other}, with other weights; set model.name_or_path" in line
+    finished = forks.train(config, *weights_only, "--model.lora.alpha", "16")
+    assert finished.code == 2 and "alpha 8, and 16 would scale them otherwise" in finished.output
     (tmp_path / "next").mkdir(exist_ok=True)
     (tmp_path / "next" / "stop").touch()
     finished = forks.train(config, *weights_only)
@@ -497,8 +500,21 @@ def test_a_vision_tower_gets_no_adapters(targets):
     skeleton, _ = trained_skeleton(ModelConfig("x", lora=LoraConfig(4, 8, 0, targets)), config)
     adapters = {name for name, p in skeleton.named_parameters() if ".lora_" in name}
     assert adapters == {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    with pytest.raises(UserError, match=r"model\.trainable: names only parts of Gemma3For"):
+        trained_skeleton(ModelConfig("x", trainable=["vision_tower"]), config)
     layers = 7 if targets == "all-linear" else 1
     assert len(adapters) == 2 * (2 * layers + ("lm_head" in targets))
+
+
+def test_adapters_next_to_the_weights_are_refused(base, tiny_config, tmp_path):
+    """transformers would load and freeze all of it, or add this run's adapters to them."""
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with_peft(model).save_pretrained(folder)
+    config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
+    with pytest.raises(UserError, match=f"{folder} has adapters next to its weights"):
+        check_weights(config, load_model_config(config))
 
 
 @pytest.mark.parametrize("lora", [8, {"r": "8"}, {"rank": 8}, {"target_modules": 7}])

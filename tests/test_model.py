@@ -155,6 +155,15 @@ def test_a_head_of_its_own_contradicts_a_tie(tiny_config, tmp_path):
         check(tiny_config, folder)
 
 
+def test_quantized_weights_are_refused(tiny_config, tmp_path):
+    folder = save_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for kind in ({"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind}))
+        with pytest.raises(UserError, match=f"quantized \\({kind['quant_method']}\\), and cannot"):
+            check(tiny_config, folder)
+
+
 def test_experts_that_transformers_puts_together_are_checked_too(tiny_config, tmp_path):
     """The files have a tensor per expert; the model has one for all experts."""
     folder = save_model(

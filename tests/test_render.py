@@ -290,6 +290,22 @@ def test_a_last_turn_that_is_rendered_otherwise_ends_at_the_same_mark(with_templ
     assert masked == "a<|end|>b<|end|><think></think>4<|end|>", "a mark in the text ends nothing"
 
 
+@pytest.mark.parametrize("opened, written, missing", [
+    ("<think>", "", ["<think>"]),  # DeepSeek-R1
+    ("<think></think>", "<think>hm", ["</think>"]),  # Qwen3.5 without thinking
+    ("<think>", "<think></think>", []),
+])  # fmt: skip
+def test_a_generation_prompt_that_rows_do_not_have_is_noticed(
+    with_template, opened, written, missing
+):
+    answer = f"{{{{ '{written}' if m.role == 'assistant' }}}}{{{{ m.content }}}}"
+    template = CHATML.replace("{{ m.content }}", answer)
+    found: list[str] = []
+    tokenizer = with_template(template.removesuffix("{% endif %}") + opened + "{% endif %}")
+    render({"messages": CHAT}, tokenizer, options(), unprompted=found)
+    assert found == missing
+
+
 def test_an_end_mark_that_has_no_role_is_known(with_template):
     """As Gemma's <end_of_turn>: special, but neither eos nor bos."""
     tokenizer = with_template(CHATML.replace("<|end|>", "<end_of_turn>"))

@@ -210,8 +210,12 @@ def test_tool_calls_and_a_prompt_that_training_has_never_seen(tiny_config, tmp_p
     finding = check_requests(tiny_config(**data))
     assert not finding.differs, "of another day"
     template.write_text(CALLS.replace("PROMPT", "<think>"))
-    finding = check_requests(tiny_config(**data))
+    config_file = tiny_config(**data)
+    finding = check_requests(config_file)
     assert finding.differs
+    config = parse_command_line(["--config", str(config_file)]).config
+    warning = open_plans(config, 1)[2].data.meta["prompts"]  # before training, too
+    assert warning.startswith("WARNING: in 20 rows the text before an answer lacks '<think>', with")
     assert re.search(
         r"calls.jsonl:1: the prompt of message 2: served token \d+ is '<", finding.text
     )

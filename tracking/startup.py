@@ -100,7 +100,7 @@ def show_startup(
         f"data.max_length {data.max_length:,}: {long_rows or 'none'}" + _shared_files(data),
         **_sources(train_plan),
         **_rejected(train_plan, *eval_plans.values()),
-        **_special_text(train_plan, *eval_plans.values()),
+        **_texts(train_plan, *eval_plans.values()),
         "held out": _held_out(eval_plans),
         "tokens": f"{of_epoch:,} per epoch, {round(supervised * of_epoch):,} supervised "
         f"({supervised:.0%}{masks}), padding adds {padding:.1%}{of_steps}",
@@ -250,10 +250,13 @@ def _rejected(*plans: DataPlan) -> dict[str, str]:
     return {"bad rows": f"{counts.total():,} left out: {reasons} (rejected_rows.jsonl)"}
 
 
-def _special_text(*plans: DataPlan) -> dict[str, str]:
-    found = dict.fromkeys(p.data.meta["special_text"] for p in plans)
-    text = "; ".join(filter(None, found))
-    return {"special text": text} if text else {}
+def _texts(*plans: DataPlan) -> dict[str, str]:
+    lines = {}
+    for name, key in (("special text", "special_text"), ("prompts", "prompts")):
+        found = dict.fromkeys(p.data.meta[key] for p in plans)
+        if text := "; ".join(filter(None, found)):
+            lines[name] = text
+    return lines
 
 
 def write_resolved_configs(setup: Setup, plans: Sequence[DataPlan]) -> None:
