@@ -46,6 +46,7 @@ from checkpoint.find import (
     survey,
 )
 from checkpoint.nodes import Nodes
+from checkpoint.prefixes import changed_prefixes
 from checkpoint.run_folder import (
     COMPLETE,
     MANIFEST,
@@ -228,6 +229,7 @@ class Saver:
             "layout": layout(self.engine),
             "progress": progress(self.engine),
             "read_from": module.read_from,
+            "prefixes": changed_prefixes(module),
         }
         files = {f"{SHARDS}/{path.name}": s | about for path, s in collector.files.items()}
         for state in files.values():
