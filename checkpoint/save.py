@@ -256,6 +256,8 @@ class Saver:
         if model.can_generate():
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
+        for name, text in model.processor_files.items():
+            (draft / "model" / name).write_text(text, encoding="utf-8")
         write_state(draft, state)
 
     def _write(self, draft: Path, files: dict[str, Any]) -> None:

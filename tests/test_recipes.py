@@ -65,13 +65,18 @@ def tokenizer_for(name: str):
     return tokenizer
 
 
-def save_published_names(file):
-    """Gemma's vision tower has a prefix in published files, which transformers takes off."""
+def save_as_published(folder):
+    """Gemma's vision tower has a prefix in published files, which transformers takes off; beside
+    them are those of its image processor.
+    """
+    file = folder / "model.safetensors"
     tensors = {
         name.replace("vision_tower.", "vision_tower.vision_model."): tensor
         for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, {"format": "pt"})
+    if any("vision" in name for name in tensors):
+        (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,7 @@ def folders(tmp_path_factory):
                 torch.manual_seed(0)
                 config = AutoConfig.for_model(**shrunk(SHAPES[name]))
                 AutoModelForCausalLM.from_config(config).save_pretrained(path)
-                save_published_names(path / "model.safetensors")
+                save_as_published(path)
             tokenizer_for(name).save_pretrained(path)
         return made[name, true_sizes]
 
@@ -377,6 +382,7 @@ def check_other_parts(given, run_folder, out):
     export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
     names = [load_file(path / "model.safetensors").keys() for path in (given, out)]
     assert names[0] == names[1]
+    assert (out / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (given, out))
     assert type(before) is type(after)
     found, changed = after.state_dict(), set()
