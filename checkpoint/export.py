@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from checkpoint.find import checkpoint_problem
 from checkpoint.manifest import read_manifest
 from checkpoint.merge import MasterWeights, has_own_head, insert_adapters, load_frozen
+from checkpoint.prefixes import give_back_prefixes
 from checkpoint.shards import Shards
 from checkpoint.state import RunIdentity, read_state
 from model.load import DTYPES
@@ -72,6 +73,7 @@ def export_checkpoint(
         weights = MasterWeights(shards, adapted, frozen)
         check_fit(model, weights)
         check_room(model, draft)
+        give_back_prefixes(model, shards.prefixes)
         save_streaming(model, weights, draft, max_shard_size)
         for file in small:  # again: transformers has written a generation config of its own
             if file.name != "config.json":  # has the dtype of the weights now

@@ -46,6 +46,7 @@ from checkpoint.find import (
     survey,
 )
 from checkpoint.nodes import Nodes
+from checkpoint.prefixes import changed_prefixes
 from checkpoint.run_folder import (
     COMPLETE,
     MANIFEST,
@@ -228,6 +229,7 @@ class Saver:
             "layout": layout(self.engine),
             "progress": progress(self.engine),
             "read_from": module.read_from,
+            "prefixes": changed_prefixes(module),
         }
         files = {f"{SHARDS}/{path.name}": s | about for path, s in collector.files.items()}
         for state in files.values():
@@ -254,6 +256,8 @@ class Saver:
         if model.can_generate():
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
+        for name, text in model.processor_files.items():
+            (draft / "model" / name).write_text(text, encoding="utf-8")
         write_state(draft, state)
 
     def _write(self, draft: Path, files: dict[str, Any]) -> None:

@@ -259,6 +259,12 @@ class Shards:
             raise ValueError("read_from does not name a model")
         return texts
 
+    @property
+    @_damage_in_one_line
+    def prefixes(self) -> list[str]:
+        """changed_prefixes of the model; none in checkpoints of older versions."""
+        return [str(change) for change in self.model.get("prefixes", [])]
+
     @_damage_in_one_line
     def holds(self, name: str) -> bool:
         """Whether the weight is in the checkpoint, and not only in the files of `read_from`."""

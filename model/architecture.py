@@ -27,7 +27,7 @@ def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Mo
                 model_config, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a model's own constructor can raise anything
-        if _is_multimodal(model_config) and "Unrecognized configuration class" in str(error):
+        if is_multimodal(model_config) and "Unrecognized configuration class" in str(error):
             raise UserError(
                 f"model.name_or_path: {model_config.model_type} is a multimodal model, and "
                 "transformers has no class for it that is trained on text alone; use a text model "
@@ -38,7 +38,7 @@ def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Mo
         ) from error
 
 
-def _is_multimodal(model_config: PretrainedConfig) -> bool:
+def is_multimodal(model_config: PretrainedConfig) -> bool:
     """Whether the language model is one part of several, e.g. beside a vision tower."""
     return text_config_of(model_config) is not model_config
 
@@ -62,7 +62,7 @@ def freeze_other_parts(model: nn.Module) -> None:
     """Freeze what a multimodal model does not use for text. Without a gradient, AdamW's weight
     decay alone would change it.
     """
-    if _is_multimodal(model.config):
+    if is_multimodal(model.config):
         used = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
         for parameter in set(model.parameters()).difference(used):
             parameter.requires_grad_(False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -16,6 +16,7 @@ from transformers.utils import (
 )
 
 SAMPLES, SAMPLE_BYTES = 128, 256  # of each file
+PROCESSOR_FILES = "*processor_config.json"
 
 
 def describe_base(name: str, revision: str | None) -> dict[str, str | None]:
@@ -49,6 +50,17 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
             names = json.loads(found.read_text(encoding="utf-8"))["weight_map"].values()
             return [found.parent / name for name in sorted(set(names))]
     return []
+
+
+def processor_files(name: str, revision: str | None) -> dict[str, str]:
+    """{name: text} of the files that say how a multimodal model prepares what is not text, of a
+    folder or of the hub. Training does not use them, servers do.
+    """
+    folder = name
+    if not Path(name).is_dir():
+        folder = snapshot_download(name, revision=revision, allow_patterns=PROCESSOR_FILES)
+    files = sorted(Path(folder).glob(PROCESSOR_FILES))
+    return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -20,7 +20,8 @@ from transformers.utils import is_bitsandbytes_available
 
 from config.schema import CHAT_TEMPLATES, Config, chat_template_file
 from data.end_marks import fit_template, set_eos_token
-from model.base import describe_base, weight_files
+from model.architecture import is_multimodal
+from model.base import describe_base, processor_files, weight_files
 from model.blocks import change_blocks
 from model.hub import first_line, from_hub
 from model.trained import choose_trained
@@ -100,7 +101,8 @@ def load_model(
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
     an HfDeepSpeedConfig exists, to which it holds only a weak reference: the model keeps it alive.
-    The model's `read_from` says which files its weights were read from, None for random ones.
+    The model's `read_from` says which files its weights were read from, None for random ones;
+    `processor_files` are those of a multimodal model, for its checkpoints.
 
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
@@ -127,12 +129,14 @@ def load_model(
                 load, "model.name_or_path", name, config, config=model_config, **options
             )
             _refuse_missing(name, found["missing_keys"])
+        others = processor_files(name, revision) if is_multimodal(model_config) else {}
     except UserError:
         raise
     except Exception as error:  # e.g. flash_attention_2 without its package
         raise UserError(f"model.name_or_path: {name}: {first_line(error)}") from error
     model.hf_ds_config = hf_ds_config
     model.read_from = None if config.model.from_config else describe_base(name, revision)
+    model.processor_files = others
     if config.model.quantization:  # a checkpoint's config.json is that of what is exported
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.

@@ -123,6 +123,11 @@ INTERNALS = (
         "the tensors of the model that files are converted to",
     ),
     Internals(
+        "checkpoint/prefixes.py", "transformers.core_model_loading",
+        ("PrefixChange", "_weight_conversions", "was_used", "scope_prefix"),
+        "the names that a model's tensors have in its files",
+    ),
+    Internals(
         "model/experts.py", "transformers.integrations.moe",
         ("_is_expert_parallel",), "the modules that hold the experts of a layer",
     ),

@@ -13,6 +13,7 @@ from conftest import strategy, write_rows
 from config.schema import Source
 from data.check_sources import parse_with_sources
 from data.sources import loaded_commit
+from model.base import processor_files
 from model.load import load_model_config
 from runtime.errors import UserError
 from scripts import demo_report, exact_match
@@ -63,6 +64,15 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
     }
     finished = train()  # `main` in the config, a commit in the checkpoint
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
+
+
+def test_the_processor_of_a_multimodal_model_is_taken_from_its_commit(hub, monkeypatch):
+    snapshot = Path(hub["HUB_CACHE"]) / "models--org--tiny" / "snapshots" / COMMIT
+    (snapshot / "preprocessor_config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", hub["HUB_CACHE"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, revision in (("org/tiny", "main"), ("org/tiny", COMMIT), (str(snapshot), None)):
+        assert processor_files(name, revision) == {"preprocessor_config.json": "{}"}
 
 
 def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, SAMPLE, read_metrics, write_rows
+from safetensors.torch import load_file, save_file
 from test_turns import FAMILIES, WORDS, tokenizer_with
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -64,6 +65,20 @@ def tokenizer_for(name: str):
     return tokenizer
 
 
+def save_as_published(folder):
+    """Gemma's vision tower has a prefix in published files, which transformers takes off; beside
+    them are those of its image processor.
+    """
+    file = folder / "model.safetensors"
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    if any("vision" in name for name in tensors):
+        (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """For a model's name: a folder with its config.json at true sizes, and one of the same family
@@ -80,6 +95,7 @@ def folders(tmp_path_factory):
                 torch.manual_seed(0)
                 config = AutoConfig.for_model(**shrunk(SHAPES[name]))
                 AutoModelForCausalLM.from_config(config).save_pretrained(path)
+                save_as_published(path)
             tokenizer_for(name).save_pretrained(path)
         return made[name, true_sizes]
 
@@ -360,10 +376,13 @@ def test_a_profile_says_where_the_time_goes(debug, tmp_path):
 
 
 def check_other_parts(given, run_folder, out):
-    """The exported model has the class of the given one, other weights in its language model, and
-    the same ones elsewhere.
+    """The exported model has the class and the names of the given one, other weights in its
+    language model, and the same ones elsewhere.
     """
     export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
+    names = [load_file(path / "model.safetensors").keys() for path in (given, out)]
+    assert names[0] == names[1]
+    assert (out / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (given, out))
     assert type(before) is type(after)
     found, changed = after.state_dict(), set()

