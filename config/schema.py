@@ -101,6 +101,7 @@ class ModelConfig:
     """
     compile: bool = False
     """torch.compile each block: faster after minutes of compilation; needs a C++ compiler on CPU.
+    Experts are compiled too, whichever ones the tokens choose, but not those with adapters.
     """
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code that you have read."""

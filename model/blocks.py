@@ -67,6 +67,10 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> None:
             mlp.forward = _tiled(mlp.forward, options.tiled_mlp)
             gather_at_once(mlp)
         if options.compile:
+            for module in block.modules():
+                # peft's adapters of experts give them a new class in each pass
+                if hasattr(module, "parameter_name"):
+                    module.forward = torch.compiler.disable(module.forward)
             block.forward = _compiled(block.forward)
             gather_at_once(block)  # else ZeRO-3's hooks would be between its parts
         if options.activation_checkpointing:

@@ -6,6 +6,7 @@ on every rank, zero for an expert without tokens, and ZeRO-3 gathers them for th
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,15 +22,12 @@ class ExpertLoad:
     """Counts the tokens of each expert in the micro-batches of a step, without padding."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Register a hook on the packed experts of each layer; of other models, on nothing."""
+        """Count in the packed experts of each layer; of other models, in nothing."""
         self._layers = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
-        self._counts: torch.Tensor | None = None  # int64 [layers, experts + 1]: masked ones last
+        self._is_counted = False  # anything in this step
         self._weights: torch.Tensor | None = None  # int64 [examples x length]: 0 for padding
-        for number, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(
-                lambda _layer, args, kwargs, number=number: self._count(number, args, kwargs),
-                with_kwargs=True,
-            )
+        for layer in self._layers:
+            layer.expert_load, layer.forward = self, MethodType(_counted, layer)
 
     @contextmanager
     def counting(self, batch: MicroBatch) -> Iterator[None]:
@@ -37,9 +35,10 @@ class ExpertLoad:
         activation checkpointing repeats it.
         """
         if self._layers and torch.is_grad_enabled():
-            if self._counts is None:
-                most = max(layer.num_experts for layer in self._layers)
-                self._counts = batch.input_ids.new_zeros(len(self._layers), most + 1)
+            if not self._is_counted:
+                for layer in self._layers:  # int64, masked ones last
+                    layer.expert_counts = batch.input_ids.new_zeros(layer.num_experts + 1)
+                self._is_counted = True
             mask = batch.attention_mask
             real = torch.ones_like(batch.input_ids) if mask is None else mask.long()
             self._weights = real.flatten() if len(batch.targets) else None
@@ -48,14 +47,15 @@ class ExpertLoad:
         finally:
             self._weights = None
 
-    def _count(self, number: int, args: tuple, kwargs: dict) -> None:
+    def count(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Count what the packed experts of a layer are called with."""
         if self._weights is None:
             return
         # experts(hidden states, chosen experts [tokens, k], weights), by different names
         tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         chosen = next(v for v in tensors if not v.is_floating_point())
         weights = self._weights[:, None].expand(-1, chosen.shape[-1])
-        self._counts[number].scatter_add_(0, chosen.reshape(-1).long(), weights.reshape(-1))
+        layer.expert_counts.scatter_add_(0, chosen.reshape(-1).long(), weights.reshape(-1))
 
     def metrics(self) -> dict[str, float]:
         """Balance over the step's tokens on all ranks, then start the next step; {} without
@@ -66,14 +66,25 @@ class ExpertLoad:
             layer, 1 if balanced; experts_unused, the number of experts without a token, over all
             layers.
         """
-        if self._counts is None:
+        if not self._is_counted:
             return {}
-        counts, self._counts = self._counts, None
+        self._is_counted = False
+        counts = torch.cat([layer.expert_counts for layer in self._layers])
         dist.all_reduce(counts)
-        of_layers = [row[: m.num_experts] for row, m in zip(counts, self._layers, strict=True)]
+        of_layers = [
+            of_one[:-1] for of_one in counts.split([m.num_experts + 1 for m in self._layers])
+        ]
         busiest = torch.stack([row.max() * len(row) / row.sum() for row in of_layers])
         unused = torch.stack([(row == 0).sum() for row in of_layers])
         return {"expert_load_max": busiest.max().item(), "experts_unused": int(unused.sum())}
+
+
+def _counted(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """In place of the forward method of packed experts. torch.compile makes one graph of this for
+    all layers, and one per layer where modules have hooks, which have numbers.
+    """
+    layer.expert_load.count(layer, args, kwargs)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def fit_experts(model: nn.Module, stage: int) -> None:

@@ -1,5 +1,5 @@
-"""train.py for tests/test_blocks.py: torch.compile without generating code, which takes 20 s, and
-with EXCEPT_MLPS everything frozen but the MLPs.
+"""train.py for tests/test_blocks.py and tests/test_router_loss.py: torch.compile without generating
+code, which takes 20 s, and with EXCEPT_MLPS everything frozen but the MLPs.
 """
 
 import os

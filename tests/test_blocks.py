@@ -6,12 +6,14 @@ pytest tests/test_blocks.py
 import copy
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch._inductor.config
 from conftest import read_metrics, strategy
+from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     AutoModelForCausalLM,
@@ -23,11 +25,16 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from config.parse import parse_command_line
-from config.schema import ModelConfig
+from config.schema import LoraConfig, ModelConfig
+from data.loader import MicroBatch
 from model.blocks import change_blocks, check_blocks
+from model.loss import SupervisedLoss
+from model.trained import choose_trained
 from runtime.errors import UserError
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
@@ -127,6 +134,44 @@ def test_tiling_keeps_one_tile_of_inner_activations():
 def test_compiled_blocks_give_the_same_loss():
     one_layer = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     assert_same_loss(one_layer, ModelConfig("x", compile=True, activation_checkpointing=True))
+
+
+@pytest.mark.parametrize("adapters, depths", [(False, (2, 3)), (True, (2,))])
+def test_experts_are_compiled_once_for_all_layers_and_numbers_of_tokens(
+    monkeypatch, adapters, depths
+):
+    """Whichever experts the tokens choose: a few graphs, for several examples and for one. Those
+    with adapters are left out.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    graphs = {}
+    for layers in depths:
+        sizes = {**SIZES, "num_hidden_layers": layers, "initializer_range": 0.2}
+        torch.manual_seed(0)
+        plain = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=6, num_experts_per_tok=2))
+        if adapters:
+            names = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
+            choose_trained(plain, ModelConfig("x", lora=LoraConfig(target_parameters=names)))
+        compiled = copy.deepcopy(plain)
+        change_blocks(compiled, ModelConfig("x", compile=True))
+        torch.compiler.reset()
+        counters.clear()
+        found = []
+        for model in (plain, compiled):
+            loss, values, graphs[layers] = SupervisedLoss(model), [], []
+            for examples, length in ((3, 4), (1, 2), (2, 9), (1, 30)):
+                ids = np.arange(examples * length).reshape(examples, length) * 7 % 64
+                batch = MicroBatch.of(ids, ids > 5, attention_mask=np.ones_like(ids))
+                values.append(loss(model, batch).cross_entropy)
+                graphs[layers].append(counters["stats"]["unique_graphs"])
+            sum(values).backward()
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+            counts = [m.expert_counts for m in model.modules() if hasattr(m, "expert_counts")]
+            found.append((torch.stack(values), gradients, torch.stack(counts)))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+        assert sum(counts).sum() == layers * 2 * (12 + 2 + 18 + 30)
+    assert len({tuple(of_one) for of_one in graphs.values()}) == 1, graphs
+    assert 0 < graphs[2][1] == graphs[2][-1] <= 8, graphs
 
 
 REFUSED = {

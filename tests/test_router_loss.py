@@ -127,31 +127,31 @@ def train_plainly(config_file, tokenizer, ranks):
 
 
 @pytest.mark.parametrize(
-    "name, stage, ranks, batching, checkpointing",
+    "name, stage, ranks, batching, checkpointing, compiled",
     [
-        ("mixtral", 0, 1, "bucketed", False),
-        ("mixtral", 1, 2, "bucketed", False),
-        ("qwen3_moe", 1, 2, "bucketed", False),
-        ("gpt_oss", 1, 2, "packed", True),
-        ("qwen3_moe", 2, 2, "bucketed", True),
-        ("mixtral", 3, 2, "packed", False),
-        ("qwen3_moe", 3, 2, "bucketed", True),
-        ("gpt_oss", 3, 2, "bucketed", False),
+        ("mixtral", 0, 1, "bucketed", False, False),
+        ("mixtral", 1, 2, "bucketed", False, False),
+        ("qwen3_moe", 1, 2, "bucketed", False, False),
+        ("gpt_oss", 1, 2, "packed", True, False),
+        ("qwen3_moe", 2, 2, "bucketed", True, False),
+        ("mixtral", 3, 1, "bucketed", False, True),
+        ("qwen3_moe", 3, 2, "bucketed", True, False),
+        ("gpt_oss", 3, 2, "bucketed", False, False),
     ],
 )
 def test_training_is_that_of_a_plain_loop(
     forks, folders, tiny_config, tmp_path, sample_tokenizer, name, stage, ranks, batching,
-    checkpointing,
+    checkpointing, compiled,
 ):  # fmt: skip
     config = tiny_config(
         model=folders[name], ds_config=str(strategy(tmp_path, f"zero{stage}")),
-        model__activation_checkpointing=checkpointing, data__batching=batching,
-        data__micro_batch_tokens=400, data__eval_sources=None, train__epochs=None,
-        train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
+        model__activation_checkpointing=checkpointing, model__compile=compiled,
+        data__batching=batching, data__micro_batch_tokens=400, data__eval_sources=None,
+        train__epochs=None, train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
         train__weight_decay=0.0, train__gradient_clipping=0.0, train__global_batch_size=11,
     )  # fmt: skip
     expected, model = train_plainly(config, sample_tokenizer, [ranks] * 4)
-    finished = forks.train(config, ranks=ranks)
+    finished = forks.train(config, ranks=ranks, module="changed_blocks")
     assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
     for key, plain in expected.items():
