@@ -47,7 +47,7 @@ def other_parts(model: nn.Module) -> list[str]:
     """Names of the modules of a multimodal model that it does not use for text, e.g. its vision
     tower; not of those within them.
     """
-    if not _is_multimodal(model.config):
+    if not is_multimodal(model.config):
         return []
     used = {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
     found: list[str] = []
