@@ -375,6 +375,10 @@ async def ending_of(folder, kind, late_seconds):
         hosts[1].process.send_signal(signal.SIGCONT)
         await ask_all(hosts, "stop", grace_seconds=0)
         await ask_all(hosts, "forget")
+        for host in hosts:  # close() kills an agent that is too busy to clean up within 2 s
+            host.process.stdin.close()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(host.process.wait() for host in hosts))
         await asyncio.gather(*(host.close() for host in hosts))
 
 
