@@ -167,7 +167,8 @@ def _activations(config: Config, skeleton: nn.Module, width: int) -> tuple[float
 
     With checkpointing, a layer keeps its input alone, and one layer at a time is recomputed
     (Korthikanti et al., section 5). The loss is done before any layer's backward pass begins, so
-    the larger of the two counts. Every token is taken to be supervised.
+    the larger of the two counts. Every token is taken to be supervised. Of experts with adapters, a
+    layer also has the sum of both, and its gradient.
     """
     model, text, tokens = (
         config.model,
@@ -176,7 +177,8 @@ def _activations(config: Config, skeleton: nn.Module, width: int) -> tuple[float
     )
     layers, hidden = int(text.num_hidden_layers), hidden_size(skeleton.config)
     sizes = layer_bytes(skeleton.config, model.tiled_mlp or 1)
-    kept, gradients = (width / 2 * tokens * size for size in sizes)
+    adapted = _adapted_experts(skeleton) * width / layers
+    kept, gradients = (width / 2 * tokens * size + adapted for size in sizes)
     loss = _loss(config, skeleton, width)
     inputs = width * layers * hidden * tokens
     if not model.activation_checkpointing:
@@ -189,6 +191,12 @@ def _activations(config: Config, skeleton: nn.Module, width: int) -> tuple[float
         on_gpu = model.activation_checkpointing != "cpu"
         saved = [Part("layer inputs", inputs, how)] if on_gpu else []
     return inputs, [*saved, max(one_layer, loss, key=lambda part: part.size)]
+
+
+def _adapted_experts(skeleton: nn.Module) -> int:
+    """Elements of the parameters to which peft adds an adapter in each forward pass."""
+    layers = (m for m in skeleton.modules() if hasattr(m, "parameter_name"))
+    return sum(layer.get_param().numel() for layer in layers)
 
 
 def _loss(config: Config, skeleton: nn.Module, width: int) -> Part:

@@ -132,6 +132,14 @@ INTERNALS = (
         ("_is_expert_parallel",), "the modules that hold the experts of a layer",
     ),
     Internals(
+        "model/trained.py", "peft.tuners.lora.layer",
+        ("parameter_name",), "the parameter that a layer of peft adds an adapter to",
+    ),
+    Internals(
+        "model/memory.py", "peft.tuners.lora.layer",
+        ("parameter_name", "get_param"), "how large it is",
+    ),
+    Internals(
         "checkpoint/fill.py", "deepspeed.runtime.zero.stage3",
         ("checkpoint_event_prologue", "checkpoint_event_epilogue", "fp16_partitioned_groups_flat"),
         "loading into stage 3",

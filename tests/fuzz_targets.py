@@ -382,7 +382,8 @@ def shard_trees() -> list[dict[str, Any]]:
         }  # fmt: skip
         read_from = {"name_or_path": "base", "revision": None, "fingerprint": "0123456789abcdef"}
         progress = {"updates": 4, "loss_scale": None}
-        return {"layout": layout, "progress": progress, "read_from": read_from}
+        about = {"layout": layout, "progress": progress, "read_from": read_from}
+        return about | {"prefixes": ["vision_tower: vision_model"]}
 
     def adam(*flats: torch.Tensor) -> dict[str, Any]:
         moments = {"exp_avg": flats[0], "exp_avg_sq": flats[0], "step": torch.tensor(4.0)}
@@ -457,6 +458,7 @@ def shards_target() -> Target:
         shards = Shards(folder / "checkpoint")
         read_from = shards.read_from
         assert read_from is None or all(isinstance(v, str | None) for v in read_from.values())
+        assert all(isinstance(change, str) for change in shards.prefixes)
         assert set(shards.missing()) <= set(shards.names())
         for name in filter(shards.holds, shards.names()):
             assert tuple(shards.weight(name).shape) == tuple(shards.shape(name))

@@ -555,6 +555,29 @@ def test_memory_of_what_is_frozen_is_only_its_weights(write, base):
     assert in_4_bits == pytest.approx(2 * TRAINED + WHOLE * 4.127 / 8)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_of_experts_with_adapters_has_their_sums(write, checkpointing):
+    """peft keeps the sum of weights and adapter for the backward pass, which has its gradient."""
+    backward = []
+    for names in ([], EXPERTS):
+        config = write(
+            model__lora={"r": 2, "target_parameters": names},
+            model__activation_checkpointing=checkpointing,
+        )
+        config = parse_command_line(["--config", str(config)]).config
+        skeleton, _ = trained_skeleton(config.model, MIXTURES["qwen3_moe"])
+        ds_config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+        memory = estimate_memory(config, skeleton, 0, ds_config, ranks=1, local_ranks=1)
+        backward.append({part.name: part.size for part in memory.backward})
+    without, with_them = backward
+    of_layer = 2 * 6 * 3 * 32 * 24  # bytes of the experts
+    more = {name: with_them[name] - without[name] for name in without}
+    if checkpointing:  # one layer at a time, else all of them, and the logits come first
+        assert more == {"layer inputs": 0, "one layer": 2 * of_layer}
+    else:
+        assert more == {"activations": 2 * of_layer, "logits": 0}
+
+
 def test_a_fingerprint_is_of_the_weights_wherever_they_are(base, tmp_path):
     shutil.copytree(base, tmp_path / "copy")
     one, copy = (describe_base(str(folder), None) for folder in (base, tmp_path / "copy"))

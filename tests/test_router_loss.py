@@ -207,6 +207,9 @@ def test_adapters_of_experts_are_those_of_plain_peft(
         file.write_text(json.dumps(ds_config))
         finished = forks.train(config, "--ds_config", file, ranks=ranks, module="engine_logits")
         assert finished.code == (0 if is_last else 75), finished.output
+    if modules == "all-linear":
+        where = "on q_proj, k_proj, v_proj, o_proj, down_proj, gate_up_proj\n"
+        assert where in finished.output, finished.output
     steps = read_metrics(run_folder)
     for key, values in expected.items():
         np.testing.assert_allclose([s[key] for s in steps], values, rtol=1e-5, err_msg=key)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, free_port, run, wait_until, write_tiny_config
-from test_recipes import SHAPES, SMALL, shrunk, tokenizer_for
+from test_recipes import SHAPES, SMALL, save_as_published, shrunk, tokenizer_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint.verify import sample_prompts
@@ -103,6 +103,7 @@ def learned(forks, tmp_path_factory):
         torch.manual_seed(0)
         config = AutoConfig.for_model(**shrunk(shape, SIZES))
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+        save_as_published(folder / "base")
         tokenizer_for(published).save_pretrained(folder / "base")
         learn(forks, folder, folder / "base", FACTS, train__precision=precision)
         return folder
@@ -248,10 +249,9 @@ def test_the_documented_commands(learned, vllm_server, name):
     (serve, curl), (serve_adapter,), *_ = serve_commands()
     port, folder = free_port(), learned(name)
     command = {"qwen3": serve, "adapters": serve_adapter}[name]
-    base = learned("qwen3") / "model"
-    vllm_server(
-        command.replace("runs/mine/base", str(base)).replace("runs/mine", str(folder)), port
-    )
+    base = str(learned("qwen3") / "model")
+    command = command.replace("Qwen/Qwen3-0.6B", base).replace("runs/mine", str(folder))
+    vllm_server(command, port)
     asked = run(["bash", "-c", curl.replace("8000", port)])
     [choice] = json.loads(asked.output)["choices"]
     facts = {"qwen3": FACTS, "adapters": OTHER_FACTS}[name]

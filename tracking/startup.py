@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from checkpoint.run_folder import REJECTED_ROWS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
@@ -23,7 +24,7 @@ from model.architecture import check_model_fits, linear_cost
 from model.load import load_model_config, load_tokenizer
 from model.packing import resolve_batching
 from model.setup import Setup
-from model.trained import Counts
+from model.trained import Counts, adapted_parameters
 from runtime.errors import UserError
 from runtime.files import replace_text
 from runtime.process_group import Ranks
@@ -89,7 +90,7 @@ def show_startup(
     weights = "random weights" if config.model.from_config else "pretrained"
     rows = {
         "model": f"{config.model.name_or_path}, {counts.total / 1e6:,.1f} M parameters, {weights}",
-        **_trained(config.model, counts),
+        **_trained(config.model, counts, setup.skeleton),
         "ranks": f"{identity.world_size} on {ranks.device.type}, {identity.precision}, "
         f"ZeRO stage {identity.zero_stage} ({config.ds_config})",
         "memory": f"{sum(part.size for part in states) / 2**20:,.0f} MiB per rank: {memory} "
@@ -154,15 +155,14 @@ def _tokenizer(setup: Setup, trained: Sequence[int] | None) -> str:
     return f"{len(tokenizer):,} tokens; {eos}; {pad}; {template}"
 
 
-def _trained(model: ModelConfig, counts: Counts) -> dict[str, str]:
+def _trained(model: ModelConfig, counts: Counts, skeleton: nn.Module) -> dict[str, str]:
     """If parameters are frozen, a line about those that are trained."""
     if not (model.lora or model.trainable) and counts.trained == counts.total:
         return {}
     what = f"those with {', '.join(model.trainable)}" if model.trainable else "those of text"
     if lora := model.lora:
-        chosen = lora.target_modules
-        modules = [chosen] if isinstance(chosen, str) else chosen
-        where = ", ".join([*modules, *lora.target_parameters])
+        adapted = [name.removesuffix(".weight") for name in adapted_parameters(skeleton)]
+        where = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
         what = f"LoRA of rank {lora.r}, scaled by {lora.alpha} / {lora.r}, on {where}"
         what += f"; {', '.join(lora.modules_to_save)} as a whole" if lora.modules_to_save else ""
         what += f"; the frozen layers in {model.quantization}" if model.quantization else ""
