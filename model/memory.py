@@ -48,6 +48,10 @@ class Memory:
     """CPU memory of a node in training."""
     checkpoint: float
     """On disk, of one checkpoint; with checkpoint.node_local of a node's part of it."""
+    checkpoints: int
+    """On disk at a time: those that are kept and the one that is being written; without those of
+    checkpoint.keep_every_steps.
+    """
 
     @property
     def peak(self) -> float:
@@ -120,7 +124,8 @@ def estimate_memory(
     saved = total if config.model.from_config else trained  # else frozen ones are in their files
     part = local_ranks / ranks if config.checkpoint.node_local else 1
     checkpoint = width * saved + part * updated * trained
-    return Memory(states, backward, update, loading, local_ranks * host, checkpoint)
+    checkpoints = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    return Memory(states, backward, update, loading, local_ranks * host, checkpoint, checkpoints)
 
 
 def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> Part:

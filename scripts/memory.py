@@ -131,7 +131,7 @@ def _on_disk_and_cpu(memory: "Memory") -> str:
     return (
         f"CPU memory per node {memory.loading / GIB:.0f} GiB while loading, "
         f"{memory.host / GIB:.0f} GiB in training; {memory.checkpoint / GIB:.0f} GiB of disk per "
-        "checkpoint"
+        f"checkpoint, {memory.checkpoints} at a time"
     )
 
 
