@@ -204,7 +204,7 @@ def test_adapters_of_experts_are_those_of_plain_peft(
         ds_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # all are gathered
         file.write_text(json.dumps(ds_config))
         finished = forks.train(config, "--ds_config", file, ranks=ranks, module="engine_logits")
-        assert finished.code == (0 if is_last else 75), finished.output
+        assert finished.code == 0, finished.output
     if modules == "all-linear":
         where = "on q_proj, k_proj, v_proj, o_proj, down_proj, gate_up_proj, gate\n"
         assert where in finished.output, finished.output
