@@ -82,13 +82,8 @@ TOKENIZED = datasets.Features(
     }
 )
 PLACES = ("special", "unprompted", "file", "place", "row")
-WORKING = (
-    "outcome",
-    "special",
-    "unprompted",
-    "reason",
-    "problem",
-)  # columns that are not kept in the cache
+# columns that are not kept in the cache
+WORKING = ("outcome", "special", "unprompted", "reason", "problem")
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,18 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
     return []
 
 
-def processor_files(name: str, revision: str | None) -> dict[str, str]:
+def processor_files(name: str, revision: str | None, *, fetch: bool = False) -> dict[str, str]:
     """{name: text} of the files that say how a multimodal model prepares what is not text, of a
-    folder or of the hub. Training does not use them, servers do.
+    folder or of the hub's cache. Training does not use them, servers do.
+
+    Args:
+        fetch: ask the hub, as one rank of each machine does.
     """
     folder = name
     if not Path(name).is_dir():
-        folder = snapshot_download(name, revision=revision, allow_patterns=PROCESSOR_FILES)
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=PROCESSOR_FILES, local_files_only=not fetch
+        )
     files = sorted(Path(folder).glob(PROCESSOR_FILES))
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 

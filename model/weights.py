@@ -8,6 +8,8 @@ from functools import partial
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config.schema import Config
+from model.architecture import is_multimodal
+from model.base import processor_files
 from model.hub import from_hub
 from model.stored import check_ties
 from runtime.errors import UserError, some
@@ -16,6 +18,10 @@ from runtime.errors import UserError, some
 NO_WEIGHTS = re.compile(
     r"(^|\.)(inv_freq|position_ids|masked_bias|causal_mask|(attn|attention)\.bias)$"
 )
+
+
+def _fetch_processor(name: str, revision: str | None, **_: object) -> None:
+    processor_files(name, revision, fetch=True)
 
 
 def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
@@ -66,6 +72,8 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
             "weights"
         )
     _refuse_missing(name, found["missing_keys"])
+    if is_multimodal(model_config):
+        from_hub(_fetch_processor, "model.name_or_path", name, config)
     check_ties(name, config.model.revision, model)
     try:
         ignored = [NO_WEIGHTS, *map(re.compile, config.model.ignore_weights)]

@@ -73,6 +73,10 @@ def test_the_processor_of_a_multimodal_model_is_taken_from_its_commit(hub, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name, revision in (("org/tiny", "main"), ("org/tiny", COMMIT), (str(snapshot), None)):
         assert processor_files(name, revision) == {"preprocessor_config.json": "{}"}
+    # while the engine is built, no rank waits for the hub; one of each machine has asked it before
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("the hub was asked"))
+    assert processor_files("org/tiny", "main") == {"preprocessor_config.json": "{}"}
 
 
 def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
