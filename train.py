@@ -4,12 +4,12 @@
     deepspeed --hostfile hostfile train.py --config ...
     torchrun --nproc_per_node 2 train.py --config ...
 
-Each step: the plan assigns the step's examples to ranks and micro-steps (data/plan.py). Each rank
-runs forward and backward on its micro-batches, with each loss scaled so that the accumulated
-gradient is that of the mean over the step's supervised tokens. DeepSpeed averages gradients over
-the ranks, under ZeRO 0 and 1 once, in the last micro-batch, and under ZeRO 2 and 3 in every
-micro-batch. Then the optimizer updates once. Under ZeRO 1 and 2 the ranks gather the updated
-weights; under ZeRO 3 each layer is gathered when it runs.
+Each step: the plan assigns the step's examples to ranks and micro-steps (zerotrain/data/plan.py).
+Each rank runs forward and backward on its micro-batches, with each loss scaled so that the
+accumulated gradient is that of the mean over the step's supervised tokens. DeepSpeed averages
+gradients over the ranks, under ZeRO 0 and 1 once, in the last micro-batch, and under ZeRO 2 and 3
+in every micro-batch. Then the optimizer updates once. Under ZeRO 1 and 2 the ranks gather the
+updated weights; under ZeRO 3 each layer is gathered when it runs.
 
 Exit code: 0 the run is finished; 2 a mistake in the input, reported in one line; 75 preempted by
 SIGTERM or SIGUSR1 and saved, the same command resumes; anything else is a failure.
@@ -18,8 +18,8 @@ SIGTERM or SIGUSR1 and saved, the same command resumes; anything else is a failu
 import gc
 import sys
 
-from data.check_sources import parse_with_sources
-from runtime.errors import EXIT_PREEMPTED, exit_on_error
+from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, exit_on_error
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
@@ -27,89 +27,106 @@ if __name__ == "__main__":
     gc.disable()  # the imports create 780,000 objects that stay; collecting them takes 1 s of 5
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import deepspeed
 import torch
 
-from checkpoint.nodes import Nodes, find_nodes
-from checkpoint.run_folder import flight_records_folder, take_requests
-from checkpoint.save import Saver
-from checkpoint.save_interval import SaveInterval, count_hosts
-from checkpoint.start import Start, find_start, load_start
-from checkpoint.state import Progress, RunIdentity, TrainerState
-from config.schema import Config
-from data.data_plan import DataPlan, total_steps
-from data.loader import StepBatch, load_steps
-from model.engine import build_engine, check_engine
-from model.guard import Guard
-from model.loss import SupervisedLoss
-from model.optimizer import Schedule, set_learning_rate
-from model.setup import Setup, describe_run, load_plans
-from runtime.agreement import any_rank_preempted, count_ranks, run_on_first_rank, sum_over_ranks
-from runtime.process_group import Ranks, apply_timeout, process_group
-from runtime.world_size import check_world_size
-from tracking.console import quieten_libraries
-from tracking.evaluation import Evaluation
-from tracking.incidents import report_problem
-from tracking.metrics import Metrics, open_metrics
-from tracking.startup import show_startup, write_resolved_configs
-from tracking.steps import StepRecorder
+from zerotrain.checkpoint.nodes import Nodes, own_folder
+from zerotrain.checkpoint.run_folder import (
+    SKIPPED_STEPS,
+    checkpoint_name,
+    checkpoints_folder,
+    list_complete,
+    take_requests,
+)
+from zerotrain.checkpoint.save import Saver
+from zerotrain.checkpoint.start import Start, find_start
+from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
+from zerotrain.config.schema import Config
+from zerotrain.config.validate import check_folders
+from zerotrain.data.data_plan import DataPlan, total_steps
+from zerotrain.data.loader import StepBatch, load_steps
+from zerotrain.model.engine import build_engine, check_engine
+from zerotrain.model.guard import Guard
+from zerotrain.model.held_out import HeldOutSets
+from zerotrain.model.loss import SupervisedLoss
+from zerotrain.model.optimizer import Schedule, set_learning_rate
+from zerotrain.model.setup import Setup, describe_run, load_plans
+from zerotrain.runtime.agreement import (
+    any_rank_preempted,
+    count_ranks,
+    run_on_all_ranks,
+    run_on_first_rank,
+    sum_over_ranks,
+)
+from zerotrain.runtime.hang import HangWatch
+from zerotrain.runtime.process_group import Ranks, apply_timeout, process_group
+from zerotrain.runtime.world_size import check_world_size
+from zerotrain.tracking.console import quieten_libraries
+from zerotrain.tracking.incidents import last_good_checkpoint, report_problem
+from zerotrain.tracking.metrics import Metrics, open_metrics
+from zerotrain.tracking.profiler import StepProfiler
+from zerotrain.tracking.speed import PhaseTimer
+from zerotrain.tracking.startup import show_startup, write_resolved_configs
+from zerotrain.tracking.steps import StepReporter
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """What the training loop uses."""
 
     config: Config
     identity: RunIdentity
     ranks: Ranks
-    train_plan: DataPlan
+    plan: DataPlan
     total_steps: int
     schedule: Schedule
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
     guard: Guard
-    metrics: Metrics
-    recorder: StepRecorder
-    evaluation: Evaluation
+    held_out: HeldOutSets
     saver: Saver
-    interval: SaveInterval
+    metrics: Metrics
+    reporter: StepReporter
+    timer: PhaseTimer
+    profiler: StepProfiler
+    hang_watch: HangWatch
 
 
 def main(config: Config, dry_run: bool) -> None:
-    check_world_size(config.launch.world_size)
+    check_world_size(config.distributed.world_size)
     with ExitStack() as stack:
         ranks = stack.enter_context(
             process_group(
                 config.distributed.timeout_seconds,
-                config.distributed.data_timeout_seconds,
-                config.launch.preempt_grace_seconds,
-                flight_records_folder(config.output_dir),
+                grace_seconds=config.distributed.preempt_grace_seconds,
             )
         )
         quieten_libraries(ranks.is_first)
 
         # 1. What the run is: tokenizer, architecture, precision, the merged DeepSpeed config.
+        run_on_all_ranks(ranks, lambda: check_folders(config))
         setup = describe_run(config, ranks, dry_run)
 
         # 2. Its data: tokenized by the first rank of each machine, memory-mapped by all ranks.
         train_plan, eval_plans = load_plans(setup, ranks)
-        setup = setup.with_mean_batch(train_plan.mean_batch)
         identity = RunIdentity.of(setup, train_plan)
         run_on_first_rank(
             ranks, lambda: show_startup(setup, train_plan, eval_plans, identity, ranks)
         )
-        if dry_run:
-            return
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         output_dir = Path(config.output_dir)
-        nodes = find_nodes(ranks, output_dir, config.checkpoint.node_local)
-        nodes.run_on_each_node(lambda: stack.enter_context(nodes.lock))
+        node_local = config.checkpoint.node_local
+        nodes = stack.enter_context(own_folder(ranks, output_dir, node_local, dry_run))
         start = find_start(setup.config, identity, train_plan, nodes)
+        if dry_run:
+            return
         plans = (train_plan, *eval_plans.values())
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup, plans))
 
@@ -124,188 +141,297 @@ def main(config: Config, dry_run: bool) -> None:
 
 def build_run(
     setup: Setup, identity: RunIdentity, start: Start, eval_plans: dict[str, DataPlan], nodes: Nodes
-) -> Run:
+) -> Training:
     """The engine, ready for the first step after `start`, with metrics and checkpoint saver.
 
     Raises:
         UserError: the weights cannot be loaded, or the model cannot be trained with this config.
     """
     config, ranks = setup.config, nodes.ranks
-    engine, loss = build_engine(setup, start.plan, ranks)
+    engine, loss, loaded = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
-    load_start(engine, start, config, nodes)
+    loaded = replace(loaded, base=start.load(engine, ranks, config.train.seed, loaded.base))
     check_engine(engine, loss, setup, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
-    interval = SaveInterval(config.checkpoint, count_hosts(ranks), start.progress.save_seconds)
     metrics = open_metrics(config, start.progress, steps, nodes)
-    if ranks.is_first and start.saved is not None and config.checkpoint.every:
-        print(f"saving {interval.text()}", flush=True)
-    return Run(
+    reporter = StepReporter(setup, start.plan, engine, metrics, ranks, start.progress.step)
+    return Training(
         config=config,
         identity=replace(identity, schedule=start.schedule),
         ranks=ranks,
-        train_plan=start.plan,
+        plan=start.plan,
         total_steps=steps,
         schedule=start.schedule,
         engine=engine,
         loss=loss,
         guard=Guard(config.guard, start.progress.guard, ranks),
+        held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
+        saver=Saver(engine, loaded, setup.tokenizer, nodes, config.checkpoint, start, metrics.log),
         metrics=metrics,
-        recorder=StepRecorder(setup, start.plan, engine, metrics, ranks),
-        evaluation=Evaluation(
-            config, eval_plans, setup.tokenizer, engine, loss, ranks, metrics, steps
+        reporter=reporter,
+        timer=PhaseTimer(ranks.device),
+        profiler=StepProfiler(config.profile.start, config.output_dir, ranks),
+        hang_watch=HangWatch(
+            ranks,
+            reporter.rank_names,
+            lambda text, slow: reporter.report_event("hang", text, ranks=slow),
         ),
-        saver=Saver(engine, setup.tokenizer, nodes, config.checkpoint, start.checkpoint),
-        interval=interval,
     )
 
 
-def train_to_the_end(run: Run, progress: Progress) -> int:
+def train_to_the_end(run: Training, progress: Progress) -> int:
     """Train, report how training ended, and return the exit code."""
-    exit_code = 1
+    exit_code = EXIT_FAILURE
     try:
-        with run.ranks.stop.deferred(), run.recorder:
+        with run.ranks.stop.deferred():
             progress = replace(progress, wandb_id=run.metrics.wandb_id or progress.wandb_id)
             progress, ending = train(run, progress)
-        exit_code = EXIT_PREEMPTED if ending == "preempted" else 0
+        exit_code = 0
+        if ending == "preempted":
+            is_saved = run.saver.last_step == progress.step
+            exit_code = EXIT_PREEMPTED if is_saved else EXIT_FAILURE
+    except KeyboardInterrupt:
+        if run.ranks.is_first:
+            print(f"interrupted; {last_save(run)}", flush=True)
+        raise
     finally:
+        run.hang_watch.close()
+        run.profiler.close()
         run.saver.stop()
         run.metrics.close(exit_code)
     if run.ranks.is_first:
-        saved = "saved" if progress.step else "nothing to save yet"
-        done = f"{progress.examples:,} examples, {progress.tokens:,} tokens"
-        how = ending if ending == "finished" else f"{ending}, {saved}"
-        lines = run.evaluation.ending(progress) if ending == "finished" else []
-        print("\n".join([f"{how}: step {progress.step:,}, {done}", *lines]), flush=True)
+        done = f"step {progress.step:,}, {progress.examples:,} examples, {progress.tokens:,} tokens"
+        lines = [f"{ending}: {done}", early_stop(run, progress), best_checkpoint(run, progress)]
+        if ending != "finished":
+            lines = [f"{ending}: {done}; {last_save(run)}"]
+        print("\n".join(filter(None, lines)), flush=True)
     return exit_code
 
 
-def train(run: Run, progress: Progress) -> tuple[Progress, str]:
+def train(run: Training, progress: Progress) -> tuple[Progress, str]:
     """Optimizer steps from `progress` to the last one, with evaluations and saves in between.
 
     Returns:
-        The progress after the last step taken, which is saved, and how the run has ended: finished,
-        preempted, or stopped by its user.
+        The progress after the last step taken, and how the run has ended: finished, preempted, or
+        stopped by its user.
     """
-    evaluation = run.evaluation
-    if evaluation.is_due(progress):  # at the start, or not done by a preempted run
-        progress, preempted = evaluation.run(progress)
-        if preempted:
-            return progress, "preempted"
-        if evaluation.asks_for_a_save(progress):
-            save_checkpoint(run, progress, step_seconds=0.0)
-    if evaluation.stop_reason(progress):  # of a run that is started again
-        run.saver.close()
-        return progress, "finished"
-    ranks, pin_memory, stopped = run.ranks, run.ranks.device.type == "cuda", False
-    batches = load_steps(run.train_plan, ranks.rank, progress.step, run.total_steps, pin_memory)
-    for batch in run.recorder.waiting(batches, progress.step):
-        lr = run.schedule.rate(batch.global_step)
-        set_learning_rate(run.engine.basic_optimizer, lr)
-        values = {"lr": lr, **train_step(run.engine, run.loss, batch, ranks, run.guard)}
-        progress = replace(
-            progress,
-            step=batch.global_step + 1,
-            examples=progress.examples + batch.plan.examples,
-            tokens=progress.tokens + batch.plan.tokens,
-            eval_loss=None,
-            eval_values={},
-        )
-        step_seconds = run.recorder.finished(batch, values, progress)
-        report_problem(run.guard, batch, run.train_plan.data, run.metrics, run.saver)
-
-        stopped, preempted, save, is_written = agree_on_requests(run, progress.step)
-        if evaluation.is_due(progress) and not (stopped or preempted):
-            progress, preempted = evaluation.run(progress)
-        is_last = evaluation.is_last(progress)
-        save = save or evaluation.asks_for_a_save(progress)
-        if is_written:  # the files of an asynchronous save
-            run.saver.finish()
-        if is_last or stopped or preempted or save:
-            save_checkpoint(run, progress, step_seconds)
+    ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
+    batches = load_steps(run.plan, ranks.rank, progress.step, run.total_steps, pin_memory)
+    saved, requests = progress, Requests()
+    while True:
+        stopped, preempted, save = requests
+        # before step 1, after a step, or first of all where a preempted run has left it undone
+        if is_evaluation_due(run, progress) and not (stopped or preempted):
+            progress, preempted = evaluate(run, progress)
+            save = save or is_best_to_keep(run, progress)
+        is_last = progress.step >= run.total_steps or early_stop(run, progress) is not None
+        save = save or is_last or stopped or preempted
+        if save and progress.step > 0 and progress != saved:
+            save_checkpoint(run, progress)
+            saved = progress
             preempted = preempted or any_rank_preempted(ranks)  # during the save
         if is_last or stopped or preempted:
             break
+        progress = take_step(run, batches, progress)
+        requests = agree_on_requests(run, progress.step)
     run.saver.close()
-    if evaluation.is_last(progress) and not evaluation.is_due(progress):
+    if is_last and not is_evaluation_due(run, progress):
         return progress, "finished"
     return progress, "stopped" if stopped else "preempted"
 
 
-def train_step(
-    engine: deepspeed.DeepSpeedEngine,
-    loss_sum: SupervisedLoss,
-    batch: StepBatch,
-    ranks: Ranks,
-    guard: Guard,
-) -> dict[str, float]:
-    """One optimizer step.
+def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -> Progress:
+    """One optimizer step, measured and reported. Returns the progress after it.
+
+    Raises:
+        RunFailed: the loss has been bad for too long.
+    """
+    began = time.perf_counter()
+    run.profiler.step_begins(progress.step + 1)
+    batch = next(batches)
+    data_seconds = time.perf_counter() - began
+    lr = run.schedule.rate(batch.global_step)
+    set_learning_rate(run.engine.basic_optimizer, lr)
+    values = train_step(run, batch)
+    phases = run.timer.take()  # of rank 0; waits for the device
+    step_seconds = time.perf_counter() - began
+    progress = replace(
+        progress,
+        step=batch.global_step + 1,
+        examples=progress.examples + batch.plan.examples,
+        tokens=progress.tokens + batch.plan.tokens,
+        eval_loss=None,
+    )
+    values |= {"lr": lr, "step_seconds": step_seconds, "data_seconds": data_seconds, **phases}
+    run.reporter.report(batch, values, progress)
+    run.profiler.step_ended(progress.step)
+    if run.guard.problem is not None:
+        report_and_maybe_fail(run, batch)
+    return progress
+
+
+def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
+    """Forward, backward and update on this rank's share of the step.
 
     DeepSpeed averages gradients over W ranks. With N the supervised tokens of the step over all
     ranks, known from the plan, backward on sum_CE * W / N in every micro-batch gives exactly the
     gradient of the mean over tokens, for any W and number of micro-steps. The router loss, one
     value per micro-batch, is averaged in the same way, weighted by tokens without padding.
-    Nothing here waits for the device before the update, except packed examples, once per
-    micro-batch, for their bounds.
 
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for
-        mixtures of experts also their load and router_loss, without its coefficient.
+        mixtures of experts also router_loss, without its coefficient.
     """
+    engine, loss_sum, ranks, timer = run.engine, run.loss, run.ranks, run.timer
     scale = ranks.world_size / batch.plan.supervised_tokens
     router_scale = loss_sum.router_coefficient * ranks.world_size / batch.plan.tokens
     # cross entropy and router loss of each micro-step
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     router = None
     for i, micro_batch in enumerate(batch.micro_batches):
+        is_last = i == len(batch.micro_batches) - 1
         # Set explicitly, because the number of micro-steps differs between steps.
-        engine.set_gradient_accumulation_boundary(i == len(batch.micro_batches) - 1)
-        cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
-        loss = cross_entropy * scale
-        losses[0, i] = cross_entropy.detach()
-        if router is not None:
-            loss = loss + router * router_scale
-            losses[1, i] = router.detach()
-        engine.backward(loss, scale_wrt_gas=False)
-    loss, router_loss = sum_over_ranks(losses.sum(1)).tolist()
-    loss /= batch.plan.supervised_tokens
-    grad_norm = guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
-    values = {"loss": loss, "grad_norm": grad_norm, **loss_sum.expert_load.metrics()}
+        engine.set_gradient_accumulation_boundary(is_last)
+        with timer.phase("forward"):
+            cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
+            loss = cross_entropy * scale
+            losses[0, i] = cross_entropy.detach()
+            if router is not None:
+                loss = loss + router * router_scale
+                losses[1, i] = router.detach()
+            if is_last:
+                of_step = sum_over_ranks(losses.sum(1))
+                loss = loss * run.guard.factor(of_step[0] / batch.plan.supervised_tokens)
+        with timer.phase("backward"):
+            engine.backward(loss, scale_wrt_gas=False)
+    with timer.phase("optimizer"):
+        loss, router_loss = of_step.tolist()
+        loss /= batch.plan.supervised_tokens
+        grad_norm = run.guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
+    skipped = {"update_skipped": not run.guard.is_applied}  # also by fp16, to find its loss scale
+    values = {"loss": loss, "grad_norm": grad_norm, **skipped}
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
 
-def agree_on_requests(run: Run, step: int) -> tuple[bool, bool, bool, bool]:
-    """(stop, preempted, save, whether a pending save is written), the same on all ranks.
+class Requests(NamedTuple):
+    """What is asked of the loop after a step, the same on all ranks."""
 
-    Stop: OUTPUT_DIR/stop was created. Preempted: any rank was. Save: OUTPUT_DIR/save_now was
-    created, or a save is due. Raises UserError if another run has taken over the output folder.
-    """
+    stop: bool = False
+    """OUTPUT_DIR/stop was created."""
+    preempted: bool = False
+    """Any rank was."""
+    save: bool = False
+    """OUTPUT_DIR/save_now was created, or a save is due."""
+
+
+def agree_on_requests(run: Training, step: int) -> Requests:
+    """Raises UserError if another run has taken over the output folder."""
     ranks, is_lost = run.ranks, run.saver.nodes.lock.is_lost()
     stop = save = profile = False
     if ranks.is_first and not is_lost:
         stop, save, profile = take_requests(run.config.output_dir)
-        save = save or run.interval.is_due(step)
+        save = save or run.saver.is_due(step)
     preempted = ranks.stop.signal is not None
     stop, preempted, save, profile, written, lost = count_ranks(
         ranks, stop, preempted, save, profile, run.saver.is_written, is_lost
     )
     if profile:
-        run.recorder.profiler.request()
+        run.profiler.request()
     if lost:
         run.saver.nodes.run_on_each_node(run.saver.nodes.lock.check)
-    return stop > 0, preempted > 0, save > 0, written == ranks.world_size
+    if written == ranks.world_size:  # the files of an asynchronous save
+        run.saver.finish()
+    return Requests(stop > 0, preempted > 0, save > 0)
 
 
-def save_checkpoint(run: Run, progress: Progress, step_seconds: float) -> None:
-    """Save, and report for how long training was blocked."""
+def report_and_maybe_fail(run: Training, batch: StepBatch) -> None:
+    """Report the problem of the last step. Raises RunFailed if the run has to stop."""
+    lock = run.saver.nodes.lock
+    writes = run.ranks.is_first and not lock.is_lost()
+    file = lock.folder / SKIPPED_STEPS if writes else None
+    text = report_problem(run.guard, batch, run.plan.data, run.metrics, file)
+    reason = run.guard.stop_reason()
+    if reason is not None:
+        run.saver.close()
+        raise RunFailed(
+            f"step {batch.global_step + 1:,}: {text}; {reason}. The last good checkpoint is "
+            f"{last_good_checkpoint(run.config.output_dir)}. Check the rows, lower "
+            "train.learning_rate, or remove the rows from the data"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def is_evaluation_due(run: Training, progress: Progress) -> bool:
+    """Whether the config asks for an evaluation at this step that has not been done yet."""
+    if not run.held_out.plans or progress.eval_loss is not None:
+        return False
+    every = run.config.eval.every_steps
+    return progress.step == run.total_steps or (every > 0 and progress.step % every == 0)
+
+
+def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
+    """Evaluate and report. Returns the progress with what was measured, and whether a rank was
+    preempted meanwhile; then nothing was, and a resumed run starts with the evaluation.
+    """
     began = time.perf_counter()
-    progress = replace(progress, save_seconds=run.interval.save_seconds, guard=run.guard.state)
+    measured = run.held_out.measure()
+    if measured is None:
+        return progress, True
+    values, answers = measured
+    eval_loss = next(iter(values.values()))  # of the first set
+    seconds = time.perf_counter() - began
+    record = {"step": progress.step, "eval_loss": eval_loss, **values, "eval_seconds": seconds}
+    run.metrics.log("eval", record)
+    for name, rows in answers.items():
+        run.metrics.log("generations", {"step": progress.step, "set": name, "rows": rows})
+    progress = progress.evaluated(eval_loss)
+    reason = early_stop(run, progress)
+    if reason is not None:
+        run.reporter.report_event("early_stop", reason)
+    return progress, False
+
+
+def early_stop(run: Training, progress: Progress) -> str | None:
+    """Why the run is finished before its last step, by eval.patience; None if it is not."""
+    best, patience = progress.best, run.config.eval.patience
+    if best is None or not 0 < patience <= best.evaluations_since:
+        return None
+    return f"early stop: {best.evaluations_since:,} evaluations without a better loss"
+
+
+def is_best_to_keep(run: Training, progress: Progress) -> bool:
+    best = progress.best
+    return run.config.checkpoint.keep_best > 0 and best is not None and best.step == progress.step
+
+
+def best_checkpoint(run: Training, progress: Progress) -> str | None:
+    """Where the best evaluation's checkpoint is; None if there was no evaluation."""
+    best = progress.best
+    if best is None:
+        return None
+    folder = checkpoints_folder(run.config.output_dir) / checkpoint_name(best.step)
+    kept = folder if folder in list_complete(folder.parent) else "not kept (checkpoint.keep_best)"
+    return f"best: step {best.step:,}, eval_loss {best.value:.4f}, {kept}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def save_checkpoint(run: Training, progress: Progress) -> None:
+    progress = replace(progress, guard=run.guard.state)
     run.saver.save(TrainerState(run.identity, progress))
-    save_seconds = time.perf_counter() - began
-    run.metrics.log("save", {"step": progress.step, "save_seconds": save_seconds})
-    if run.ranks.is_first:
-        for line in run.interval.saved(save_seconds, step_seconds, run.ranks.stop.grace_seconds):
-            print(line, flush=True)
+
+
+def last_save(run: Training) -> str:
+    """What a run that is started again resumes from."""
+    complete = list_complete(checkpoints_folder(run.config.output_dir))
+    if not complete:
+        return "nothing is saved"
+    return f"the same command resumes from {complete[-1]}"
 
 
 if __name__ == "__main__":

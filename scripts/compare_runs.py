@@ -9,20 +9,25 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+from zerotrain.runtime.errors import EXIT_FAILURE, UserError, describe, exit_on_error
 
 TOLERANCE = 1e-5  # relative: the effect of summing in another order in fp32
 
 
-def read_steps(run: str) -> dict[int, dict]:
-    """The training metrics of a run, by step."""
+NAMES = ("loss", "grad_norm")
+
+
+def read_steps(run: str) -> dict[int, list[float]]:
+    """Loss and gradient norm of a run, by step."""
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"no such file: {path}")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["step"]: line for line in lines if line["kind"] == "train"}
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        train = [line for line in lines if line["kind"] == "train"]
+        return {int(line["step"]): [float(line[name]) for name in NAMES] for line in train}
+    except (ValueError, TypeError, KeyError, OSError, OverflowError, RecursionError) as error:
+        raise UserError(f"{path}: not the metrics of a run: {describe(error)}") from error
 
 
 def main() -> None:
@@ -33,8 +38,10 @@ def main() -> None:
     if not common:
         raise UserError("the runs have no steps in common")
     worst = 0.0
-    for name in ("loss", "grad_norm"):
-        differences = [abs(after[k][name] / before[k][name] - 1) for k in common]
+    for i, name in enumerate(NAMES):
+        differences = [
+            abs(after[k][i] - before[k][i]) / max(abs(before[k][i]), 1e-30) for k in common
+        ]
         largest = max(differences)
         step = common[differences.index(largest)]
         print(f"{name:<10} largest relative difference {largest:.1e}, at step {step}")

@@ -8,17 +8,15 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint.run_folder import list_complete
-from model.hub import load_pretrained
-from runtime.errors import UserError, exit_on_error
-from runtime.seeding import seed_everything
-from scripts.exact_match import ask, read_conversations
-from tracking.console import quieten_libraries
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.model.hub import load_pretrained
+from zerotrain.runtime.errors import UserError, exit_on_error
+from zerotrain.runtime.seeding import seed_everything
+from zerotrain.tools.exact_match import ask, read_conversations
+from zerotrain.tracking.console import quieten_libraries
 
 
 def main() -> None:
@@ -37,7 +35,10 @@ def main() -> None:
     architecture = load_pretrained(AutoConfig.from_pretrained, config["model"]["name_or_path"])
     untrained = AutoModelForCausalLM.from_config(architecture, trust_remote_code=False)
     trained = load_pretrained(AutoModelForCausalLM.from_pretrained, model_folder)
-    answers = [ask(model, tokenizer, conversations) for model in (untrained, trained)]
+    answers = []
+    for which, model in (("untrained", untrained), ("trained", trained)):
+        print(f"asking the {which} model {len(conversations)} held-out questions ...", flush=True)
+        answers.append(ask(model, tokenizer, conversations))
     right = [sum(answer.is_right for answer in of_model) for of_model in answers]
 
     tokens_per_s = statistics.median(line["tokens_per_s"] for line in steps)

@@ -4,8 +4,9 @@
         [--gpu_memory_gib 80] [--write] [--section.key value ...]
 
 Prints the parts of a GPU's memory with their arithmetic, CPU memory per node and disk per
-checkpoint; model/memory.py has the formulas and what they leave out. It needs neither GPU nor
-weights: a model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub.
+checkpoint; zerotrain/tools/memory_plan.py has the formulas and what they leave out. It needs
+neither GPU nor weights: a model's sizes come from recipes/shapes.json, its folder, or its
+config.json on the hub.
 Nodes and GPUs are those in the recipe's head comment, unless given; --write renews the memory lines
 there.
 """
@@ -13,23 +14,20 @@ there.
 import argparse
 import json
 import re
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from config.parse import parse_command_line
-from runtime.errors import UserError, exit_on_error
+from zerotrain.config.parse import parse_command_line
+from zerotrain.runtime.errors import UserError, exit_on_error
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-    from config.schema import Config
-    from model.memory import Memory
+    from zerotrain.config.schema import Config
+    from zerotrain.tools.memory_plan import Memory
 
 GIB = 2**30
 SHAPES = Path(__file__).resolve().parent.parent / "recipes" / "shapes.json"
@@ -86,15 +84,15 @@ def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
     Raises:
         UserError: the model's config cannot be loaded, or the DeepSpeed config is wrong.
     """
-    from config.ds_config import merge_ds_config, resolve_precision
-    from model.architecture import hidden_size
-    from model.memory import estimate_memory
-    from model.trained import trained_skeleton
+    from zerotrain.config.ds_config import resolve_ds_config
+    from zerotrain.model.architecture import hidden_size, meta_model
+    from zerotrain.model.trained import count_trained
+    from zerotrain.tools.memory_plan import estimate_memory
 
     architecture = load_shape(config)
-    skeleton, counts = trained_skeleton(config.model, architecture)
-    precision = resolve_precision(config, "bf16")
-    ds_config = merge_ds_config(config, precision, hidden_size(architecture))
+    skeleton = meta_model(architecture, config.model.trust_remote_code)
+    counts = count_trained(skeleton, config.model)
+    config, _, ds_config = resolve_ds_config(config, "bf16", hidden_size(architecture))
     shape = cluster.nodes * cluster.gpus, cluster.gpus
     return estimate_memory(config, skeleton, counts.quantized, ds_config, *shape), skeleton
 
@@ -103,7 +101,7 @@ def load_shape(config: "Config") -> "PretrainedConfig":
     """The architecture of the run's model: from recipes/shapes.json, else as in training."""
     from transformers import AutoConfig
 
-    from model.load import load_model_config
+    from zerotrain.model.load import load_model_config
 
     shapes = json.loads(SHAPES.read_text(encoding="utf-8")) if SHAPES.is_file() else {}
     if shape := shapes.get(config.model.name_or_path):

@@ -9,13 +9,10 @@ may still be training. The page is RUN/report.html, for several runs ./report.ht
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from runtime.errors import UserError, describe, exit_on_error
-from runtime.files import replace_text
+from zerotrain.runtime.errors import UserError, describe, exit_on_error
+from zerotrain.runtime.files import replace_text
 
 NAME = "report.html"
 
@@ -34,7 +31,7 @@ def main() -> None:
     if output.suffix != ".html" or output.is_dir():
         raise UserError(f"--output: {output} does not end in .html, or is a folder")
 
-    from tracking.report import report_page
+    from zerotrain.tools.report import report_page
 
     page = report_page(folders)
     try:

@@ -4,9 +4,10 @@
 #   PYTHON=python3.12 ./scripts/demo.sh     makes .venv with another interpreter
 #   NO_LOCK=1 ./scripts/demo.sh             installs requirements.txt, without hashes
 #
-# torch comes first, from the one index that pip or uv is set up for, unless .venv has it already.
-# requirements.lock has the versions and hashes of everything else. A new .venv is made by uv where
-# it is installed. Nothing of an existing .venv is deleted, and one that is a link is only read.
+# requirements.lock has the versions and hashes of everything but torch, which comes last, with the
+# CUDA packages of its build, from the one index that pip or uv is set up for, unless .venv has it
+# already. The package zerotrain is installed as a link to this checkout. A new .venv is made by uv
+# where it is installed. Nothing of an existing .venv is deleted, and one that is a link is only read.
 setup_failed() {
   echo "error: $1" >&2
   exit 2
@@ -58,17 +59,21 @@ install_requirements() {
       lock=(-r requirements.txt)
       ;;
   esac
-  "${install[@]}" "$(grep -o '^torch==[^ ;#]*' requirements.txt)" ||
-    setup_failed "cannot install torch (see above); install it into .venv from the index that has it, then run this again"
+  echo "installing ${lock[-1]} (a minute or more) ..."
   "${install[@]}" "${lock[@]}" ||
     setup_failed "cannot install ${lock[-1]} (see above); if hashes differ, the index serves other files than the lock \
 names: use another index, renew the lock from this one with scripts/lock.sh, or set NO_LOCK=1 to check no hashes"
+  echo "installing torch ..."
+  "${install[@]}" "$(grep -o '^torch==[^ ;#]*' requirements.txt)" ||
+    setup_failed "cannot install torch (see above); install it into .venv from the index that has it, then run this again"
+  "${install[@]}" --no-deps --no-build-isolation --editable . ||
+    setup_failed "cannot install zerotrain, the package of this checkout, into .venv (see above)"
   "${check[@]}" >&2 ||
     setup_failed "the packages in .venv do not fit together (see above); remove those that the template does not need, or .venv"
 }
 
 stamp=.venv/installed
-wanted="$(cat requirements.txt requirements.lock | sha256sum)"
+wanted="$(cat requirements.txt requirements.lock pyproject.toml | sha256sum)"
 if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
   if [ -L .venv ]; then
     has_requirements || setup_failed ".venv is a link to $(readlink .venv), which does not have the versions of \
@@ -78,7 +83,6 @@ requirements.txt; install them there, or remove the link (rm .venv) and run this
     has_requirements || setup_failed ".venv was not made by this script and has no bin/pip to install with; install uv, \
 or rename .venv and run this again"
   else
-    echo "installing the requirements into .venv (a minute or more) ..."
     [ -x .venv/bin/pip ] || { [ -e .venv ] && [ ! -f "$stamp" ]; } || make_venv
     install_requirements
     echo "$wanted" > "$stamp"

@@ -18,6 +18,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 SAMPLE = REPO / "data" / "sample"
 sys.path.insert(0, str(REPO))
+pytest.register_assert_rewrite("namespaces")
 os.environ["STARTED_BY"] = str(os.getpid())
 gc.disable()  # during collection, whose imports stay; collecting garbage took 4 of its 15 s
 
@@ -96,6 +97,21 @@ class Finished:
 UNWANTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "LINES")
 
 
+def repository_files() -> list[str]:
+    """The repository's files, including those not committed yet; in a checkout without git, those
+    that are not made by commands.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True
+    )
+    names = listed.stdout.splitlines()
+    if listed.returncode != 0:
+        made = {".venv", "runs", "wandb", "__pycache__", ".cache", ".pytest_cache", ".ruff_cache"}
+        files = [path.relative_to(REPO) for path in REPO.rglob("*")]
+        names = [str(f) for f in files if not made & set(f.parts) and "egg-info" not in str(f)]
+    return [name for name in names if (REPO / name).is_file()]
+
+
 def environment() -> dict[str, str]:
     keep = {k: v for k, v in os.environ.items() if k not in UNWANTED}
     return {
@@ -103,7 +119,7 @@ def environment() -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # the packages of an image without a network are on it too: see benchmarks/wheels.py
+        # packages may be on it too, on a machine without a network
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
     }
 
@@ -171,7 +187,7 @@ class Forked:
         code = next((code for code in codes if code), 0)
         return Finished(code, self.log.read_text())
 
-    def until(self, happened, seconds=120) -> None:
+    def until(self, happened, seconds=300) -> None:
         """Poll `happened()` every 2 ms."""
         deadline = time.monotonic() + seconds
         while not happened():
@@ -263,7 +279,10 @@ def left_running(forks):
         return found
 
     before = started()  # includes the fork server
-    return running
+    yield running
+    for process in started() - before:  # of a test that has failed
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def ranks_of(launcher) -> list[psutil.Process]:
@@ -277,7 +296,7 @@ def ranks_of(launcher) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def wait_until(happened, process, seconds=120):
+def wait_until(happened, process, seconds=300):
     """Poll `happened()` while `process` runs."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -380,7 +399,6 @@ def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes)
             "eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
             "max_length": 256,
             "micro_batch_tokens": 1024,
-            "pad_to_multiple_of": 1,
             "cache_dir": str(tmp_path / "cache"),
         },
         "train": {

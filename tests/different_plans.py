@@ -2,9 +2,9 @@
 
 import math
 
-from config.schema import Config
-from runtime.agreement import gather_json, require_same
-from runtime.process_group import process_group
+from zerotrain.config.schema import Config
+from zerotrain.runtime.agreement import gather_json, require_same
+from zerotrain.runtime.process_group import process_group
 
 
 def main(config: Config, dry_run: bool) -> None:

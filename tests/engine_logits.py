@@ -1,5 +1,5 @@
 """train.py, and at the end the logits of the engine that has been trained, for
-tests/test_export.py.
+the tests of what is exported and loaded.
 """
 
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import train
-from checkpoint.state import Progress
-from config.schema import Config
+from zerotrain.checkpoint.state import Progress
+from zerotrain.config.schema import Config
 
 TOKENS = torch.arange(3, 99).view(2, 48)
 
@@ -17,7 +17,7 @@ def main(config: Config, dry_run: bool) -> None:
     """As train.main; rank 0 leaves output_dir/logits.pt."""
     loop = train.train
 
-    def train_and_ask(run: train.Run, progress: Progress) -> tuple[Progress, bool]:
+    def train_and_ask(run: train.Training, progress: Progress) -> tuple[Progress, bool]:
         ended = loop(run, progress)
         run.engine.eval()
         with torch.no_grad():  # all ranks: ZeRO-3 gathers weights in the forward pass

@@ -33,8 +33,8 @@ import transformers.models.llama.modeling_llama
 import transformers.optimization  # noqa: F401  for get_scheduler
 
 import train  # noqa: F401  and everything that it imports
-from data.check_sources import parse_with_sources
-from runtime.errors import exit_on_error
+from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.runtime.errors import exit_on_error
 
 deepspeed.ops.__compatible_ops__  # noqa: B018  looked up at first use, .25 s
 CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 18  # <sched.h>

@@ -5,7 +5,7 @@ tests/test_training.py.
 from deepspeed.accelerator import get_accelerator
 
 import train
-from config.schema import Config
+from zerotrain.config.schema import Config
 
 
 def main(config: Config, dry_run: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.nn.modules.module import register_module_forward_hook
 
 import train
-from config.schema import Config
+from zerotrain.config.schema import Config
 
 
 def main(config: Config, dry_run: bool) -> None:
@@ -16,7 +16,8 @@ def main(config: Config, dry_run: bool) -> None:
     counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
     take_step = train.train_step
 
-    def step(engine, loss, batch, ranks, guard):
+    def step(run, batch):
+        engine, ranks = run.engine, run.ranks
         parameters = [p for p in engine.module.parameters() if not p.ds_persist]
         counts["largest"] = max(p.ds_numel for p in parameters)
         counts["whole"] = sum(p.ds_numel for p in parameters)
@@ -33,7 +34,7 @@ def main(config: Config, dry_run: bool) -> None:
         engine.backward = backward_and_count
         hook = register_module_forward_hook(lambda *_: count("in_a_pass"))
         try:
-            values = take_step(engine, loss, batch, ranks, guard)
+            values = take_step(run, batch)
         finally:
             hook.remove()
             engine.backward = backward

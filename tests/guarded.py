@@ -1,5 +1,5 @@
-"""train.py with a record of the steps that change weights or the state of the optimizer, for
-tests/test_guard.py.
+"""train.py with a record of the steps that change weights or the state of the optimizer, and with
+a short window for spikes, for tests/test_guard.py.
 """
 
 import json
@@ -9,16 +9,19 @@ import torch
 import xxhash
 
 import train
-from config.schema import Config
+from zerotrain.config.schema import Config
+from zerotrain.model import guard as guards
 
 
 def main(config: Config, dry_run: bool) -> None:
     """As train.main; each rank leaves output_dir/changed_RANK.json, the steps that change any."""
+    guards.SPIKE_WINDOW, guards.SPIKE_Z, guards.MAX_SKIPPED_IN_A_ROW = 8, 1.5, 3
     take_step, changed = train.train_step, []
 
-    def step(engine, loss, batch, ranks, guard):
+    def step(run, batch):
+        engine, ranks = run.engine, run.ranks
         before = digest(engine)
-        values = take_step(engine, loss, batch, ranks, guard)
+        values = take_step(run, batch)
         if digest(engine) != before:
             changed.append(batch.global_step + 1)
         (Path(config.output_dir) / f"changed_{ranks.rank}.json").write_text(json.dumps(changed))

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 from huggingface_hub import constants
 
-from config.schema import Config
+from zerotrain.config.schema import Config
 
 
 def main(config: Config, dry_run: bool) -> None:

@@ -3,6 +3,7 @@ alone or with the other. For fork_server.py.
 """
 
 import os
+import time
 from typing import Any
 
 import deepspeed
@@ -10,10 +11,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from config.schema import Config
-from runtime.agreement import sum_over_ranks
-from runtime.errors import AgreedError
-from runtime.process_group import process_group
+from zerotrain.config.schema import Config
+from zerotrain.runtime.agreement import run_on_all_ranks, sum_over_ranks
+from zerotrain.runtime.errors import AgreedError, EnvironmentFailure
+from zerotrain.runtime.hang import HangWatch
+from zerotrain.runtime.process_group import process_group
+
+
+def full_disk() -> None:
+    raise EnvironmentFailure("/disk: no room")
 
 
 def main(_config: Config, _dry_run: bool) -> None:
@@ -36,6 +42,16 @@ def main(_config: Config, _dry_run: bool) -> None:
     with process_group(timeout_seconds=60) as ranks:
         if os.environ["FAILS"] == "together":
             raise AgreedError("on all ranks")
+        if os.environ["FAILS"] == "disk":
+            run_on_all_ranks(ranks, full_disk)
+        if os.environ["FAILS"] == "late":
+            names = ["rank 0 on here", "rank 1 on here"]
+            watch = HangWatch(ranks, names, lambda text, _: print(text, flush=True), 2.0)
+            time.sleep(6 * ranks.rank)
+            sum_over_ranks(torch.zeros(1))
+            time.sleep(1)
+            watch.close()
+            return
         if ranks.rank == 1:
             raise ValueError("on this one")
         sum_over_ranks(torch.ones(1))

@@ -13,10 +13,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config.ds_config import merge_ds_config
-from config.schema import Config
-from model.load import load_model, load_model_config
-from runtime.process_group import process_group
+from zerotrain.config.ds_config import resolve_ds_config
+from zerotrain.config.schema import Config
+from zerotrain.model.load import load_model, load_model_config
+from zerotrain.runtime.process_group import process_group
 
 
 class PeakBytes(TorchDispatchMode):
@@ -68,9 +68,9 @@ def main(config: Config, dry_run: bool) -> None:
         for from_config in (False, True):
             config = replace(config, model=replace(config.model, from_config=from_config))
             model_config = load_model_config(config)
-            ds_config = merge_ds_config(config, "fp32", model_config.hidden_size)
+            config, _, ds_config = resolve_ds_config(config, "fp32", model_config.hidden_size)
             with PeakBytes() as held:
-                model = load_model(config, model_config, ds_config)
+                model = load_model(config, model_config, ds_config).model
             sizes = [p.ds_shape.numel() for p in model.parameters()]
             measured = {
                 "rank": ranks.rank,

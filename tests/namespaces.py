@@ -1,16 +1,20 @@
 """Hosts on one machine: each has its own network, PID, mount and UTS namespaces, address and sshd.
-Needs root and Debian packages, which `why_not` lists.
+Needs root and Debian packages, which `why_not` lists. Test files import the fixtures from here.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
 
-# Concurrent test runs need different names and addresses: LT_TAG=pf LT_PREFIX=10.79.0
-TAG = os.environ.get("LT_TAG", "lt")
-PREFIX = os.environ.get("LT_PREFIX", "10.78.0")
+import pytest
+from conftest import REPO, Finished, environment
+
+# Test runs at the same time have names and addresses of their own.
+TAG = f"h{os.getpid() % 10**7}"
+PREFIX = f"10.{64 + os.getpid() // 250 % 128}.{os.getpid() % 250}"
 NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "nft", "/usr/sbin/sshd")
 
 
@@ -30,7 +34,7 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """node-1 ... node-N with addresses 10.78.0.1 ... 10.78.0.N; this machine has 10.78.0.254."""
+    """node-1 ... node-N with addresses PREFIX.1 ... PREFIX.N; this machine has PREFIX.254."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
@@ -110,10 +114,21 @@ class Hosts:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        deadline = time.monotonic() + 10
-        while subprocess.run(self.ssh(i, "true"), capture_output=True).returncode != 0:
+        deadline = time.monotonic() + 30
+        while not self.answers(i):
             assert time.monotonic() < deadline, f"node-{i} does not come up"
             time.sleep(0.1)
+
+    def answers(self, i: int) -> bool:
+        command = [*self.ssh(i, "true")[:-2], "-o", "ConnectTimeout=2", f"node-{i}", "true"]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def revive(self) -> None:
+        """Boot the hosts that an earlier test has left in pieces."""
+        for i in range(1, self.count + 1):
+            self.mend(i)
+            if not self.answers(i):
+                self.boot(i)
 
     def ssh(self, i: int, command: str) -> list[str]:
         return ["ssh", "-F", str(self.ssh_config), f"node-{i}", command]
@@ -154,7 +169,7 @@ class Hosts:
     def down(self) -> None:
         for i in list(self._processes):
             self.kill(i)
-        for i in range(1, 9):
+        for i in range(1, self.count + 1):
             subprocess.run(["ip", "netns", "del", f"{TAG}{i}"], capture_output=True)
             subprocess.run(["ip", "link", "del", f"{TAG}v{i}"], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{TAG}br"], capture_output=True)
@@ -164,3 +179,63 @@ def sh(*commands: str) -> None:
     for command in commands:
         words = command.split(" ")
         subprocess.run(words, check=True, capture_output=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Fixtures, and commands on the hosts
+
+WHY_NOT = why_not()
+
+
+def needs_hosts(test):
+    return pytest.mark.launch(pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(test))
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+    made = Hosts(tmp_path_factory.mktemp("hosts"), 2)
+    yield made.up()
+    made.down()
+
+
+@pytest.fixture
+def hosts(two_hosts):
+    two_hosts.revive()
+    return two_hosts
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("# two hosts\nnode-1 slots=1\n\nnode-2 slots=1  # the second\n")
+    return path
+
+
+def start(hosts, log, *command, **variables) -> subprocess.Popen:
+    """A command left running, its output in the file `log`. It gets ssh's config in `--ssh_args`,
+    after the name of its script.
+    """
+    words = [str(word) for word in command]
+    script = next(i for i, word in enumerate(words) if word.endswith((".sh", ".py")))
+    words[script + 1 : script + 1] = ["--ssh_args", f"-F {hosts.ssh_config}"]
+    return subprocess.Popen(
+        words, cwd=REPO, env={**environment(), **variables},
+        stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def run(hosts, log, *command, timeout=150, **variables) -> Finished:
+    """A command run to its end."""
+    process = start(hosts, log, *command, **variables)
+    try:
+        return Finished(process.wait(timeout), log.read_text())
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"still running after {timeout} s:\n{log.read_text()[-4000:]}")
+
+
+def left_on(hosts, text) -> list[str]:
+    """Command lines with `text` in them, on the hosts and here."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    here = [line for line in listed.splitlines() if text in line]
+    return here + [line for i in (1, 2) for line in hosts.processes(i, text)]

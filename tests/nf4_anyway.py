@@ -4,14 +4,14 @@ weights for evaluation, on CPUs with AVX-512, is left out.
 
 from bitsandbytes.nn import modules
 
-from config.schema import Config
+from zerotrain.config.schema import Config
 
 
 def main(config: Config, dry_run: bool) -> None:
     """As engine_logits.main."""
     import engine_logits
 
-    from model import setup
+    from zerotrain.model import setup
 
     setup.check_quantization = lambda config, device: None
     modules.has_avx512bf16 = lambda: False

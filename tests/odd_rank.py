@@ -3,10 +3,10 @@
 import logging
 import warnings
 
-from runtime.agreement import run_on_all_ranks
-from runtime.errors import UserError
-from runtime.process_group import process_group
-from tracking.console import quieten_libraries
+from zerotrain.runtime.agreement import run_on_all_ranks
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.process_group import process_group
+from zerotrain.tracking.console import quieten_libraries
 
 
 def main(config, dry_run):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from config.parse import parse_command_line
-from data.plan import Contents
-from data.tokenize import open_cache, tokenize_sources
+from zerotrain.config.parse import parse_command_line
+from zerotrain.data.epoch_order import EpochOrder
+from zerotrain.data.tokenize import open_cache, tokenize_sources
 
 
 def train_plainly(config_file, tokenizer, prepare=lambda model: model):
@@ -30,18 +30,18 @@ def train_plainly(config_file, tokenizer, prepare=lambda model: model):
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": train.weight_decay},
          {"params": others, "weight_decay": 0.0}],
-        betas=train.adam_betas, eps=train.adam_epsilon,
+        betas=train.adam_betas, eps=1e-8,
     )  # fmt: skip
     lengths = np.array([ids.shape[1] for ids, _ in rows])
-    contents = Contents(lengths, train.seed, train.global_batch_size)
-    per_epoch = contents.steps_per_epoch
+    order = EpochOrder(lengths, train.seed, train.global_batch_size)
+    per_epoch = order.steps_per_epoch
     steps = train.epochs * per_epoch
     warmup = -(-train.warmup_examples // train.global_batch_size)
     losses, norms, rates = [], [], []
     before = mean_loss(model, held_out).item()
     for k in range(steps):
         epoch, step = divmod(k, per_epoch)
-        chosen = contents.rows(epoch, step)
+        chosen = order.examples(epoch, step)
         optimizer.zero_grad()
         loss = mean_loss(model, [rows[i] for i in chosen])
         loss.backward()

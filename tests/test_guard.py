@@ -7,12 +7,11 @@ import pytest
 import torch
 from conftest import read_metrics, strategy, write_rows
 
-from checkpoint.run_folder import list_complete
-from checkpoint.state import read_state
-from config.parse import parse_command_line
-from config.schema import GuardConfig
-from model.guard import Guard, GuardState
-from tracking.startup import open_plans
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import GuardConfig
+from zerotrain.model.guard import Guard, GuardState
+from zerotrain.tools.open_plans import open_plans
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ ROWS[23] = chat("#%&", "]@~ `qXz {J|K} ^W_V!")
 """
 
 LAYOUTS = {
-    "zero1 bf16": ("zero1", "bf16"),
+    "zero0 fp32": ("zero0", "fp32"),
     "zero2_offload bf16": ("zero2_offload", "bf16"),
     "zero3 fp32": ("zero3", "fp32"),
 }
@@ -63,7 +62,7 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
         data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", ROWS))],
         data__eval_sources=None, train__precision=precision, train__epochs=1,
         train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
-        guard={"on_spike": "skip", "spike_window": 8, "spike_z": 1.5},
+        guard={"on_spike": "skip"},
     )  # fmt: skip
     finished = forks.train(config, ranks=2, module="guarded")
     assert finished.code == 0 and "finished: step 15, " in finished.output, finished.output
@@ -87,11 +86,6 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
         assert json.loads((run / f"changed_{rank}.json").read_text()) == expected
     metrics = read_metrics(run)
     assert [m["step"] for m in metrics if not m["update_skipped"]] == expected
-    events = read_metrics(run, "event")
-    names = ["loss_spike" if line in spikes else "skipped_step" for line in skipped]
-    assert [e["name"] for e in events] == names
-    line = rf"^step +{skipped[0]['step']}/\d+  loss nan; the update is skipped \(1 so far\), rows"
-    assert re.search(line, finished.output, re.MULTILINE), finished.output
 
 
 def examples_of(plan, step):
@@ -105,7 +99,7 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tin
     config = tiny_config(
         data__eval_sources=None, train__learning_rate=1e30, train__lr_schedule="constant",
         train__warmup_examples=0, checkpoint={"every_steps": 1, "keep_last": 9},
-        guard={"max_skipped_in_a_row": 3}, ds_config="ds_configs/zero0.json",
+        ds_config="ds_configs/zero0.json",
     )  # fmt: skip
     finished = forks.train(config, ranks=2, module="guarded")
     assert finished.code == 1 and "Traceback" not in finished.output, finished.output
@@ -113,15 +107,10 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tin
     saved = list_complete(tmp_path / "run" / "checkpoints")
     assert [path.name for path in saved] == [f"step_0000000{step}" for step in (1, 2, 3)]
     assert re.match(r"error: step 4: loss \S+, gradient norm \S+; the update is skipped ", error)
-    assert "; 3 steps in a row were skipped (guard.max_skipped_in_a_row). The last" in error
-    assert f"The last good checkpoint is {saved[0]}. " in error
+    assert "; 3 steps in a row were skipped" in error and str(saved[0]) in error
     lines = (tmp_path / "run" / "skipped_steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4]
     assert json.loads((tmp_path / "run" / "changed_1.json").read_text()) == [1]
-    states = [read_state(path).progress.guard for path in saved]
-    assert [(s.skipped, s.skipped_in_a_row, len(s.losses)) for s in states] == [
-        (0, 0, 1), (1, 1, 1), (2, 2, 1),
-    ]  # fmt: skip
 
 
 def test_a_spike_stops_the_run_also_after_a_resume(forks, tiny_config, tmp_path):
@@ -132,33 +121,30 @@ def test_a_spike_stops_the_run_also_after_a_resume(forks, tiny_config, tmp_path)
         data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", rows))],
         data__eval_sources=None, train__epochs=2, train__global_batch_size=2,
         train__learning_rate=0.01, train__warmup_examples=0, checkpoint={"every_steps": 1},
-        guard={"on_spike": "stop", "spike_window": 8, "spike_z": 1.5},
+        guard={"on_spike": "stop"},
     )  # fmt: skip
-    first = forks.train(config)
-    assert first.code == 1 and "; guard.on_spike is stop. The last good" in first.errors[0]
+    first = forks.train(config, module="guarded")
+    assert first.code == 1 and "; guard.on_spike is stop" in first.errors[0]
     steps = [line["step"] for line in read_metrics(tmp_path / "run")]
     saved = list_complete(tmp_path / "run" / "checkpoints")[-1]
     assert 9 <= steps[-1] < 29 and saved.name == f"step_{steps[-1] - 1:08d}"
-    again = forks.train(config)
+    again = forks.train(config, module="guarded")
     assert again.code == 1 and again.errors == first.errors, again.output
-    warned = forks.train(config, "--guard.on_spike", "warn")
-    assert warned.code == 0 and re.search(r"^step \d+/30  loss \S+ is \S+ dev", warned.output, re.M)
+    warned = forks.train(config, "--guard.on_spike", "warn", module="guarded")
+    assert warned.code == 0 and re.search(r"^step \d+/30  loss \S+ is above", warned.output, re.M)
     assert not any(line["update_skipped"] for line in read_metrics(tmp_path / "run")[-10:])
 
 
-def spike_of(losses, loss, **config):
-    guard = Guard(GuardConfig(spike_window=8, **config), GuardState(losses), ranks=None)
-    return guard._spike(loss)
+def spike_limit(losses, on_spike="warn"):
+    state = GuardState(losses)
+    return Guard(GuardConfig(on_spike=on_spike), state, ranks=None).spike_limit()
 
 
 def test_the_spike_score():
     """Median 2, median absolute deviation .1: one deviation is .14826."""
-    losses = [1.8, 1.9, 1.9, 2.0, 2.0, 2.1, 2.1, 2.2]
-    assert spike_of(losses, 2 + 9.9 * 0.14826) is None
-    said = spike_of(losses, 2 + 10.1 * 0.14826)
-    assert said == "loss 3.4974 is 10.1 deviations above 2.0000, the median of the last 8"
-    assert spike_of(losses, -50.0) is None and spike_of(losses[1:], 50.0) is None
-    assert spike_of(losses, 50.0, on_spike="off") is None
-    half_are_outliers = [*losses[:5], 90.0, 90.0, 90.0]
-    assert spike_of(half_are_outliers, 9.0) and not spike_of([1.0] * 8, 1.09)
-    assert re.match("loss 1.1100 is 11.0 ", spike_of([1.0] * 8, 1.11)), "at least 1 % of the median"
+    losses = [1.8, 1.9, 1.9, 2.0, 2.0, 2.1, 2.1, 2.2] * 8
+    assert spike_limit(losses) == pytest.approx(2 + 10 * 0.14826)
+    assert spike_limit(losses[1:]) == spike_limit(losses, "off") == float("inf")
+    half_are_outliers = [*losses[:40], *[90.0] * 24]
+    assert spike_limit(half_are_outliers) < 9
+    assert spike_limit([1.0] * 64) == pytest.approx(1.1), "at least 1 % of the median"

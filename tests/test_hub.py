@@ -2,21 +2,18 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import datasets
 import pytest
 import yaml
-from conftest import strategy, write_rows
+from conftest import strategy
 
-from config.schema import Source
-from data.check_sources import parse_with_sources
-from data.sources import loaded_commit
-from model.base import processor_files
-from model.load import load_model_config
-from runtime.errors import UserError
-from scripts import demo_report, exact_match
+from zerotrain.config.schema import Source
+from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.data.sources import loaded_commit
+from zerotrain.model.load import load_model_config
+from zerotrain.runtime.errors import UserError
 
 COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20
 
@@ -44,7 +41,8 @@ def hub(tmp_path, tiny_model, chat_rows):
 
 def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):
     path = tiny_config(
-        model="org/tiny", model__revision="main", train__epochs=None, train__steps=1,
+        model="org/tiny", model__revision="main", model__tokenizer="org/tiny@main",
+        train__epochs=None, train__steps=1,
         data__train_sources=[{"hub": "org/rows", "revision": "main"}],
         ds_config=str(strategy(tmp_path, "zero1")),
     )  # fmt: skip
@@ -56,27 +54,16 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
     assert finished.code == 0, finished.output
     resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
     assert resolved["model"]["revision"] == COMMIT
+    assert resolved["model"]["tokenizer"] == f"org/tiny@{COMMIT}"
     assert resolved["data"]["train_sources"][0]["revision"] == ROWS_COMMIT
     manifest = tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json"
     assert json.loads(manifest.read_text())["made_by"]["commits"] == {
         "model.name_or_path": f"org/tiny@{COMMIT}",
+        "model.tokenizer": f"org/tiny@{COMMIT}",
         "data.train_sources[0]": f"org/rows@{ROWS_COMMIT}",
     }
     finished = train()  # `main` in the config, a commit in the checkpoint
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
-
-
-def test_the_processor_of_a_multimodal_model_is_taken_from_its_commit(hub, monkeypatch):
-    snapshot = Path(hub["HUB_CACHE"]) / "models--org--tiny" / "snapshots" / COMMIT
-    (snapshot / "preprocessor_config.json").write_text("{}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", hub["HUB_CACHE"])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name, revision in (("org/tiny", "main"), ("org/tiny", COMMIT), (str(snapshot), None)):
-        assert processor_files(name, revision) == {"preprocessor_config.json": "{}"}
-    # while the engine is built, no rank waits for the hub; one of each machine has asked it before
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("the hub was asked"))
-    assert processor_files("org/tiny", "main") == {"preprocessor_config.json": "{}"}
 
 
 def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
@@ -89,37 +76,18 @@ def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
         loaded_commit(Source(hub="org/rows", revision="b" * 40))
 
 
-CODE = "open({!r}, 'w')\nclass Evil: ...\n"
-
-
-def test_code_that_comes_with_a_model_never_runs_nor_asks(tmp_path, tiny_config, tiny_model):
-    """Whatever loads it; standard input is a terminal's, where transformers would ask."""
+def test_code_that_comes_with_a_model_never_runs_nor_asks(
+    tmp_path, tiny_config, tiny_model, monkeypatch
+):
+    """Standard input is a terminal's, where transformers would ask."""
     folder = tmp_path / "evil"
     shutil.copytree(tiny_model, folder)
-    (folder / "evil.py").write_text(CODE.format(str(tmp_path / "ran")))
-    classes = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
     architecture = json.loads((folder / "config.json").read_text())
-    architecture |= {"auto_map": classes, "model_type": "evil"}
+    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
     (folder / "config.json").write_text(json.dumps(architecture))
-    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": [
-        {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}])  # fmt: skip
-    (tmp_path / "run").mkdir()
-    config = {"data": {"eval_sources": [str(rows)]}, "train": {"seed": 1},
-              "model": {"name_or_path": str(folder)}}  # fmt: skip
-    (tmp_path / "run" / "resolved_config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    run_config = parse_with_sources(["--config", str(tiny_config(model=folder))]).config
-    for script, argv in (
-        (exact_match, ["exact_match.py", str(folder), str(rows)]),
-        (demo_report, ["demo_report.py", str(tmp_path / "run"), str(tiny_model)]),
-        (None, []),
-    ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as caught:
-            patch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
-            patch.setattr(sys, "argv", argv)
-            script.main() if script else load_model_config(run_config)
-        cure = "this command never runs it" if script else "set model.trust_remote_code: true"
-        said = str(caught.value)
-        assert f"cannot load {folder}: it needs Python code that comes with it; " in said, said
-        assert cure in said and "\n" not in said
-    assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    config = parse_with_sources(["--config", str(tiny_config(model=folder))]).config
+    with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:
+        load_model_config(config)
+    assert "\n" not in str(said.value) and not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""scripts/prove.py epoch: an epoch has each example once; a wrong loader is found.
+"""scripts/prove.py: an epoch has each example once, a mask is right; wrong ones are found.
 pytest tests/test_prove.py
 """
 
@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from conftest import REPO, write_rows
 
-from runtime.errors import UserError
+import zerotrain.data.loader
+import zerotrain.data.tokenize
 
 sys.path.insert(0, str(REPO / "scripts"))
 import prove
 
 
 def test_prove_epoch_on_two_world_sizes(forks, tiny_config):
-    flags = ["--data.batching", "packed", "--data.window", "2"]
+    flags = ["--data.batching", "packed"]
     finished = forks.script(
         "scripts/prove.py", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
         "--cut", "0.5", *flags,
@@ -37,18 +38,14 @@ def test_prove_epoch_of_a_mix(forks, tiny_config, tmp_path, chat_rows):
     assert finished.code == 0, finished.output
     assert "train.jsonl: 27 of 27 examples due" in finished.output
     assert "small.jsonl: 9 of 9 examples due" in finished.output
-    assert "train.jsonl: an example repeated before all others appeared in 0 of 12 steps" in (
-        finished.output
-    )
 
 
 def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):
     """A loader that drops a micro-batch, and one that yields the first one twice."""
-    import data.loader
 
     argv = ["prove.py", "epoch", "--config", str(tiny_config()), "--world", "2", "--then", "3"]
     monkeypatch.setattr(sys, "argv", argv)
-    collate = data.loader.collate
+    collate = zerotrain.data.loader.collate
     for wrong, said in ((0, "missing: "), (2, "repeated: ")):
         calls = Counter()
 
@@ -58,7 +55,7 @@ def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):
                 picked = np.concatenate([picked] * wrong) if wrong else picked[:0]
             return collate(rows, picked, budget)
 
-        monkeypatch.setattr(data.loader, "collate", spoilt)
+        monkeypatch.setattr(zerotrain.data.loader, "collate", spoilt)
         with pytest.raises(SystemExit) as ended:
             prove.main()
         out = capsys.readouterr().out
@@ -66,54 +63,26 @@ def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):
         assert "train.jsonl:" in out
 
 
-@pytest.fixture
-def mix_config(tiny_config, tmp_path, chat_rows):
-    """A run config with two sources that have weights."""
-    small = write_rows(tmp_path / "small.jsonl", chat_rows[:9])
-    sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 3},
-               {"path": str(small), "weight": 1}]  # fmt: skip
-    return tiny_config(data__train_sources=sources)
+# --------------------------------------------------------------------------------------------------
+# prove.py data
 
 
-def test_a_mix_with_a_row_in_place_of_another_is_refuted(mix_config, monkeypatch, capsys):
-    from data.plan import Contents
-
-    right = Contents._mixed
-    monkeypatch.setattr(
-        Contents, "_mixed", lambda self, *args: (rows := right(self, *args)) - rows % 2
-    )
-    monkeypatch.setattr(sys, "argv", ["prove.py", "epoch", "--config", str(mix_config)])
+def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
+    tiny_config, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["prove.py", "data", "--config", str(tiny_config())])
     with pytest.raises(SystemExit) as ended:
         prove.main()
-    assert ended.value.code == 1 and "REFUTED" in capsys.readouterr().out
+    assert ended.value.code == 0, capsys.readouterr().out
+    assert "70 rows, 70 compared with their text" in capsys.readouterr().out
+    fetch = zerotrain.data.tokenize.TokenizedRows.fetch
 
+    def shifted(self, rows):
+        ids, masks = fetch(self, rows)
+        return ids, [np.roll(mask, 1) for mask in masks]
 
-def test_a_mix_in_which_a_row_comes_too_early_is_refuted(mix_config, monkeypatch, capsys):
-    """An epoch in which a pass ends, reversed: each source has its share of the right rows."""
-    from data.plan import Contents
-
-    ordered = Contents._ordered
-
-    def backwards(self, epoch, start, stop):
-        rows = ordered(self, epoch, 0, self.rows_per_epoch)
-        return (rows[::-1] if epoch == 2 else rows)[start:stop]
-
-    monkeypatch.setattr(Contents, "_ordered", backwards)
-    argv = ["prove.py", "epoch", "--epoch", "2", "--config", str(mix_config)]
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", shifted)
     with pytest.raises(SystemExit) as ended:
         prove.main()
     out = capsys.readouterr().out
-    assert ended.value.code == 1 and "REFUTED" in out and "27 of 27 examples due" in out
-
-
-@pytest.mark.parametrize(("args", "said"), [
-    (["--world", "0"], "--world and --then must be at least 1"),
-    (["--train.sedd", "1"], "did you mean train.seed?"),
-])  # fmt: skip
-def test_mistakes_are_one_line(tiny_config, monkeypatch, args, said):
-    argv = ["prove.py", "epoch", "--config", str(tiny_config()), *args]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(UserError) as mistake:
-        prove.main()
-    assert said in str(mistake.value) and "\n" not in str(mistake.value)
+    assert ended.value.code == 1 and "REFUTED" in out and "train.jsonl:1: data.cache_dir" in out

@@ -12,11 +12,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run
+from conftest import REPO, repository_files, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from runtime.process_group import find_ninja
+from zerotrain.runtime.process_group import find_ninja
 
 ENVIRONMENTS = [
     {"python_version": version, "python_full_version": f"{version}.1", "platform_machine": machine}
@@ -39,13 +39,6 @@ def pins(file: Path, environment: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def files(*suffixes: str) -> list[Path]:
-    """The repository's files with these suffixes."""
-    tops = [top for top in REPO.iterdir() if top.name[0] != "." and top.name != "runs"]
-    found = [file for top in tops for file in (top.rglob("*") if top.is_dir() else [top])]
-    return [file for file in found if file.suffix in suffixes]
-
-
 def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     find_ninja()
@@ -57,7 +50,8 @@ def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch, tmp
 
 def test_every_imported_package_is_pinned():
     distributions = importlib.metadata.packages_distributions()
-    pinned, code = pins(REPO / "requirements.txt", ENVIRONMENTS[2]), files(".py")
+    pinned = pins(REPO / "requirements.txt", ENVIRONMENTS[2])
+    code = [REPO / name for name in repository_files() if name.endswith(".py")]
     ours = {file.stem for file in code} | {file.relative_to(REPO).parts[0] for file in code}
     imported = {}
     for file in code:
@@ -88,12 +82,6 @@ def test_the_lock_has_the_pinned_versions_with_hashes_and_no_index():
         assert wanted.items() <= locked.items(), "renew the lock: scripts/lock.sh"
 
 
-def test_no_advice_mixes_indexes():
-    for file in files(".md", ".sh", ".sbatch", ".yaml", ".py"):
-        mixed = re.search("extra.index", file.read_text(), re.IGNORECASE)
-        assert file == Path(__file__) or not mixed, file
-
-
 # --------------------------------------------------------------------------------------------------
 # setup.sh, in a folder with requirements of its own
 
@@ -113,15 +101,32 @@ def wheel(folder: Path, name: str, version: str) -> str:
     return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
+def installed_wheel(folder: Path, name: str) -> str:
+    """The same of a package that is installed here."""
+    found = importlib.metadata.distribution(name)
+    path = folder / f"{name}-{found.version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in found.files:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                archive.write(file.locate(), str(file))
+    return (
+        f"{name}=={found.version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    )
+
+
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with setup.sh and requirements that can be installed from the folder wheels."""
+    """A folder with setup.sh, a package, and requirements that the folder wheels has."""
     folder = tmp_path / "checkout"
     (folder / "scripts").mkdir(parents=True)
     (folder / "wheels").mkdir()
     shutil.copy(REPO / "scripts" / "setup.sh", folder / "scripts")
+    shutil.copy(REPO / "pyproject.toml", folder)
+    (folder / "zerotrain").mkdir()
+    (folder / "zerotrain" / "__init__.py").touch()
     wheel(folder / "wheels", "torch", "2.0")
-    (folder / "requirements.lock").write_text(wheel(folder / "wheels", "locked", "1.0"))
+    builder = installed_wheel(folder / "wheels", "setuptools")
+    (folder / "requirements.lock").write_text(wheel(folder / "wheels", "locked", "1.0") + builder)
     (folder / "requirements.txt").write_text("torch==2.0   # first\nlocked==1.0\n")
     return folder
 
@@ -154,6 +159,8 @@ def test_an_install_checks_hashes_and_is_not_repeated(checkout):
     refused = set_up(checkout)
     assert refused.code == 2 and len(refused.errors) == 1, refused.output
     assert "scripts/lock.sh" in refused.errors[0] and "NO_LOCK=1" in refused.errors[0]
+    with (checkout / "requirements.txt").open("a") as file:  # without the lock
+        file.write(f"setuptools=={importlib.metadata.version('setuptools')}\n")
     unchecked = set_up(checkout, NO_LOCK="1")
     assert unchecked.code == 0 and "no hashes are checked" in unchecked.output, unchecked.output
     made = contents(checkout / ".venv")

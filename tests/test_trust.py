@@ -6,24 +6,19 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import write_tiny_config
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from checkpoint.export import export_checkpoint
-from checkpoint.files import checksum
-from checkpoint.find import find_checkpoint
-from checkpoint.lock import RunLock
-from checkpoint.run_folder import list_complete
-from checkpoint.shards import load_safely
-from config.schema import CheckpointConfig
-from runtime.errors import UserError
-from runtime.files import new_folder, replace_text
-from tracking.jsonl import JsonlSink
+from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.manifest import checksum
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.files import replace_text
+from zerotrain.tools.export import export_checkpoint
+from zerotrain.tools.new_folder import new_folder
+from zerotrain.tracking.jsonl import JsonlSink
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
@@ -36,16 +31,6 @@ class Touch:
 
     def __reduce__(self):
         return os.mknod, (self.canary,)
-
-
-class Attribute:
-    """Unpickled by getattr, as enumerations are that Python 3.11.2 writes."""
-
-    def __init__(self, *of):
-        self.of = of
-
-    def __reduce__(self):
-        return getattr, self.of
 
 
 def rewrite(checkpoint, file, content):
@@ -74,90 +59,23 @@ def trained(forks, tmp_path_factory, tiny_model, chat_rows):
     return config, folder / "run" / "checkpoints" / "step_00000002"
 
 
-def test_enumerations_of_older_pythons_are_read_and_no_other_attribute(tmp_path):
-    file = tmp_path / "shard.pt"
-    torch.save({"zero_stage": Attribute(ZeroStageEnum, "gradients")}, file)
-    assert load_safely(file) == {"zero_stage": ZeroStageEnum.gradients}
-    for of in ((ZeroStageEnum, "__class__"), (LossScaler, "__init__"), ("text", "format")):
-        torch.save({"zero_stage": Attribute(*of)}, file)
-        with pytest.raises(UserError, match="holds an object of getattr, which no checkpoint"):
-            load_safely(file)
-
-
-@pytest.mark.parametrize("pattern", ["*optim_states.pt", "mp_rank_00_model_states.pt"])
-def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path, pattern):
+def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path):
     config, intact = trained
     canary, checkpoint = tmp_path / "canary", tmp_path / "step_00000002"
     shutil.copytree(intact, checkpoint)
-    shard = min((checkpoint / "deepspeed").glob(pattern))
+    shard = checkpoint / "shards" / "rank_00001.pt"
     content = torch.load(shard, weights_only=False)
     rewrite(checkpoint, shard, content | {"extra": Touch(canary)})
-    line = f"{shard} holds an object of posix.mknod, which no checkpoint"
+    line = f"{shard} holds something other than tensors"
     with pytest.raises(UserError, match=line):
         export_checkpoint(checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
     flags = "--output_dir", tmp_path / "run", "--checkpoint.resume", checkpoint
     for more in ([], ["--checkpoint.weights_only", "true"]):
-        finished = forks.train(config, *flags, *more, ranks=2)  # DeepSpeed's loader, and ours
+        finished = forks.train(config, *flags, *more, ranks=2)
         assert finished.code == 2, finished.output
         assert line in finished.errors[0]
     assert not canary.exists()
-
-
-def test_a_file_that_the_manifest_does_not_name_is_not_opened(forks, trained, tmp_path):
-    """Shards of a rank that the run did not have, and another random state."""
-    config, intact = trained
-    canary, checkpoint = tmp_path / "canary", tmp_path / "step_00000002"
-    shutil.copytree(intact, checkpoint)
-    torch.save(Touch(canary), checkpoint / "deepspeed/zero_pp_rank_2_mp_rank_00_optim_states.pt")
-    torch.save(Touch(canary), checkpoint / "deepspeed/zero_pp_rank_2_mp_rank_00_model_states.pt")
-    torch.save(Touch(canary), checkpoint / "rng/rank_00002.pt")
-    (checkpoint / "model" / "extra.json").write_text("{}")
-    export_checkpoint(checkpoint, tmp_path / "exported")
-    assert not (tmp_path / "exported" / "extra.json").exists()
-    flags = "--output_dir", tmp_path / "run", "--checkpoint.resume", checkpoint
-    finished = forks.train(config, *flags, "--train.steps", "2", ranks=2)
-    assert finished.code == 0, finished.output
-    assert not canary.exists()
-
-
-def test_a_manifest_or_state_of_the_wrong_shape_is_skipped_with_the_reason(trained, tmp_path):
-    _, intact = trained
-    checkpoint = tmp_path / "step_00000002"
-    shutil.copytree(intact, checkpoint)
-    manifest, state = checkpoint / "manifest.json", checkpoint / "trainer_state.json"
-    good = json.loads(manifest.read_text()), json.loads(state.read_text())
-
-    def refusal():
-        with pytest.raises(UserError) as refused:
-            find_checkpoint(CheckpointConfig(), tmp_path)
-        message = str(refused.value)
-        assert message.startswith(f"no usable checkpoint in {tmp_path}: skipping {checkpoint}: ")
-        assert len(message.splitlines()) == 1 and len(message) < 500
-        return message
-
-    entry = {"bytes": 1, "xxh3_64": "0"}
-    for text in (
-        "", "[]", "{}", "null", "\x00", "[" * 100_000, '{"files": []}', '{"files": {}}',
-        '{"made_by": {}, "files": {"a": 1}}', '{"made_by": {}, "files": {"a": {"bytes": "x"}}}',
-        '{"made_by": {"save_id": []}, "files": {}}',
-        *(json.dumps(good[0] | {"files": good[0]["files"] | {name: entry}})
-          for name in ("../outside", "/etc/passwd", "a//b", "a\nb", "a" * 256)),
-    ):  # fmt: skip
-        manifest.write_text(text)
-        assert "its manifest or trainer state cannot be read" in refusal(), text[:80]
-    manifest.write_text('{"made_by": {}, "files": {}}')
-    assert "its manifest does not name trainer_state.json" in refusal()
-    manifest.write_text(json.dumps(good[0]))
-    for part, key, value in (
-        ("progress", "step", "2"), ("progress", "step", -2), ("progress", "step", 2**80),
-        ("progress", "plan_changes", [{}]), ("run", "world_size", 10**9), ("run", "schedule", []),
-        ("run", "plan", None), ("run", "precision", "fp8"), ("run", "schedule", None),
-    ):  # fmt: skip
-        state.write_text(json.dumps(good[1] | {part: good[1][part] | {key: value}}))
-        assert key in refusal()
-    state.write_text("[" * 100_000)
-    refusal()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -214,22 +132,12 @@ def test_a_new_folder_deletes_nothing_and_is_whole_or_missing(tmp_path, monkeypa
         (draft / "whole").touch()
     assert synced == {path.stat().st_ino for path in (tmp_path, out, out / "whole")}
     assert [path.name for path in out.iterdir()] == ["whole"]
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    for path, line in ((".", "the current folder"), ("..", "is not empty"), (out, "is not empty")):
-        with pytest.raises(UserError, match=line), new_folder(Path(path)):
-            pass
+    with pytest.raises(UserError, match="is not empty"), new_folder(out):
+        pass
     link = tmp_path / "link"
     link.symlink_to(out / "whole")
     replace_text(link, "new")
     assert not link.is_symlink() and (out / "whole").read_text() == ""
-
-
-def test_export_into_the_current_folder_is_one_line(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^\. is the current folder; choose a new one$"):
-        export_checkpoint(trained[1], Path())
-    assert not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------

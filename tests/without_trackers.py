@@ -3,7 +3,7 @@
 import sys
 
 import train
-from config.schema import Config
+from zerotrain.config.schema import Config
 
 
 def main(config: Config, dry_run: bool) -> None:

@@ -1,7 +1,7 @@
 """Writes the sample: rows, tokenizer and model config for the demo and the tests, with the same
 bytes every time.
 
-    python -m data.sample.make_sample [FOLDER]
+    python data/sample/make_sample.py [FOLDER]
 
 The task: add the same number several times, step by step. Each row is a chat of two turns,
 
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from data.sources import strings_in
-from data.train_tokenizer import train_tokenizer
-from runtime.errors import exit_on_error
+from zerotrain.data.sources import strings_in
+from zerotrain.runtime.errors import exit_on_error
+from zerotrain.tools.train_tokenizer import train_tokenizer
 
 DRAWN_ROWS, EVAL_ROWS, SEED = 20_000, 200, 0
 MOST_STEPS = 12

@@ -1,4 +1,0 @@
-"""Many hosts: hostfile, launch, agents on the hosts, preflight. It serves train.py, which does not
-know it: they meet in environment variables, signals, exit codes and the run folder.
-May import: everything but scripts and benchmarks.
-"""

@@ -1,0 +1,53 @@
+"""The benchmarks at toy size on CPU: they run, and their figures are consistent."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import REPO, environment
+
+
+def bench(script, *args):
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *map(str, args)],
+        cwd=REPO, env=environment(), capture_output=True, text=True, timeout=590,
+    )  # fmt: skip
+
+
+@pytest.mark.launch
+def test_checks_of_a_gpu_pass_at_toy_size_and_are_continued(tmp_path):
+    names = ["environment", "dense_0.5b_4k", "resume"]
+    toy = ["--toy", "--out", tmp_path, "--minutes", 9, "--only", ",".join(names)]
+    done = bench("gpu.py", *toy)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == names and all(result["passed"] for result in results.values())
+    assert results["dense_0.5b_4k"]["figures"]["tokens_per_s"] > 0
+    assert results["resume"]["figures"]["whole"] == results["resume"]["figures"]["resumed"]
+    again = bench("gpu.py", *toy, "--continue")
+    assert again.returncode == 0 and again.stdout == ""
+    assert bench("gpu.py", "--out", tmp_path, "--only", "nothing").returncode == 2
+
+
+@pytest.mark.launch
+def test_trainer_has_the_same_work():
+    small = ["--rows", 48, "--global_batch_size", 16, "--hidden_size", 32, "--layers", 1]
+    done = bench(
+        "against_trainer.py", *small, "--ranks", 1, "--repeats", 1, "--strategies", "random"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["train.py"]["steps"] == report["random"]["steps"] == 3
+    assert report["random"]["train.py over this"][0] > 0
+
+
+def test_the_plan_is_measured_beside_its_peers(tmp_path):
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 500, 2000))
+    done = bench("plan.py", tmp_path / "lengths.npy", "--worlds", 2, "--micro_batch_tokens", 1024)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    efficiency = {line[2].strip(): float(line[3]) for line in lines}
+    assert len(efficiency) == 5 and efficiency["packed"] == max(efficiency.values())
+    assert 0.5 < efficiency["bucketed"] < 1

@@ -1,0 +1,35 @@
+"""The memory plan's arithmetic.    pytest tests/test_memory_plan.py"""
+
+import pytest
+from transformers import LlamaConfig
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.architecture import meta_model
+from zerotrain.model.trained import count_trained
+from zerotrain.tools.memory_plan import estimate_memory
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 48}  # fmt: skip
+
+
+def test_what_is_frozen_is_only_its_weights(tiny_config):
+    config = parse_command_line(["--config", str(tiny_config(model__lora={"r": 4}))]).config
+    skeleton = meta_model(LlamaConfig(**SIZES), False)
+    counts = count_trained(skeleton, config.model)
+    whole, trained = counts.total, counts.trained
+    assert 0 < trained < whole / 2
+
+    def states(stage, quantized=0):
+        ds_config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        memory = estimate_memory(config, skeleton, quantized, ds_config, ranks=4, local_ranks=4)
+        return {part.name: part.size for part in memory.states}
+
+    for stage, weights, gradients, optimizer in (
+        (0, 2 * whole, 2 * trained, 12 * trained),
+        (2, 2 * whole, 2 * trained / 4, 12 * trained / 4),
+        (3, 2 * whole / 4, 2 * trained / 4, 12 * trained / 4),
+    ):
+        expected = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        assert {name: states(stage)[name] for name in expected} == expected
+    in_4_bits = states(2, quantized=whole - trained)["weights"]
+    assert in_4_bits == pytest.approx(2 * trained + (whole - trained) * 4.127 / 8)

@@ -1,0 +1,116 @@
+"""The layout of the run folder: every name in it and what it means.
+
+    OUTPUT_DIR/
+        resolved_config.yaml            the run config as it was used
+        resolved_ds_config.json         the DeepSpeed config as it was used
+        metrics.jsonl                   one line per start, step, evaluation, save, event ...
+        report.html                     drawn from it by scripts/report.py
+        rejected_rows.jsonl             rows that were rejected, if any
+        skipped_steps.jsonl             steps whose update was skipped, if any, with their rows
+        run.lock                        held while a run writes here
+        stop, save_now, profile_now     touched by a user: save and exit, save, or profile
+        profile/step_00000020/          a trace of rank 0 in the steps from this one on
+        wandb/, tensorboard/            what these two write, if they are on
+        checkpoints/
+            step_00001000/              complete if it has COMPLETE, which is written last
+            step_00001000.ID.tmp        being written; ID has 32 random hexadecimal digits
+            step_00001000.ID.old        being removed
+
+Only exactly these names are ever read, renamed or removed: anything else in the folder is the
+user's. A link is removed as a link; what it points to is never touched.
+
+Imports only the standard library, because agents on other hosts read the folder too.
+"""
+
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+METRICS, LOCK, REJECTED_ROWS = "metrics.jsonl", "run.lock", "rejected_rows.jsonl"
+TENSORBOARD = "tensorboard"
+SKIPPED_STEPS = "skipped_steps.jsonl"
+RESOLVED_CONFIG, RESOLVED_DS_CONFIG = "resolved_config.yaml", "resolved_ds_config.json"
+COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.json"
+SHARDS = "shards"
+"""Folder in a checkpoint with a file for each rank."""
+REQUESTS = ("stop", "save_now", "profile_now")
+STEP = "step_[0-9]{8}"
+"""Regular expression of a checkpoint's name."""
+
+
+def checkpoints_folder(output_dir: str | Path) -> Path:
+    return Path(output_dir) / "checkpoints"
+
+
+def profile_folder(output_dir: str | Path, step: int) -> Path:
+    """For the profile of the steps from `step` on."""
+    return Path(output_dir) / "profile" / checkpoint_name(step)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def draft_path(folder: Path, step: int, save_id: str) -> Path:
+    """The folder in which a checkpoint is written until it is complete.
+
+    Args:
+        save_id: 32 hexadecimal digits, so that no other run writes into the same folder.
+    """
+    return folder / f"{checkpoint_name(step)}.{save_id}.tmp"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in `folder`, complete or not, oldest first."""
+    return _matching(folder, STEP)
+
+
+def list_complete(folder: Path) -> list[Path]:
+    """Checkpoints in `folder` that have COMPLETE, oldest first."""
+    return [path for path in list_checkpoints(folder) if (path / COMPLETE).is_file()]
+
+
+def list_drafts(folder: Path) -> list[Path]:
+    """Checkpoints being written, or whose save was interrupted."""
+    return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.tmp")
+
+
+def list_hidden(folder: Path) -> list[Path]:
+    """Checkpoints being removed, or whose removal was interrupted."""
+    return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.old")
+
+
+def hide_checkpoint(path: Path) -> Path:
+    """Rename a checkpoint before it is removed, so that an interrupted removal does not leave a
+    checkpoint with COMPLETE and missing files.
+    """
+    return path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.old"))
+
+
+def remove(path: Path) -> None:
+    """Remove one of the folders listed above. If it is a link, only the link is removed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def take_requests(output_dir: str | Path) -> list[bool]:
+    """Of each of REQUESTS, whether a user has touched it in OUTPUT_DIR; they are removed."""
+    files = [Path(output_dir) / name for name in REQUESTS]
+    found = [file.is_file() for file in files]
+    for file, is_there in zip(files, found, strict=True):
+        if is_there:
+            file.unlink(missing_ok=True)
+    return found
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))

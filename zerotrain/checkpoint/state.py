@@ -1,0 +1,122 @@
+"""What a run is, and how far it has progressed."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import Field
+
+from zerotrain.checkpoint.manifest import read_json
+from zerotrain.checkpoint.run_folder import TRAINER_STATE
+from zerotrain.config.ds_config import zero_stage
+from zerotrain.config.parse import dump_config
+from zerotrain.data.data_plan import DataPlan, PlanChange, PlanRecord
+from zerotrain.model.guard import GuardState
+from zerotrain.model.hub import commits
+from zerotrain.model.optimizer import Schedule, optimization_of
+from zerotrain.model.setup import Setup
+
+MAX_WORLD_SIZE = 1 << 20  # in a state that is read: far above any job's, small enough for a set
+# The part of RunIdentity.optimization that may change together with the plan
+FOLLOWS_PLAN = ("train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run is: constant from start to end, and compared when the run is resumed."""
+
+    plan_hash: str
+    plan: PlanRecord
+    config_hash: str
+    """xxh3 of the run config, in hexadecimal."""
+    world_size: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)]
+    zero_stage: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    optimization: dict[str, Any]
+    """Settings that a resumed run has to share, by run config key."""
+    schedule: Schedule | None = None
+    """Known once the run knows where it starts."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """What comes from the hub, see model.hub.commits; not compared."""
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """model.lora of the run config."""
+        return self.optimization.get("model.lora")
+
+    @classmethod
+    def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
+        """The identity of a run whose training plan is `plan`."""
+        config = setup.config
+        return cls(
+            plan_hash=plan.content_hash(),
+            plan=PlanRecord.of(plan),
+            config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
+            world_size=plan.budget.world_size,
+            zero_stage=zero_stage(setup.ds_config),
+            precision=setup.precision,
+            optimization=optimization_of(config, plan.mean_batch),
+            commits=commits(config),
+        )
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far: that with the lowest eval_loss."""
+
+    value: float
+    step: int
+    evaluations_since: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has progressed. `step` is its position in the data: epochs follow from it."""
+
+    step: Annotated[int, Field(ge=0)] = 0
+    """Finished optimizer steps."""
+    examples: int = 0
+    tokens: int = 0
+    eval_loss: float | None = None
+    """Of the evaluation after this step, if there was one: that of the first held-out set."""
+    best: Best | None = None
+    guard: GuardState = field(default_factory=GuardState)
+    wandb_id: str | None = None
+    plan_changes: list[PlanChange] = field(default_factory=list)
+    """Oldest first."""
+
+    def evaluated(self, eval_loss: float) -> "Progress":
+        """After an evaluation."""
+        now, best = replace(self, eval_loss=eval_loss), self.best
+        if best is None or lowest_first(eval_loss) < lowest_first(best.value):
+            return replace(now, best=Best(eval_loss, self.step))
+        return replace(now, best=replace(best, evaluations_since=best.evaluations_since + 1))
+
+
+def lowest_first(loss: float) -> float:
+    """A key that sorts losses, NaN last."""
+    return math.inf if math.isnan(loss) else loss
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The content of trainer_state.json."""
+
+    run: RunIdentity
+    progress: Progress
+
+
+def write_state(checkpoint: Path, state: TrainerState) -> None:
+    (checkpoint / TRAINER_STATE).write_text(json.dumps(asdict(state), indent=2))
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The trainer state of a checkpoint.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has another shape.
+    """
+    return read_json(checkpoint, TRAINER_STATE, TrainerState)

@@ -1,0 +1,403 @@
+"""Every setting of a run, with its default, bounds and meaning, as frozen dataclasses."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+MAX_INT = 2**40  # what is larger would overflow somewhere
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[int, Field(gt=0, le=10_000_000)]
+
+RowFormat = Literal[
+    "auto", "messages", "sharegpt", "conversational", "prompt_completion", "instruction", "text"
+]
+HELD_OUT = "held_out"
+"""Name of the held-out set where there is only one, without a name."""
+CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "data" / "chat_templates"
+
+
+def chat_template_file(name: str) -> Path:
+    """The file that model.chat_template refers to, by path or by name in data/chat_templates."""
+    named = CHAT_TEMPLATES / f"{name}.jinja"
+    return named if named.is_file() and not Path(name).is_file() else Path(name)
+
+
+class Section:
+    """A part of the config. pydantic refuses other keys and types than those of its fields."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685), by peft: for a frozen matrix W, W + alpha / r * B A is
+    used, with A and B of rank r trained.
+    """
+
+    r: PositiveInt = 16
+    """Rank."""
+    alpha: PositiveInt = 32
+    """The adapter's output is scaled by alpha / r."""
+    dropout: Fraction = 0.0
+    """Dropout of the adapter's input."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Modules with adapters, by the ends of their names, such as [q_proj, v_proj]; all-linear:
+    every linear layer but the output head, and neither experts nor routers.
+    """
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained as a whole instead, such as [embed_tokens, lm_head]."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """The model and its tokenizer."""
+
+    name_or_path: str
+    """Hub id, or a folder with a config.json (and weights, unless from_config)."""
+    from_config: bool = False
+    """Initialize the weights randomly, with train.seed, instead of loading pretrained ones."""
+    tokenizer: str | None = None
+    """Folder, or hub id (ID@REVISION for a branch, tag or commit) of the tokenizer; default:
+    model.name_or_path.
+    """
+    revision: str | None = None
+    """Branch, tag or commit on the hub; the run folder's resolved_config.yaml has the commit."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template, or the name of a bundled one: alpaca,
+    chatml, llama3, plain, zephyr."""
+    attn_implementation: str | None = None
+    """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
+    zerotrain/model/packed_attention.py, for packed examples.
+    """
+    loss_chunk_tokens: NonNegativeInt = 1024
+    """Supervised tokens whose logits exist at a time, in the loss; 0: those of a micro-batch."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: about 1/3 more compute, far less memory."""
+    compile: bool = False
+    """torch.compile each block: faster after minutes of compilation; needs a C++ compiler on CPU.
+    Experts are compiled too, whichever ones the tokens choose, but not those with adapters.
+    """
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for code that you have read."""
+    lora: LoraConfig | None = None
+    """Train adapters and freeze the weights. Learning rates are about ten times those of training
+    all weights (Schulman et al. 2025, "LoRA Without Regret"), often 1e-4 to 2e-4.
+    """
+    trainable: list[str] = field(default_factory=list)
+    """Regular expressions: train the parameters with a match in their name, and freeze the others;
+    default: all are trained.
+    """
+    quantization: Literal["nf4"] | None = None
+    """nf4: freeze the linear layers in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes, which has
+    to be installed; with model.lora, at ZeRO stages 0 to 2.
+    """
+
+
+@dataclass(frozen=True)
+class Source(Section):
+    """Where rows come from: a path or a data set of the hub."""
+
+    path: str | None = None
+    """File, folder or glob: JSONL, JSON, CSV, Parquet, Arrow, also with .gz, .zst, .bz2."""
+    hub: str | None = None
+    """Data set id on the hub, owner/name."""
+    subset: str | None = None
+    """Name of the hub data set's configuration."""
+    split: str = "train"
+    """Split of the hub data set."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub data set."""
+    weight: float | None = None
+    """Share of this source in the mix, relative to the other weights; give all sources one or none.
+    """
+    format: RowFormat = "auto"
+    """Row format; default: detected from the keys of the first row."""
+    columns: dict[str, str] | None = None
+    """Renamed keys; default: data.columns."""
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """The data sets, how rows are tokenized, and the size of micro-batches."""
+
+    train_sources: list[str | Source]
+    """Paths, or {path or hub: ..., weight: ...} objects. Without weights, each epoch has every row
+    once.
+    """
+    eval_sources: list[str | Source] | dict[str, list[str | Source]] = field(default_factory=list)
+    """Sources of held-out rows, given in the same way; or several sets, {name: sources}. The first
+    one's loss is eval_loss.
+    """
+    eval_fraction: Fraction = 0.0
+    """Hold out this share of the training rows instead of eval_sources; drawn with train.seed."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Key of the row format: key in the file; {prompt: question, completion: answer} reads gsm8k.
+    """
+    ignore_keys: list[str] = field(default_factory=list)
+    """Keys to ignore in rows, messages, tool calls and content parts, as spelled in the file."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """Role in the file: role in the chat template, e.g. {bot: assistant, critic: critic}."""
+    as_chat: bool = False
+    """Render prompt/completion and instruction rows as one user and one assistant turn."""
+    supervise: Literal["answers", "last", "all"] = "answers"
+    """Which tokens are supervised: all assistant turns (or the completion), only the last of them,
+    or every token.
+    """
+    max_length: Annotated[int, Field(ge=2, le=MAX_INT)] = 2048
+    """Longest example, in tokens."""
+    on_too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
+    """What to do with a row of more than max_length tokens; such rows are counted and reported."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and
+    list it in rejected_rows.jsonl.
+    """
+    batching: Literal["auto", "bucketed", "packed"] = "auto"
+    """bucketed: a micro-batch is padded examples of similar length; packed: examples concatenated
+    without padding; auto: packed if the model can attend within each example alone, on CUDA in bf16
+    or fp16 by torch's varlen kernel.
+    """
+    micro_batch_tokens: PositiveInt = 16384
+    """Memory budget: most tokens, including padding, in one micro-batch of one rank."""
+    cache_dir: str = ".cache/tokenized"
+    """Tokenized examples, one folder per (files, tokenizer, options)."""
+
+    def sources(self, key: str) -> list[Source]:
+        """train_sources, or eval_sources of all sets, each as a Source with the defaults of this
+        section.
+        """
+        given = getattr(self, key)
+        sets = given.values() if isinstance(given, dict) else [given]
+        return self._complete([source for sources in sets for source in sources])
+
+    def eval_sets(self) -> dict[str, list[Source]]:
+        """The sources of each held-out set; a list of sources is one set."""
+        given = self.eval_sources
+        sets = given if isinstance(given, dict) else {HELD_OUT: given}
+        return {name: self._complete(sources) for name, sources in sets.items() if sources}
+
+    def set_names(self) -> list[str]:
+        """The names of the held-out sets, the first one first."""
+        return list(self.eval_sets()) or ([HELD_OUT] if self.eval_fraction else [])
+
+    def _complete(self, given: list[str | Source]) -> list[Source]:
+        sources = [Source(s) if isinstance(s, str) else s for s in given]
+        return [
+            dataclasses.replace(
+                s,
+                columns=self.columns if s.columns is None else s.columns,
+            )
+            for s in sources
+        ]
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """Optimization, in units of examples (or tokens) and optimizer steps."""
+
+    learning_rate: NonNegativeFloat
+    """Peak learning rate at the reference global batch, before scaling."""
+    global_batch_size: PositiveInt | None = None
+    """Most examples per optimizer step, over all ranks; an epoch is split into steps of equal size.
+    The number of micro-steps follows from it.
+    """
+    global_batch_tokens: PositiveInt | None = None
+    """Tokens per optimizer step, over all ranks, instead of global_batch_size; steps have nearly
+    equal token counts.
+    """
+    epochs: PositiveInt | None = None
+    """Passes over the data. Give epochs or steps."""
+    steps: PositiveInt | None = None
+    """Optimizer steps. Give epochs or steps."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """learning_rate * (mean global batch / reference global batch) ** p, p = 0, 0.5 or 1."""
+    reference_global_batch: PositiveInt | None = None
+    """The global batch that learning_rate was tuned for, in the unit of the global batch; needed by
+    sqrt and linear.
+    """
+    lr_schedule: (
+        Literal[
+            "constant",
+            "constant_with_warmup",
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "inverse_sqrt",
+            "cosine_with_min_lr",
+            "warmup_stable_decay",
+        ]
+        | None
+    ) = None
+    """Name of a schedule of transformers' get_scheduler; default: that of ds_config's scheduler,
+    else cosine.
+    """
+    lr_schedule_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
+    warmup_examples: NonNegativeInt = 0
+    """The learning rate rises linearly over this many examples, whatever the global batch."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay; not applied to parameters of one dimension (biases, norms).
+    """
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's betas."""
+    gradient_clipping: NonNegativeFloat = 1.0
+    """Maximum global L2 norm of the gradient; 0 turns clipping off."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute precision; auto: bf16 on GPUs that support it, else fp16; fp32 on CPU."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    """Seeds weight initialization and the step plan; dropout uses a hash of seed and rank."""
+
+    @property
+    def global_batch_key(self) -> str:
+        """The one of global_batch_size and global_batch_tokens that is set."""
+        by_size = self.global_batch_tokens is None
+        return "global_batch_size" if by_size else "global_batch_tokens"
+
+    @property
+    def global_batch(self) -> int:
+        """Examples or tokens per optimizer step, according to global_batch_key."""
+        return getattr(self, self.global_batch_key)
+
+
+@dataclass(frozen=True)
+class EvalConfig(Section):
+    """When to evaluate on the held-out sets, what to measure, and when to stop early."""
+
+    every_steps: NonNegativeInt = 0
+    """Evaluate before the first step, every this many steps, and at the end; 0: only at the end."""
+    patience: NonNegativeInt = 0
+    """Finish the run early after this many evaluations in a row without a better metric; 0: never.
+    """
+    generate: NonNegativeInt = 0
+    """Let the model answer this many examples of each set, by greedy decoding, and score the
+    answers; 0: none.
+    """
+    max_new_tokens: PositiveInt = 256
+    """Longest answer, in tokens."""
+
+
+@dataclass(frozen=True)
+class GuardConfig(Section):
+    """Steps that must not spoil the weights: a loss or gradient that is not finite, whose update is
+    always skipped, and spikes of the loss.
+    """
+
+    on_spike: Literal["off", "warn", "skip", "stop"] = "warn"
+    """What to do about a loss far above the last ones: warn; skip the update; or stop before it."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """When to save, which checkpoints to keep, and what to resume from."""
+
+    every_steps: NonNegativeInt = 0
+    """Save every this many steps and at the end; 0: only at the end."""
+    every_minutes: NonNegativeInt = 0
+    """Save every this many minutes, instead of every_steps; 0: never. `scripts/memory.py` prints a
+    good interval."""
+    keep_last: PositiveInt = 2
+    """Complete checkpoints to keep; older ones are deleted once a newer one is complete."""
+    keep_every_steps: NonNegativeInt = 0
+    """Never delete checkpoints whose step is a multiple of this; 0: none."""
+    keep_best: NonNegativeInt = 0
+    """Also keep this many checkpoints with the best eval_loss at their step; an evaluation that
+    is better than all before is followed by a save.
+    """
+    async_save: bool = False
+    """Write from a copy in CPU memory while training continues; needs memory for that copy."""
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """When a save fails, e.g. on a full disk: stop: end the run; continue: warn and train on."""
+    after_save: str | None = None
+    """A command for sh that is run once a checkpoint is complete, for example to copy it: rclone
+    copy "$CHECKPOINT" remote:bucket/run/$(basename "$CHECKPOINT"). Training goes on meanwhile; a
+    failure is a warning. Its environment also has OUTPUT_DIR and STEP.
+    """
+    allow_plan_change: bool = False
+    """Resume although the global batch, train.seed, the data, the learning rate or the
+    schedule changed. The rest of the epoch comes first, in steps of the new plan.
+    """
+    node_local: bool = False
+    """output_dir is on each node's own disk: every node holds its own ranks' shards of a
+    checkpoint. gather_checkpoint.py puts them together.
+    """
+    resume: str = "auto"
+    """auto: resume from the newest complete checkpoint in output_dir, if any; none: start at step
+    0; or the checkpoint folder to resume from.
+    """
+    weights_only: bool = False
+    """Start at step 0 with the weights of the checkpoint folder given by resume, from any run of
+    the same model; once output_dir has checkpoints, resume from those.
+    """
+
+
+@dataclass(frozen=True)
+class TrackingConfig(Section):
+    """Weights & Biases and TensorBoard; metrics.jsonl in output_dir is written in any case."""
+
+    wandb: Literal["online", "offline", "disabled"] = "offline"
+    """offline writes a folder that `wandb sync` uploads later."""
+    project: str = "deepspeed-zero"
+    """W&B project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name the team, the run and its tags."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, into OUTPUT_DIR/tensorboard."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig(Section):
+    """Profiles of some steps by torch.profiler; touch OUTPUT_DIR/profile_now for one while a run
+    trains.
+    """
+
+    start: NonNegativeInt = 0
+    """First step to profile; 0: none."""
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Section):
+    """The process group."""
+
+    timeout_seconds: Seconds = 1800
+    """Timeout of collectives, ZeRO's own included; one that takes longer ends the run with an
+    error.
+    """
+    world_size: PositiveInt | None = None
+    """Refuse to run with another number of ranks. launch.sh checks this by itself."""
+    preempt_grace_seconds: Seconds = 120
+    """A preempted rank that has not saved and exited after this time exits at once. DeepSpeed's own
+    launcher kills its ranks after 30 s, whatever this is.
+    """
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """The config of a training run."""
+
+    output_dir: str
+    """Folder of the run: resolved configs, metrics.jsonl, checkpoints/."""
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    ds_config: str = "ds_configs/zero2.json"
+    """DeepSpeed config file: ZeRO stage, offload, communication."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def tokenizer_source(self) -> tuple[str, str | None]:
+        """Folder or hub id of the tokenizer, and its revision on the hub."""
+        if self.model.tokenizer is None:
+            return self.model.name_or_path, self.model.revision
+        name, _, revision = self.model.tokenizer.partition("@")
+        if Path(self.model.tokenizer).exists():
+            return self.model.tokenizer, None
+        return name, revision or None

@@ -1,0 +1,71 @@
+"""Checks of data sources that need no tokenizer: their files and their weights."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from zerotrain.config.parse import CommandLine, parse_command_line, require
+from zerotrain.config.schema import DataConfig
+from zerotrain.data.sources import FORMAT_KEYS, MESSAGE_COLUMNS, OPTIONAL_KEYS, local_files, name_of
+from zerotrain.runtime.errors import UserError
+
+
+def parse_with_sources(argv: Sequence[str], prog: str = "train.py") -> CommandLine:
+    """`parse_command_line` followed by `check_sources`.
+
+    Raises:
+        UserError: as either of the two.
+    """
+    command_line = parse_command_line(argv, prog)
+    check_sources(command_line.config.data, argv)
+    return command_line
+
+
+def check_sources(data: DataConfig, argv: Sequence[str]) -> None:
+    """Check that every source has files, and that either all or none have a weight.
+
+    Args:
+        argv: the command line that the config came from, for messages.
+
+    Raises:
+        UserError: a check fails; the message says where the key was set.
+    """
+    check = partial(require, argv)
+    known = {*MESSAGE_COLUMNS}.union(*FORMAT_KEYS.values(), *OPTIONAL_KEYS.values())
+    check(bool(data.train_sources), "data.train_sources", "is empty")
+    for key in ("train_sources", "eval_sources"):
+        for source in data.sources(key):
+            one = (source.path is None) != (source.hub is None)
+            check(one, f"data.{key}", "a source must have either path or hub")
+            of_hub = source.subset or source.revision or source.split != "train"
+            check(
+                source.hub is not None or not of_hub,
+                f"data.{key}",
+                f"{source.path}: subset, split and revision are only for hub data sets",
+            )
+            for ours in source.columns.keys() - known:
+                problem = f"{ours} is no key of a row format; the file's keys go on the right"
+                check(False, "data.columns", problem)
+            try:
+                if source.path is not None:
+                    local_files(source.path)
+            except UserError as error:
+                check(False, f"data.{key}", str(error))
+    sources = data.sources("train_sources")
+    for source in sources:
+        weight = source.weight
+        check(
+            weight is None or 0 < weight < math.inf,
+            "data.train_sources",
+            f"{name_of(source)}: weight {weight} is not a positive number",
+        )
+        check(
+            (weight is None) == (sources[0].weight is None),
+            "data.train_sources",
+            f"{name_of(source)}: give either all sources a weight or none",
+        )
+    check(
+        all(source.weight is None for source in data.sources("eval_sources")),
+        "data.eval_sources",
+        "sources of held-out rows cannot have weights: each row is evaluated once",
+    )

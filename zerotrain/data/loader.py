@@ -1,0 +1,113 @@
+"""The data loader: collates the micro-batches of one rank, a few steps ahead of training."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from zerotrain.data.data_plan import DataPlan
+from zerotrain.data.plan import Budget, StepPlan
+from zerotrain.data.tokenize import TokenizedRows
+
+PREFETCH_STEPS = 2
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One rank's examples of one micro-step: bucketed, padded on the right to a common length, or
+    packed, concatenated into one sequence.
+
+    A rank without an example gets a filler of one position that carries no loss, so that it takes
+    part in the collectives of the micro-step.
+    """
+
+    input_ids: torch.Tensor  # int64 [examples, length]; packed: [1, tokens]
+    attention_mask: torch.Tensor | None  # int64 [examples, length], 0 on padding; packed: None
+    position_ids: torch.Tensor | None  # packed: int64 [1, tokens], from 0 in each example
+    positions: torch.Tensor  # int64 [targets], flat indices into input_ids that predict a target
+    targets: torch.Tensor  # int64 [targets], the token after each of those positions
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: np.ndarray,
+        is_target: np.ndarray,
+        attention_mask: np.ndarray | None = None,
+        position_ids: np.ndarray | None = None,
+    ) -> "MicroBatch":
+        """From int64 ids, a bool array that marks targets, and either of the other two, all
+        [examples, length]. The first token of an example is never a target.
+
+        Positions are computed here, on the CPU: selecting them by a mask on the device would
+        synchronize device and host in every micro-step.
+        """
+        positions = np.flatnonzero(is_target)
+        targets = input_ids.ravel()[positions]
+        arrays = (input_ids, attention_mask, position_ids, positions - 1, targets)
+        return cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MicroBatch(**{k: None if t is None else change(t) for k, t in tensors.items()})
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        return self._each(torch.Tensor.pin_memory)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of one optimizer step; `plan` has the counts over all ranks."""
+
+    global_step: int
+    epoch: int
+    micro_batches: list[MicroBatch]
+    plan: StepPlan
+
+
+def load_steps(
+    plan: DataPlan, rank: int, first: int, last: int, pin_memory: bool = False
+) -> Iterator[StepBatch]:
+    """Yield this rank's batches of global steps [first, last), made up to PREFETCH_STEPS ahead on a
+    thread. To resume, pass the step as `first`: nothing is replayed.
+    """
+
+    def make(global_step: int) -> StepBatch:
+        step = plan.step(global_step)
+        batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in step.micro_batches]
+        batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
+        return StepBatch(global_step, plan.locate(global_step)[1], batches, step)
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
+        ahead = deque(pool.submit(make, k) for k in range(first, min(first + PREFETCH_STEPS, last)))
+        for upcoming in range(first + PREFETCH_STEPS, last + PREFETCH_STEPS):
+            batch = ahead.popleft().result()
+            if upcoming < last:
+                ahead.append(pool.submit(make, upcoming))
+            yield batch
+
+
+def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroBatch:
+    """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
+    ids, masks = [np.zeros(1, np.int32)], [np.zeros(1, bool)]
+    length = 1
+    if len(examples):
+        ids, masks = data.fetch(examples)
+        length = int(budget.padded(np.array(max(map(len, ids)))))
+    if budget.packed:
+        positions = np.concatenate([np.arange(len(example)) for example in ids])[None]
+        packed = np.concatenate(ids).astype(np.int64)[None]
+        return MicroBatch.of(packed, np.concatenate(masks)[None], position_ids=positions)
+    shape = (len(ids), length)
+    input_ids, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    is_target = np.zeros(shape, bool)
+    for i, (example, mask) in enumerate(zip(ids, masks, strict=True)):
+        input_ids[i, : len(example)] = example
+        attention_mask[i, : len(example)] = 1  # also for the filler: attention over nothing is NaN
+        is_target[i, : len(example)] = mask
+    return MicroBatch.of(input_ids, is_target, attention_mask=attention_mask)

@@ -1,0 +1,300 @@
+"""Which rank computes which examples of a step: world_size x A micro-batches of near-equal cost
+within a token budget, padded to rectangles (bucketed) or concatenated (packed).
+
+A pure function of the step's examples (zerotrain/data/epoch_order.py), their lengths and the
+budget.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+PAD_MULTIPLE = 8  # bucketed examples are padded to such a length, which suits tensor cores
+# Ratios tried of one micro-step's cost limit to the previous one's, in thousandths
+LIMIT_RATIOS = (985, 970, 955, 940, 925, 910, 895, 870, 830, 780, 700, 600, 450, 300)
+LIMIT_GAIN = 400  # a better grouping must save at least 1/400 of the cost
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The token budget of a micro-batch, and what else its assignment depends on."""
+
+    world_size: int
+    micro_batch_tokens: int
+    """Maximum tokens per micro-batch: with padding when bucketed, without when packed."""
+    linear_cost: int = 24_576
+    """K in the cost K*L + L*L of an example of L tokens: the dense layers of one token cost as much
+    as its attention to K tokens."""
+    packed: bool = False
+    """Concatenate examples without padding, instead of padding those of similar length."""
+    pad_to_multiple_of: int = PAD_MULTIPLE
+    """Of bucketed examples."""
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """The lengths as they count for the budget."""
+        multiple = 1 if self.packed else self.pad_to_multiple_of
+        return -(-lengths // multiple) * multiple
+
+    def cost(self, lengths: np.ndarray) -> np.ndarray:
+        """Cost K*L + L*L of examples of these lengths, in integers."""
+        return lengths * (self.linear_cost + lengths)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step, assigned to ranks: `micro_batches[a][r]` has the examples of rank r in
+    micro-step a, possibly none.
+    """
+
+    micro_batches: list[list[np.ndarray]]
+    examples: int
+    supervised_tokens: int
+    tokens: int
+    padded_tokens: int
+    """Summed over all ranks and micro-steps, without the filler of ranks that have no example."""
+
+
+class ExampleTooLong(ValueError):
+    """A single example exceeds the budget."""
+
+
+def plan_step(
+    examples: np.ndarray, lengths: np.ndarray, supervised: np.ndarray, budget: Budget
+) -> StepPlan:
+    """Assign one step's examples to world_size x A micro-batches of near-equal cost within the
+    budget, with the smallest possible number of micro-steps A (packed: see _bin_count).
+
+    Micro-batches are sorted by cost, and world_size consecutive ones form a micro-step, so that
+    ranks that wait for each other do equal work. The most expensive come first, so that a budget
+    too large for the memory fails in the first micro-step.
+
+    Args:
+        examples: int64 [n], n > 0, indices; the result does not depend on their order.
+        lengths, supervised: int32 [all examples], tokens, and those that carry loss.
+
+    Raises:
+        ExampleTooLong: an example exceeds the budget.
+    """
+    examples = np.sort(examples)
+    exact = lengths[examples].astype(np.int64)
+    order = np.argsort(-exact, kind="stable")
+    examples, exact = examples[order], exact[order]
+    padded = budget.padded(exact)
+    if padded[0] > budget.micro_batch_tokens:
+        raise ExampleTooLong(
+            f"the example has {padded[0]:,} tokens (padded), over data.micro_batch_tokens "
+            f"({budget.micro_batch_tokens:,}); raise it, or lower data.max_length and let "
+            "data.on_too_long truncate, split or drop longer rows"
+        )
+    groups, costs = (_pack if budget.packed else _bucket)(padded, budget)
+    padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
+    order = np.argsort(-costs, kind="stable")
+    world = budget.world_size
+    assigned = [examples[groups[i]] for i in order.tolist()]
+    assigned += [examples[:0]] * (-len(assigned) % world)
+    return StepPlan(
+        micro_batches=[assigned[i : i + world] for i in range(0, len(assigned), world)],
+        examples=len(examples),
+        supervised_tokens=int(supervised[examples].sum()),
+        tokens=int(exact.sum()),
+        padded_tokens=int(padded_tokens),
+    )
+
+
+# Bucketed: padded rectangles
+
+
+def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.ndarray]:
+    """Divide `padded` (int64, descending) into contiguous groups: positions and costs, int64.
+
+    The number of groups is a multiple of world_size where there are enough examples. First, the
+    fewest groups that fit the budget in whole micro-steps, with the smallest possible maximum cost.
+    Then, because ranks wait for each other in every micro-step and not only in the most expensive,
+    lower limits for the other micro-steps where that lowers the sum of the micro-steps' maximum
+    costs: 3 examples of 2,000 tokens fill a limit that 2 of 2,600 leave 13 % empty.
+    """
+    lengths = _Lengths(padded, budget)
+    world = budget.world_size
+    fewest = len(lengths.walk([int(lengths.largest.max())], [len(padded)])) - 1
+    target = min(len(padded), -(-fewest // world) * world)
+    bounds = lengths.smallest_limit(target)
+    if target > world:
+        bounds = lengths.lower_limits(bounds, world)
+    while len(bounds) - 1 < target:  # ranks would be idle: halve the most expensive group
+        sizes = np.diff(bounds)
+        heaviest = int(np.argmax(np.where(sizes > 1, lengths.costs(bounds), -1)))
+        bounds.insert(heaviest + 1, bounds[heaviest] + int(sizes[heaviest] + 1) // 2)
+    return [np.arange(a, b) for a, b in pairwise(bounds)], lengths.costs(bounds)
+
+
+class _Lengths:
+    """A step's examples, longest first, grouped by length: distinct lengths are far fewer."""
+
+    def __init__(self, padded: np.ndarray, budget: Budget) -> None:
+        starts = np.flatnonzero(np.diff(padded, prepend=-1))
+        counts = np.diff(starts, append=len(padded))
+        self.examples = len(padded)
+        self.kind = np.repeat(np.arange(len(starts)), counts)  # int64 [examples]
+        self.kinds = self.kind.tolist()
+        self.cost = budget.cost(padded[starts])  # int64 [distinct], descending
+        self.max_examples = budget.micro_batch_tokens // padded[starts]
+        self.largest = self.max_examples * self.cost
+        self.total_cost = int((self.cost * counts).sum())
+
+    def costs(self, bounds: list[int]) -> np.ndarray:
+        """int64 [groups]: number of examples x cost of the first and longest one."""
+        return np.diff(bounds) * self.cost[self.kind[bounds[:-1]]]
+
+    def walk(self, limits: list[int], quota: list[int]) -> list[int]:
+        """Bounds of groups, each of as many examples as fit, longest first; stops early when the
+        quota is used up.
+
+        Args:
+            limits: maximum costs; each group uses the limit that it fills best.
+            quota: how many groups may use each limit.
+        """
+        fits = np.minimum(self.max_examples, np.array(limits)[:, None] // self.cost)
+        filled = fits * self.cost / np.array(limits)[:, None]  # [limits, distinct lengths]
+        left, open_limits = list(quota), list(range(len(limits)))
+        bounds, at, kinds = [0], 0, self.kinds
+        while at < self.examples and open_limits:
+            choice = np.array(open_limits)[np.argmax(filled[open_limits], axis=0)]
+            take = np.take_along_axis(fits, choice[None], axis=0)[0].tolist()
+            limit_of = choice.tolist()
+            while at < self.examples:
+                kind = kinds[at]
+                if not take[kind]:
+                    return bounds  # exceeds every remaining limit
+                at += take[kind]
+                bounds.append(at)
+                used = limit_of[kind]
+                left[used] -= 1
+                if not left[used]:
+                    open_limits.remove(used)
+                    break
+        bounds[-1] = min(at, self.examples)
+        return bounds
+
+    def smallest_limit(self, groups: int) -> list[int]:
+        """Bounds of at most `groups` groups with exactly the smallest possible maximum cost.
+
+        Filling each group with as many examples as fit, longest first, needs the fewest groups for
+        any limit that grows with the group, so the answer is the smallest limit for which `groups`
+        suffice. Bisection over the integers: a limit that suffices lowers the upper end to the
+        maximum cost found; one that does not raises the lower end to where some group would grow.
+        """
+        low = max(int(self.cost[0]), -(-self.total_cost // groups))
+        high = int(self.largest.max())
+        best = None
+        while best is None or low < high:
+            middle = min((low + high) // 2, low + low // 16)
+            bounds = self.walk([middle], [groups])
+            if bounds[-1] == self.examples:
+                best, high = bounds, int(self.costs(bounds).max())
+            else:
+                kind = self.kind[bounds[:-1]]
+                grown = (middle // self.cost[kind] + 1) * self.cost[kind]
+                low = int(grown[grown <= self.largest[kind]].min())
+        return best
+
+    def lower_limits(self, bounds: list[int], world_size: int) -> list[int]:
+        """Bounds of equally many groups with a smaller sum over micro-steps of the maximum cost, if
+        any are found; the overall maximum does not grow.
+        """
+        micro_steps = -(-(len(bounds) - 1) // world_size)
+        best, top = self.elapsed(bounds, world_size), int(self.costs(bounds).max())
+        for per_mille in LIMIT_RATIOS:
+            shape = [10**6]
+            while len(shape) < micro_steps:
+                shape.append(shape[-1] * per_mille // 1000)
+            while True:
+                goal = best - best // LIMIT_GAIN
+                limits = [max(1, min(top, goal * part // sum(shape))) for part in shape]
+                if world_size * sum(limits) < self.total_cost:
+                    break
+                found = self.walk(limits, [world_size] * micro_steps)
+                if found[-1] < self.examples or self.elapsed(found, world_size) >= best:
+                    break
+                bounds, best = found, self.elapsed(found, world_size)
+        return bounds
+
+    def elapsed(self, bounds: list[int], world_size: int) -> int:
+        """Sum over micro-steps of the slowest rank's cost."""
+        return int(np.sort(self.costs(bounds))[::-1][::world_size].sum())
+
+
+# Packed: examples concatenated
+
+
+def _pack(lengths: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.ndarray]:
+    """Put examples of `lengths` (int64, descending) into bins of at most micro_batch_tokens: the
+    positions in each bin and the bins' costs, int64.
+
+    Longest first, each into the least loaded bin with enough room (LPT: Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies"), a quarter of the bins at a time so that it vectorizes; if an
+    example fits nowhere, it starts over with more bins. What is in the bins depends on their number
+    alone, not on the ranks that share them.
+    """
+    fewest = -(-int(lengths.sum()) // budget.micro_batch_tokens)
+    while True:  # terminates: at the latest with one example per bin
+        bins = _bin_count(fewest, budget.world_size)
+        owner = _fill_bins(lengths, bins, budget)
+        if owner is not None:
+            break
+        fewest = bins + 1
+    cost = np.bincount(owner, budget.cost(lengths), bins).astype(np.int64)
+    ends = np.cumsum(np.bincount(owner, minlength=bins)).tolist()
+    order = np.argsort(owner.astype(np.uint16) if bins < 2**16 else owner, kind="stable")
+    return [order[a:b] for a, b in pairwise([0, *ends])], cost
+
+
+def _bin_count(fewest: int, world_size: int) -> int:
+    """A multiple of world_size, at least `fewest`.
+
+    It is first rounded up to a multiple of 8, the usual number of ranks per node (of 4, 2 or 1
+    below 32, 16 or 8 bins, where 8 would add too many): every world size that divides it gets
+    identical bins.
+    """
+    multiple = min(8, 1 << max(0, fewest.bit_length() - 3))
+    count = -(-fewest // multiple) * multiple
+    return -(-count // world_size) * world_size
+
+
+def _fill_bins(lengths: np.ndarray, bins: int, budget: Budget) -> np.ndarray | None:
+    """The bin of each example, int64 [examples], or None if they do not fit."""
+    owner = np.empty(len(lengths), np.int64)
+    room = np.full(bins, budget.micro_batch_tokens)
+    cost = budget.cost(lengths)
+    at_once = max(1, bins // 4)
+    # The bin's number in the low digits makes every load distinct, so the choice is the same on
+    # every machine, however numpy's partition orders ties.
+    load = _head_start(cost, bins, at_once) * bins + np.arange(bins)
+    scaled_cost = cost * bins
+    start = 0
+    while start < len(lengths):
+        with_room = np.flatnonzero(room >= lengths[start])  # for every example from here on
+        n = min(at_once, len(with_room), len(lengths) - start)
+        if not n:
+            return None
+        least = np.sort(np.partition(load[with_room], n - 1)[:n]) % bins
+        owner[start : start + n] = least
+        room[least] -= lengths[start : start + n]
+        load[least] += scaled_cost[start : start + n]
+        start += n
+    return owner
+
+
+def _head_start(cost: np.ndarray, bins: int, at_once: int) -> np.ndarray:
+    """Initial load of each bin, int64 [bins], so that every `at_once` bins end up equally loaded.
+
+    An example that costs more than the mean bin makes the other ranks of its micro-step wait. So
+    the bins next to it are filled up to its cost, and the others correspondingly less.
+    """
+    level, left = np.empty(bins, np.int64), int(cost.sum())
+    for start in range(0, bins, at_once):
+        here = min(at_once, bins - start)
+        longest = int(cost[start]) if start < len(cost) else 0
+        level[start : start + here] = max(longest, left // (bins - start))
+        left -= int(level[start]) * here
+    return level[0] - level

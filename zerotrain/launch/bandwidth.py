@@ -1,0 +1,130 @@
+"""Preflight's job: ports, process group, a checked all-reduce, and the bandwidth of every link.
+
+Runs on every rank. Rank 0 prints the results, and a warning for each host, pair of hosts or GPU
+that is slower than the others.
+"""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from zerotrain.runtime.errors import UserError, exit_on_error
+
+REPEATS = 5
+GPU_BYTES, CPU_BYTES = 256 << 20, 4 << 20
+GPU_MATMUL, CPU_MATMUL = 8192, 512
+MIN_LINK, MIN_MATMUL = 0.5, 0.8  # of the median
+
+
+def connect(seconds: float) -> None:
+    """Wait until the master port answers, so that a firewall is told from a rank that is late."""
+    target = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline = time.monotonic() + seconds
+    problem: OSError = TimeoutError("timed out")
+    while time.monotonic() < deadline:
+        try:
+            return socket.create_connection(target, 5).close()
+        except OSError as error:
+            problem = error
+            time.sleep(0.5)
+    raise UserError(
+        f"ports: {socket.gethostname()} cannot connect to {target[0]} port {target[1]} "
+        f"({problem}); allow all traffic between the hosts, or name the right interface in "
+        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+    )
+
+
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call; the first one, which sets up connections, does not count."""
+    times = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def all_reduce_gb_per_s(payload: torch.Tensor, ranks: list[int]) -> float | None:
+    """Bus bandwidth of an all-reduce among `ranks`; None on the others. All ranks call it."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks or len(ranks) == 1:
+        return None
+    seconds = median_seconds(lambda: dist.all_reduce(payload, group=group), payload.device)
+    return payload.nbytes * 2 * (len(ranks) - 1) / len(ranks) / seconds / 1e9
+
+
+def main(timeout_seconds: float) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if rank > 0:
+        connect(timeout_seconds)
+    limit = timedelta(seconds=timeout_seconds)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=limit
+    )
+    total = torch.tensor(float(rank + 1), device=device)
+    dist.all_reduce(total)
+    if total.item() != ranks * (ranks + 1) / 2:
+        raise UserError(f"rank {rank} on {socket.gethostname()}: an all-reduce gives a wrong sum")
+
+    store.set(f"host/{rank}", socket.gethostname())  # torch's object collectives would unpickle
+    names = [store.get(f"host/{other}").decode() for other in range(ranks)]
+    of_host = {name: [r for r in range(ranks) if names[r] == name] for name in dict.fromkeys(names)}
+    hosts = list(of_host)
+    payload = torch.zeros((GPU_BYTES if on_gpu else CPU_BYTES) // 4, device=device)
+    measured = {"all ranks": all_reduce_gb_per_s(payload, list(range(ranks)))}
+    for host in hosts:
+        measured[f"inside {host}"] = all_reduce_gb_per_s(payload, of_host[host])
+    for one, other in pairwise(hosts):
+        pair = [of_host[one][0], of_host[other][0]]
+        measured[f"{one} - {other}"] = all_reduce_gb_per_s(payload, pair)
+    size = GPU_MATMUL if on_gpu else CPU_MATMUL
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if on_gpu else None)
+    seconds = median_seconds(lambda: matrix @ matrix, device)
+    measured[f"matmul of rank {rank} on {names[rank]}"] = 2 * size**3 / seconds / 1e12
+
+    found = {name: value for name, value in measured.items() if value is not None}
+    store.set(f"measured/{rank}", json.dumps(found))
+    if rank == 0:
+        everything: dict[str, float] = {}
+        for other in reversed(range(ranks)):
+            everything |= json.loads(store.get(f"measured/{other}"))
+        show(everything)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(measured: dict[str, float]) -> None:
+    """Print the measurements, and which are lower than those of the same kind."""
+    kinds = {"inside": ("GB/s", MIN_LINK), " - ": ("GB/s", MIN_LINK),
+             "matmul": ("TFLOP/s", MIN_MATMUL), "all ranks": ("GB/s", 0.0)}  # fmt: skip
+    for kind, (unit, fraction) in kinds.items():
+        values = {name: value for name, value in measured.items() if kind in name}
+        if not values:
+            continue
+        middle = statistics.median(values.values())
+        for name, value in values.items():
+            if kind == "all ranks" or len(values) <= 8:
+                print(f"{name}: {value:.3g} {unit}")
+            if value < fraction * middle:
+                print(f"warning: {name}: {value:.3g} {unit}, the median is {middle:.3g}")
+
+
+if __name__ == "__main__":
+    exit_on_error(lambda: main(float(sys.argv[1])))

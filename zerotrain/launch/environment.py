@@ -1,0 +1,75 @@
+"""The environment variables that are sent to the hosts, through ssh's standard input: never on a
+command line, so that no quoting is needed and secrets stay secret.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.redact import SECRET_NAME, SECRET_TEXT
+
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_", "OMP_", "CUDA_", "DS_")
+# The node wrapper sets the devices of each host.
+NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
+
+
+def environment_of_job(
+    here: Mapping[str, str], added: Sequence[str], files: Sequence[Path] = ()
+) -> dict[str, str]:
+    """Variables for the ranks: those of `here` with a known prefix, those of `.deepspeed_env`
+    files, and those that the user adds. Later ones override earlier ones.
+
+    Args:
+        here: the environment of launch.sh.
+        added: `NAME`, whose value is taken from `here`, or `NAME=VALUE`.
+        files: files of `NAME=VALUE` lines.
+
+    Raises:
+        UserError: a name or a line is wrong, or a secret is on the command line.
+    """
+    job = {n: v for n, v in here.items() if n.startswith(PREFIXES) and n not in NEVER_SENT}
+    for path in files:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot read it: {describe(error)}") from None
+        for number, line in enumerate(lines, start=1):
+            text = line.strip().removeprefix("export ")
+            if not text or text.startswith("#"):
+                continue
+            name, equals, value = text.partition("=")
+            if not equals or not _is_name(name):
+                raise UserError(f"{path}:{number}: not a line of the form NAME=VALUE")
+            job[name] = value
+    for item in added:
+        name, equals, value = item.partition("=")
+        if not _is_name(name):
+            raise UserError(f"--env {name}: not the name of a variable")
+        if name == "CUDA_VISIBLE_DEVICES":
+            raise UserError(f"--env {name}: select devices with --include, as node-1:0,2")
+        if equals and _is_secret(name, value):
+            raise UserError(
+                f"--env {name}=...: everyone on this machine can read command lines; set {name} in "
+                f"the environment and give --env {name}"
+            )
+        if not equals and name not in here:
+            raise UserError(f"--env {name}: not set here; set it, or give --env {name}=VALUE")
+        job[name] = value if equals else here[name]
+    return job
+
+
+def deepspeed_env_files() -> list[Path]:
+    """The environment files that `deepspeed` itself would read, in its order."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    return [path for path in dict.fromkeys((Path.home() / name, Path(name))) if path.exists()]
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*", text) is not None
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a variable is a secret, by its name, or holds one."""
+    return bool(SECRET_NAME.fullmatch(name) or SECRET_TEXT.search(value))

@@ -1,0 +1,134 @@
+"""A job on the hosts of a hostfile: what it runs, where, how hosts are reached; its options."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Config
+from zerotrain.launch.environment import deepspeed_env_files, environment_of_job
+from zerotrain.launch.hostfile import Host, read_hostfile, select_hosts, world_size
+from zerotrain.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command and the hosts to run it on."""
+
+    hosts: list[Host]
+    command: list[str]
+    """The script and its arguments, without `python`."""
+    environment: dict[str, str]
+    ssh: list[str] = field(default_factory=lambda: ["ssh"])
+    heartbeat_seconds: int = 60
+    master_addr: str | None = None
+    master_port: int | None = None
+    config: Config | None = None
+    """The run config if the script is train.py."""
+
+    def with_hosts(self, hosts: list[Host]) -> "Job":
+        return replace(self, hosts=hosts)
+
+    def with_command(self, command: list[str]) -> "Job":
+        return replace(self, command=command)
+
+
+def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
+    """ssh with its options: it never prompts, and ends when the host has been silent.
+
+    Raises:
+        UserError: --ssh_args has an open quote.
+    """
+    try:
+        given = shlex.split(ssh_args)
+    except ValueError as error:
+        raise UserError(f"--ssh_args {ssh_args}: {error}") from None
+    interval = max(1, heartbeat_seconds // 5)  # ssh ends after three intervals
+    options = ("BatchMode=yes", "ConnectTimeout=10", "ControlPath=none",
+               f"ServerAliveInterval={interval}", "ServerAliveCountMax=2")  # fmt: skip
+    return ["ssh", "-T", *given, *(word for text in options for word in ("-o", text))]
+
+
+def remote_command(ssh: Sequence[str], host: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs Python on a host, in the folder that this process is in."""
+    python = shlex.join([sys.executable, "-u", *arguments])
+    return [*ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    """A parser of the options that launch.sh and preflight.py share."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} --hostfile FILE [options] -- train.py --config FILE ...",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--hostfile", required=True, help="a file of `NAME slots=N` lines; see hostfile.example")
+    add("--include", default="", metavar="SPEC", help="only these: node-1@node-2:0,2")
+    add("--exclude", default="", metavar="SPEC", help="all but these")
+    add("--master_addr", metavar="ADDRESS", help="of the first host; default: as ssh reaches it")
+    add("--master_port", type=int, metavar="PORT", help="default: a free port")
+    add("--ssh_args", default="", metavar="ARGS", help='options of ssh: "-F my_ssh_config"')
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="also send this variable; NCCL_*, GLOO_*, TORCH_*, HF_*, WANDB_*, OMP_*, CUDA_*, DS_* "
+        "and those in .deepspeed_env are always sent",
+    )
+    add(
+        "--heartbeat_seconds",
+        type=int,
+        default=60,
+        metavar="N",
+        help="when a host stops responding, the job ends on all hosts within this time (60)",
+    )
+    return parser
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options before `--`, and the command after it."""
+    if "--" not in argv:
+        return list(argv), []
+    end = list(argv).index("--")
+    return list(argv[:end]), list(argv[end + 1 :])
+
+
+def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
+    """The job described by the command line.
+
+    Raises:
+        UserError: the command, the hostfile, an option or the run config is wrong.
+    """
+    if not command or command[0].startswith("-") or not Path(command[0]).is_file():
+        raise UserError(
+            f"no script to run{f': {command[0]}' if command else ''}; give it after --, as in "
+            f"`-- train.py {' '.join(command) or '--config FILE'}`"
+        )
+    if arguments.heartbeat_seconds < 5:
+        raise UserError(f"--heartbeat_seconds {arguments.heartbeat_seconds}: must be at least 5")
+    hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
+    config = None
+    if Path(command[0]).name == "train.py":
+        config = parse_command_line(command[1:], validate=False).config
+        wanted = config.distributed.world_size
+        if wanted not in (None, world_size(hosts)):
+            raise UserError(
+                f"distributed.world_size is {wanted}, but the slots of {arguments.hostfile} add up "
+                f"to {world_size(hosts)}"
+            )
+    return Job(
+        hosts=hosts,
+        command=command,
+        environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
+        ssh=ssh_command(arguments.ssh_args, arguments.heartbeat_seconds),
+        heartbeat_seconds=arguments.heartbeat_seconds,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+        config=config,
+    )

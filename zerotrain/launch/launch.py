@@ -1,0 +1,301 @@
+"""scripts/launch.sh: runs one job on the hosts of a hostfile and returns its exit code.
+
+One ssh connection per host, with the node wrapper (zerotrain/launch/node.py) at its other end. The
+wrapper gets command, environment and secrets over its standard input, starts the host's ranks, and
+ends them when that input is closed. So a job ends on all hosts when one of them fails or is lost,
+and when this process ends, however it ends.
+"""
+
+import json
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from zerotrain.launch.hostfile import Host, world_size
+from zerotrain.launch.job import Job, job_of, make_parser, remote_command, split_command
+from zerotrain.launch.node import GRACE_SECONDS, READY
+from zerotrain.launch.restart import prepare_restart
+from zerotrain.runtime.errors import (
+    EXIT_FAILURE,
+    EXIT_PREEMPTED,
+    EXIT_USER_MISTAKE,
+    UserError,
+    exit_code_of_signal,
+    exit_on_error,
+)
+
+CONNECT_SECONDS = 20
+PING_SECONDS = 1.0
+FAILED = re.compile(r"node: rank \d+ ended with exit code (\d+).*")
+ERROR = re.compile(r"(?:\[rank \d+ @ [^]]*\] )?(error: .+|[A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended."""
+
+    code: int
+    cause: str = ""
+    stopped_by_user: bool = False
+
+
+class Connection:
+    """An ssh connection to the node wrapper on one host. Its lines, and None at its end, arrive in
+    `events` as (connection, line).
+    """
+
+    def __init__(self, host: Host, ssh: Sequence[str], events: queue.SimpleQueue) -> None:
+        self.host = host
+        self.greeting: dict | None = None
+        self.last_line = ""
+        self.last_error = ""
+        self.process = subprocess.Popen(
+            remote_command(ssh, host.name, ["-m", "zerotrain.launch.node"]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal reaches launch.sh alone
+        )
+        threading.Thread(target=self._read, args=(events,), daemon=True).start()
+
+    def _read(self, events: queue.SimpleQueue) -> None:
+        for line in self.process.stdout:
+            events.put((self, line.decode(errors="replace").rstrip("\r\n")))
+        events.put((self, None))
+
+    def send(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # it has ended, or was closed
+            self.process.stdin.write(f"{text}\n".encode())
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Close the wrapper's input, so that it ends its ranks."""
+        with suppress(OSError):
+            self.process.stdin.close()
+
+
+class Start:
+    """One start of a job: connects to its hosts, runs it, and ends it on all of them."""
+
+    def __init__(self, job: Job, events: queue.SimpleQueue) -> None:
+        self.job, self.events = job, events
+        self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 6)
+        self.connections = [Connection(host, job.ssh, events) for host in job.hosts]
+        self.running = set(self.connections)
+        self.failures: list[tuple[int, Ending]] = []  # with their priorities
+        self.stop_signal: int | None = None
+        self.has_started = False
+        self.next_ping = 0.0
+        self.mistakes: set[str] = set()  # lines that begin with `error: `
+
+    def run(self) -> Ending:
+        """Run the job to its end.
+
+        Raises:
+            UserError: a host cannot be reached.
+        """
+        try:
+            self.connect()
+            if self.stop_signal is not None:
+                return Ending(exit_code_of_signal(self.stop_signal), "stopped", True)
+            self.start_ranks()
+            while self.running and not self.failures:
+                self.handle_event(PING_SECONDS)
+                self.ping()
+            return self.end()
+        finally:
+            for connection in self.connections:
+                connection.close()
+                if connection in self.running:
+                    connection.process.kill()
+
+    def connect(self) -> None:
+        """Wait for the wrappers' greetings."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while time.monotonic() < deadline and not self.failures:
+            all_here = all(connection.greeting for connection in self.connections)
+            if all_here or self.stop_signal is not None:
+                return
+            self.handle_event(PING_SECONDS)
+        silent = [c for c in self.connections if c.greeting is None]
+        ended = [c for c in silent if c not in self.running]
+        what = "; ".join(f"{c.host.name}: {c.last_line or 'no answer'}" for c in ended or silent)
+        raise UserError(
+            f"{what}; every host needs an ssh login without a password (ssh -o BatchMode=yes), and "
+            "code and .venv at the same paths as here"
+        )
+
+    def start_ranks(self) -> None:
+        """Send each host its part of the job."""
+        self.has_started = True
+        first = self.connections[0].greeting
+        address = first["server"]
+        if address.startswith("127.") and len(self.connections) > 1:
+            # launch.sh runs on the first host: its address is the one that the second host sees
+            address = self.connections[1].greeting["client"]
+        first_rank = 0
+        for connection in self.connections:
+            slots = connection.host.slots
+            part = {
+                "command": self.job.command,
+                "environment": self.job.environment,
+                "devices": slots,
+                "ranks": len(slots),
+                "first_rank": first_rank,
+                "world_size": world_size(self.job.hosts),
+                "master_addr": self.job.master_addr or address,
+                "master_port": self.job.master_port or first["port"],
+                "silence_seconds": 0.6 * self.job.heartbeat_seconds,
+                "grace_seconds": self.grace_seconds,
+            }
+            connection.send(json.dumps(part))
+            first_rank += len(slots)
+
+    def ping(self) -> None:
+        """Show the wrappers that this process is there."""
+        if time.monotonic() > self.next_ping:
+            self.next_ping = time.monotonic() + PING_SECONDS
+            for connection in self.running:
+                connection.send("")
+
+    def handle_event(self, seconds: float) -> None:
+        """Wait for a line of a host, the end of a connection, or a signal, and act on it."""
+        try:
+            source, value = self.events.get(timeout=seconds)
+        except queue.Empty:
+            return
+        if source is None:
+            self.forward_signal(value)
+        elif source not in self.running:
+            return  # of an earlier start
+        elif value is None:
+            self.running.discard(source)
+            code = source.process.wait()
+            if code == 255:
+                why = "its ssh connection has ended, or its node wrapper was killed"
+                cause = f"{source.host.name} is lost: {why}"
+                self.failures.append((0, Ending(EXIT_FAILURE, cause)))
+            elif code not in (0, EXIT_PREEMPTED):  # or the wrapper has printed the cause
+                cause = f"{source.host.name}: {source.last_line}"
+                self.failures.append((4, Ending(code, cause)))
+        elif value.startswith(READY):
+            source.greeting = json.loads(value.removeprefix(READY))
+        elif value:
+            self.handle_line(source, value)
+
+    def forward_signal(self, number: int) -> None:
+        """The ranks save and exit after the first signal, and are killed by the second."""
+        name = "SIGTERM" if self.stop_signal is None else "SIGKILL"
+        self.stop_signal = number
+        if self.has_started:
+            print(f"launch: {signal.Signals(number).name}: sending {name} to all ranks", flush=True)
+            for connection in self.running:
+                connection.send(name)
+
+    def handle_line(self, source: Connection, line: str) -> None:
+        source.last_line = line
+        if error := ERROR.match(line):
+            source.last_error = error[1][:500]
+            if source.last_error in self.mistakes:  # every host says so
+                return
+            if source.last_error.startswith("error: "):
+                self.mistakes.add(source.last_error)
+        print(f"{source.host.name}: {line}", flush=True)
+        if failed := FAILED.fullmatch(line):
+            code = int(failed[1])
+            by_signal = code > 128
+            because = f": {source.last_error}" if source.last_error and not by_signal else ""
+            cause = f"{source.host.name}: {line.removeprefix('node: ')}{because}"
+            priority = 1 if by_signal else 2 if code == EXIT_USER_MISTAKE else 3
+            self.failures.append((priority, Ending(code, cause)))
+
+    def end(self) -> Ending:
+        """Stop what is left, and find the cause among the failures that arrive until then."""
+        for connection in self.running:
+            connection.close()
+        deadline = time.monotonic() + self.grace_seconds + 5
+        while self.running and time.monotonic() < deadline:
+            self.handle_event(0.2)
+        stopped = self.stop_signal is not None
+        if self.failures:
+            _, ending = min(self.failures, key=lambda failure: failure[0])
+            if stopped:
+                return Ending(exit_code_of_signal(self.stop_signal), ending.cause, True)
+            return ending
+        preempted = any(c.process.returncode == EXIT_PREEMPTED for c in self.connections)
+        if preempted:
+            cause = "preempted and saved; the same command resumes"
+            return Ending(EXIT_PREEMPTED, cause, stopped)
+        return Ending(0, "", stopped)
+
+
+def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> int:
+    """Run the job, and restart it after a failure, until `max_restarts` restarts in a row have
+    produced no new checkpoint. Returns its exit code.
+
+    Raises:
+        UserError: a host cannot be reached at the first start, or no restart is possible.
+    """
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    stopped = threading.Event()
+
+    def notice(number: int, frame: object) -> None:
+        stopped.set()
+        events.put((None, number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, notice)
+    now, restarts, saved = job, 0, None
+    while True:
+        try:
+            ending = Start(now, events).run()
+        except UserError as error:
+            if restarts == 0:
+                raise
+            ending = Ending(EXIT_FAILURE, str(error))
+        if ending.cause:
+            line = f"launch: {ending.cause} (exit code {ending.code})"
+            print(line, file=sys.stderr, flush=True)
+        is_over = ending.stopped_by_user or ending.code in (0, EXIT_USER_MISTAKE)
+        if is_over or max_restarts == 0:
+            return ending.code
+        before = saved
+        now, saved = prepare_restart(job, restart_wait_seconds, stopped)
+        restarts = 1 if saved != before else restarts + 1
+        if restarts > max_restarts:
+            return ending.code
+        print(f"launch: restart from {saved or 'the beginning'}", flush=True)
+
+
+def main() -> int:
+    parser = make_parser("scripts/launch.sh")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a failure, restart on the healthy hosts from the last complete checkpoint; "
+        "give up after N restarts in a row without a newer one",
+    )
+    parser.add_argument(
+        "--restart_wait_seconds",
+        type=int,
+        default=120,
+        metavar="N",
+        help="wait this long for all hosts before a restart without some of them (120)",
+    )
+    options, command = split_command(sys.argv[1:])
+    arguments = parser.parse_args(options)
+    job = job_of(arguments, command)
+    return launch(job, arguments.max_restarts, arguments.restart_wait_seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

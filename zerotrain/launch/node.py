@@ -1,0 +1,232 @@
+"""The node wrapper: starts the ranks of one host, and leaves no process behind.
+
+    python -m zerotrain.launch.node --nodes 2 --node_rank 0 --ranks_per_node 8
+        --master_addr NODE --master_port PORT train.py ...     SLURM, Kubernetes, SkyPilot
+    python -m zerotrain.launch.node                            scripts/launch.sh, over ssh
+
+SIGTERM, SIGUSR1 and SIGINT are forwarded to the ranks, which save and exit. After the first rank
+that fails, the others get SIGTERM and, GRACE_SECONDS later, SIGKILL. The exit code is that of the
+first rank that failed: 2 a mistake in the input, 75 preempted and saved, 128 + N for signal N.
+
+Started by launch.sh, it prints its address and a free port, and reads the job from standard input.
+Later lines are signals' names. It ends its ranks when its input is closed, or silent for too long,
+because a cut link closes nothing.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+READY = "node: ready "
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 10.0
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+EXIT_PREEMPTED = 75
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+LIBC = ctypes.CDLL(None)
+
+
+def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
+    """A rank in a session of its own, so that a signal to this process's group reaches it once. It
+    is killed with this process.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-u", *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+
+
+def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
+    """Run the ranks of this host until they have ended. Returns the host's exit code.
+
+    Args:
+        job: command, environment, ranks (their number), first_rank, world_size, devices (None:
+            leave them), master_addr, master_port, grace_seconds.
+        requests: names of signals to forward, and "close".
+    """
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
+    environment = {**os.environ, **job["environment"]}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    environment |= {
+        "MASTER_ADDR": job["master_addr"],
+        "MASTER_PORT": str(job["master_port"]),
+        "WORLD_SIZE": str(job["world_size"]),
+        "LOCAL_WORLD_SIZE": str(job["ranks"]),
+    }
+    if job["devices"] is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job["devices"]))
+    if job["world_size"] > job["ranks"]:
+        interface = interface_towards(job["master_addr"])
+        if interface != "lo":  # gloo's default is the address of the host's own name
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    running = {}
+    try:
+        for local_rank in range(job["ranks"]):
+            rank = job["first_rank"] + local_rank
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            running[rank] = start_rank(job["command"], environment | variables)
+        return wait_for_ranks(running, requests, job["grace_seconds"])
+    finally:
+        kill_descendants()
+
+
+def wait_for_ranks(
+    running: dict[int, subprocess.Popen], requests: "queue.SimpleQueue[str]", grace_seconds: float
+) -> int:
+    """Wait for the ranks, forward signals to them, and stop all of them after a failure."""
+    exit_code = 0
+    deadline = float("inf")
+    stop = False
+    while running and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        for rank, process in list(running.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del running[rank]
+            code = 128 - status if status < 0 else status
+            if code not in (0, EXIT_PREEMPTED) and deadline == float("inf") and not stop:
+                print(f"node: rank {rank} ended with exit code {code}{explain(status)}", flush=True)
+                exit_code = code
+                stop = True
+            elif exit_code == 0:
+                exit_code = code
+        while not requests.empty():
+            request = requests.get()
+            if request == "close":
+                stop = True
+            else:
+                send(running, signal.Signals[request])
+        if stop and deadline == float("inf"):
+            send(running, signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+    return exit_code or (128 + signal.SIGKILL if running else 0)
+
+
+def explain(status: int) -> str:
+    """What to add about a rank that a signal has ended."""
+    if status >= 0:
+        return ""
+    hint = "; out of memory? see `dmesg` there" if status == -signal.SIGKILL else ""
+    return f" ({signal.Signals(-status).name}{hint})"
+
+
+def send(running: Mapping[int, subprocess.Popen], number: signal.Signals) -> None:
+    for process in running.values():
+        process.send_signal(number)
+
+
+def kill_descendants() -> None:
+    """Kill what the ranks have left; a process may start another before it is killed."""
+    for _ in range(50):
+        left = 0
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    left += 1
+                    process.kill()
+        if left == 0:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def interface_towards(address: str) -> str:
+    """The network interface that the kernel uses for traffic to an address; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        source = probe.getsockname()[0]
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == source for entry in entries):
+            return name
+    return "lo"
+
+
+# --------------------------------------------------------------------------------------------------
+# Over ssh
+
+
+def greeting() -> dict:
+    """The addresses of this ssh connection (client, server), and a port that is free here."""
+    client, _, server, _ = os.environ.get("SSH_CONNECTION", "127.0.0.1 0 127.0.0.1 0").split()
+    with socket.create_server(("", 0)) as listener:
+        return {"client": client, "server": server, "port": listener.getsockname()[1]}
+
+
+def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) -> None:
+    """Pass on the lines of standard input, and "close" when it is closed or silent. Empty lines
+    only show that launch.sh is there.
+    """
+    while select.select([0], [], [], silence_seconds)[0]:
+        data = os.read(0, 1 << 16)
+        if not data:
+            break
+        for name in data.decode().split():
+            requests.put(name)
+    requests.put("close")
+
+
+def read_job() -> dict:
+    """The first line of standard input; os.read, because a buffer would hide later lines."""
+    data = b""
+    while not data.endswith(b"\n"):
+        block = os.read(0, 1 << 16)
+        if not block:
+            sys.exit(0)  # launch.sh could not reach all hosts
+        data += block
+    line, _, _ = data.partition(b"\n")
+    return json.loads(line)
+
+
+def main() -> int:
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: requests.put(signal.Signals(number).name))
+    if len(sys.argv) == 1:
+        print(f"\n{READY}{json.dumps(greeting())}", flush=True)
+        job = read_job()
+        threading.Thread(
+            target=read_requests, args=(requests, job["silence_seconds"]), daemon=True
+        ).start()
+        return min(run_ranks(job, requests), 254)  # ssh exits with 255 when it loses its host
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--node_rank", type=int, required=True)
+    parser.add_argument("--ranks_per_node", type=int, required=True)
+    parser.add_argument("--master_addr", required=True, help="of the first node")
+    parser.add_argument("--master_port", type=int, default=29500)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="train.py --config ...")
+    arguments = parser.parse_args()
+    job = {
+        "command": arguments.command,
+        "environment": {},
+        "devices": None,
+        "ranks": arguments.ranks_per_node,
+        "first_rank": arguments.node_rank * arguments.ranks_per_node,
+        "world_size": arguments.nodes * arguments.ranks_per_node,
+        "master_addr": arguments.master_addr,
+        "master_port": arguments.master_port,
+        "grace_seconds": GRACE_SECONDS,
+    }
+    return run_ranks(job, requests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Build DeepSpeed's engine around the model of a config."""
+
+import deepspeed
+from deepspeed.utils import set_z3_leaf_module
+from torch import nn
+
+from zerotrain.config.ds_check import try_engine
+from zerotrain.config.ds_config import zero_stage
+from zerotrain.data.data_plan import DataPlan
+from zerotrain.model.blocks import change_blocks
+from zerotrain.model.experts import refuse_expert_lists
+from zerotrain.model.host_memory import check_host_memory
+from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
+from zerotrain.model.loss import SupervisedLoss
+from zerotrain.model.optimizer import parameter_groups, reset_update_count
+from zerotrain.model.probes import check_causal, check_end_tokens, check_packing, ordinary_tokens
+from zerotrain.model.setup import Setup
+from zerotrain.model.weights import check_weights
+from zerotrain.runtime.agreement import run_on_all_ranks
+from zerotrain.runtime.library_output import locks_named, prints_hidden
+from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.seeding import rank_seed, seed_everything
+
+
+def build_engine(
+    setup: Setup, plan: DataPlan, ranks: Ranks
+) -> tuple[deepspeed.DeepSpeedEngine, SupervisedLoss, LoadedModel]:
+    """DeepSpeed's engine around the model, pretrained or randomly initialized, with the optimizer
+    of ds_config; the model's loss; and where the model was loaded from.
+
+    The engine gets no learning-rate schedule: the rate is set before every step.
+
+    Raises:
+        UserError: DeepSpeed refuses the config, or the weights cannot be loaded or do not fit.
+    """
+    config = setup.config
+    if not config.model.from_config:
+        # fetches the files, once per machine, within the 24 hours of Ranks.control
+        unused = run_on_all_ranks(
+            ranks, lambda: check_weights(config, setup.model_config), first_on_machine=True
+        )
+        if ranks.is_first and unused:
+            print(unused, flush=True)
+        run_on_all_ranks(ranks, lambda: check_host_memory(setup, ranks))
+    # The same seed on all ranks for the weights, then a different one per rank for dropout.
+    seed_everything(config.train.seed)
+    loaded = run_on_all_ranks(
+        ranks, lambda: load_model(config, setup.model_config, setup.ds_config)
+    )
+    model = loaded.model
+    set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
+    loss = SupervisedLoss(model, config.model.loss_chunk_tokens)
+    refuse_expert_lists(model)
+    head = model.get_output_embeddings()
+    whole = change_blocks(model, config.model)
+    whole += [head] if list(head.children()) else []  # adapters: not again for each chunk
+    if zero_stage(setup.ds_config) == 3:
+        gather_as_wholes(model, whole)
+    try:
+        with prints_hidden(), locks_named():
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameter_groups(model, config.train.weight_decay),
+                config=setup.ds_config,
+            )
+    except Exception as error:
+        # out of memory and lost connections, RuntimeErrors, may concern one rank only
+        if not isinstance(error, (RuntimeError, OSError, MemoryError)):
+            try_engine(config, setup.ds_config)  # raises UserError if the config is the cause
+        raise
+    reset_update_count(engine.basic_optimizer)
+    engine.train()
+    seed_everything(rank_seed(config.train.seed, ranks.rank))
+    return engine, loss, loaded
+
+
+def gather_as_wholes(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Have ZeRO-3 gather all parameters of each of these modules when it is called, rather than
+    those of each submodule when that is called.
+
+    DeepSpeed then reduces the module's gradients once autograd has the gradient of its input. Where
+    that needs none, because everything before is frozen, it would reduce zeros; so the output of
+    the embeddings is made to need one.
+    """
+    for module in modules:
+        set_z3_leaf_module(module, True)
+    if modules:
+        model.enable_input_require_grads()
+
+
+def check_engine(
+    engine: deepspeed.DeepSpeedEngine,
+    loss: SupervisedLoss,
+    setup: Setup,
+    plan: DataPlan,
+    ranks: Ranks,
+) -> None:
+    """Check the model's attention and a frozen output head with forward passes on random tokens,
+    and whether the loss can be computed in chunks; called by all ranks.
+
+    Raises:
+        UserError: tokens attend to later ones, or packed examples to each other; or the model could
+            not learn to stop.
+    """
+    tokens = ordinary_tokens(setup.tokenizer)
+    run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
+    if setup.config.data.batching == "packed":
+        run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device))
+    trained = plan.data.meta["end_tokens"]
+    run_on_all_ranks(
+        ranks, lambda: check_end_tokens(engine, setup.tokenizer, trained, ranks.device)
+    )
+    problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
+    if problem and ranks.is_first:
+        print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)

@@ -1,0 +1,282 @@
+"""Cross entropy summed over supervised tokens, with logits for only those positions, a chunk at a
+time; and the router loss of a mixture of experts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
+from torch import nn
+
+from zerotrain.data.loader import MicroBatch
+from zerotrain.model.probes import compute_logits, draw
+from zerotrain.runtime.errors import UserError
+
+LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,  # Gemma
+    "logits_scaling": torch.div,  # Granite
+    "logit_scale": torch.mul,  # Cohere
+    "lm_head_multiplier": torch.mul,  # Falcon-H1
+}
+"""What models do to the logits of their output head, by the config key of the number."""
+
+
+class MicroLoss(NamedTuple):
+    """Losses of one micro-batch: float32 scalars with an autograd graph."""
+
+    cross_entropy: torch.Tensor
+    """Sum of -log p(target)."""
+    router: torch.Tensor | None
+    """Load-balancing loss of the experts, without its coefficient, times the number of tokens
+    (without padding) that it is a mean over; None if the model's config does not ask for it.
+    """
+
+
+class SupervisedLoss:
+    """Cross entropy of a causal language model, summed over the targets of a micro-batch.
+
+    Hooks on the output head select the positions that predict a target: no logits are computed for
+    prompts and padding. With chunk_tokens they also compute the loss there, where ZeRO-3 has
+    gathered the head's weights, with the logits of one chunk of positions at a time; the model then
+    returns the loss in place of its logits. The order matters: these hooks are registered before
+    deepspeed.initialize registers those of ZeRO-3, so they run before the weights are released.
+    """
+
+    def __init__(self, model: nn.Module, chunk_tokens: int = 0) -> None:
+        """Register the hooks; to be called before deepspeed.initialize.
+
+        Args:
+            model: the Hugging Face model itself, not the engine around it.
+            chunk_tokens: targets per chunk; 0: all at once.
+
+        Raises:
+            ValueError: the model has no output head.
+        """
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ValueError(
+                f"{type(model).__name__} has no output embeddings: not a causal language model"
+            )
+        self.chunk_tokens = chunk_tokens
+        self.router_coefficient = _router_coefficient(model)
+        """Coefficient of the router loss in the training loss."""
+        config = model.config.get_text_config()
+        values = {name: getattr(config, name, None) for name in LOGIT_FUNCTIONS}
+        self._functions = [
+            (LOGIT_FUNCTIONS[name], value) for name, value in values.items() if value is not None
+        ]
+        self._model, self._head = model, head
+        # of the current call
+        self._batch: MicroBatch | None = None
+        self._hidden: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None
+        head.register_forward_pre_hook(self._before_head)
+        head.register_forward_hook(self._after_head)
+        model.register_forward_hook(self._after_model)
+
+    def check(self, engine: nn.Module, tokens: Sequence[int], device: torch.device) -> str | None:
+        """Compare what the model makes of its head's logits with LOGIT_FUNCTIONS; if it is
+        something else, take whole logits from now on. To be called by all ranks.
+
+        Args:
+            tokens: ids to draw inputs from.
+
+        Returns:
+            Why the loss needs whole logits; None if it does not.
+
+        Raises:
+            UserError: the model does not call its head once for all positions.
+        """
+        of_head: list[torch.Tensor] = []
+        hook = self._head.register_forward_hook(
+            lambda _head, _args, logits: of_head.append(logits.clone())
+        )
+        [ids] = draw(tokens, device, 20)
+        final = compute_logits(engine, ids)
+        hook.remove()
+        name = type(self._model).__name__
+        if [logits.shape[:-1] for logits in of_head] != [ids.shape]:
+            raise UserError(
+                f"model.name_or_path: {name} does not compute the logits of each position once, so "
+                "it cannot be trained here"
+            )
+        ours = self._finish(of_head[0]).float()
+        problem = None
+        if ours.shape != final.shape or not torch.allclose(ours, final, rtol=1e-5):
+            problem = f"what {name} does to its logits is not in LOGIT_FUNCTIONS"
+        elif _shares_trained_weights(self._model, self._head):
+            problem = "the output head shares weights that are trained, and has adapters"
+        if problem is None or not self.chunk_tokens:
+            return None
+        self.chunk_tokens = 0
+        return problem
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model returns for these logits of its head."""
+        for function, value in self._functions:
+            logits = function(logits, value)
+        return logits
+
+    def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of a few positions, from the head's input, [n, hidden size]."""
+        logits = self._finish(self._head.forward(hidden[None]))
+        return _cross_entropy(logits[0], targets)
+
+    def _before_head(self, _head: nn.Module, args: tuple) -> tuple | None:
+        if self._batch is None:  # outside of __call__, e.g. in generation
+            return None
+        hidden = args[0].flatten(0, 1).index_select(0, self._batch.positions)
+        if not self.chunk_tokens:
+            return (hidden[None], *args[1:])
+        # The head runs on a position of zeros. Its input needs a gradient, by which ZeRO-3 knows
+        # that the backward pass of the head is done.
+        self._hidden = hidden
+        zeros = hidden.new_zeros(1, 1, hidden.shape[-1], requires_grad=torch.is_grad_enabled())
+        return (zeros, *args[1:])
+
+    def _after_head(
+        self, head: nn.Module, args: tuple, logits: torch.Tensor
+    ) -> torch.Tensor | None:
+        if self._hidden is None:
+            return None
+        hidden, self._hidden = self._hidden, None
+        weights = [p for p in head.parameters() if p.requires_grad]
+        self._loss, placeholder = _ChunkedLoss.apply(
+            self._loss_of_chunk, self.chunk_tokens, self._batch.targets, logits.detach(), args[0],
+            hidden, *weights,
+        )  # fmt: skip
+        return placeholder
+
+    def _after_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        if self._loss is not None:
+            # a part of the output, because DeepSpeed prepares its backward pass by hooks on it
+            output["logits"] = _Join.apply(self._loss, output.logits)
+            self._loss = None
+
+    def __call__(self, engine: nn.Module, batch: MicroBatch) -> MicroLoss:
+        """The losses, with a graph even if the micro-batch has no target.
+
+        Args:
+            engine: the engine (or the model) to call.
+        """
+        # transformers recognizes packed examples by their positions, but only without a mask and
+        # without a cache; with either of them, examples silently attend to each other.
+        if batch.position_ids is None:
+            separation = {"attention_mask": batch.attention_mask}
+        else:
+            separation = {"position_ids": batch.position_ids}
+        self._batch = batch
+        try:
+            out = engine(input_ids=batch.input_ids, use_cache=False, **separation)
+        finally:
+            self._batch = self._hidden = self._loss = None
+        expected = () if self.chunk_tokens else (1, len(batch.targets))
+        if out.logits.shape[:2] != expected:
+            raise RuntimeError(
+                "the logits did not come from the model's output head: cannot select positions"
+            )
+        loss = out.logits if self.chunk_tokens else _cross_entropy(out.logits[0], batch.targets)
+        router = getattr(out, "aux_loss", None)
+        if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
+            return MicroLoss(loss, None)
+        return MicroLoss(loss, router.float() * _real_tokens(batch))
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed in fp32 over int64 targets [n], of logits [n, vocabulary]. On CUDA a kernel reads the
+    logits once in each direction.
+    """
+    return chunked_cross_entropy(logits, targets, reduction="sum")
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """A loss summed over positions, with the logits of one chunk at a time.
+
+    The gradients are computed chunk by chunk in the forward pass, as in Liger Kernel
+    (arXiv:2410.10989), and multiplied by that of the loss in the backward pass. Those of the head's
+    parameters are summed in fp32, whatever their type.
+
+    Returns the loss, and zeros in place of the head's output: ZeRO-3's hook on that output gathers
+    the weights before this function's backward pass, which waits for the gradients of both.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        chunk_tokens: int,
+        targets: torch.Tensor,
+        logits: torch.Tensor,
+        head_input: torch.Tensor,
+        hidden: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        if not any(ctx.needs_input_grad):
+            return total + sum(loss_of(*chunk) for chunk in chunks), torch.zeros_like(logits)
+        of_hidden = []
+        of_weights = [
+            torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights
+        ]
+        for part, its_targets in chunks:
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = loss_of(part, its_targets)
+            of_part, *others = torch.autograd.grad(loss, (part, *weights), materialize_grads=True)
+            total += loss.detach()
+            of_hidden.append(of_part)
+            for gradient, other in zip(of_weights, others, strict=True):
+                gradient.add_(other)
+        ctx.gradients = [torch.cat(of_hidden), *of_weights]
+        ctx.dtypes = [tensor.dtype for tensor in (hidden, *weights)]
+        ctx.of_input = torch.zeros_like(head_input)
+        return total, torch.zeros_like(logits)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_loss: torch.Tensor, _of_logits: torch.Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        # In fp32 at least: in bf16 of_loss itself would be rounded, by up to .4 %.
+        wide = (g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
+        scaled = [g.mul_(of_loss).to(d) for g, d in zip(wide, ctx.dtypes, strict=True)]
+        return (None, None, None, None, ctx.of_input, *scaled)
+
+
+class _Join(torch.autograd.Function):
+    """The loss, with a gradient of zeros for what has become of the placeholder of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        ctx.zeros = torch.zeros_like(logits)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return of_loss, ctx.zeros
+
+
+def _shares_trained_weights(model: nn.Module, head: nn.Module) -> bool:
+    """Whether a head with adapters has a trained parameter that another part uses too."""
+    inside = set(head.modules())
+    if len(inside) == 1:
+        return False
+    elsewhere = {id(p) for m in model.modules() if m not in inside for p in m.parameters(False)}
+    return any(p.requires_grad and id(p) in elsewhere for p in head.parameters())
+
+
+def _router_coefficient(model: nn.Module) -> float:
+    """transformers' coefficient of a model's router loss; 0 if the config asks for none."""
+    text = model.config.get_text_config()
+    if not getattr(text, "output_router_logits", False):
+        return 0.0
+    value = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", 0.0))
+    return float(value or 0.0)
+
+
+def _real_tokens(batch: MicroBatch) -> torch.Tensor | int:
+    """Number of tokens without padding; 0 for filler, which unlike any example has no target."""
+    if len(batch.targets) == 0:
+        return 0
+    return batch.input_ids.numel() if batch.attention_mask is None else batch.attention_mask.sum()

@@ -1,0 +1,163 @@
+"""Short forward passes that check a model's attention, and a frozen output head, before training.
+They test its behaviour, so they also work for code that comes with a model.
+
+All ranks take part, since ZeRO-3 gathers weights in the forward pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from zerotrain.model.architecture import not_causal
+from zerotrain.model.hub import first_line
+from zerotrain.model.load import end_tokens
+from zerotrain.model.packed_attention import PACKED_EXAMPLES
+from zerotrain.runtime.errors import UserError
+
+# Limits for changes of logits, relative to their range.
+# check_causal: encoders with random weights have 1e-3 to 5e-3, trained ones more; decoders 0.
+PROBE_TOKENS = 24
+SEEN_AHEAD = 3e-4
+# check_packing: leaks observed are 0.01 to 0.7; other kernels differ by rounding.
+LEAK = {torch.float32: 1e-3}
+LEAK_16_BITS = 5e-2
+# check_end_tokens: tokens with the same row of the output head have the same logits. Rows that were
+# never trained may differ, but are so small that their logits do not.
+SAME_TOKEN = 1e-3
+
+
+def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids without special tokens, which mean padding or images in some models."""
+    return sorted(set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder))
+
+
+def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device) -> None:
+    """Refuse a model whose tokens attend to later ones: an encoder (BERT, XLNet), or a decoder that
+    is not configured as one.
+
+    Two inputs have the same first half and different second halves; their logits over the first
+    half must not differ. They are in one batch, so that the same kernels run on both. A third input
+    repeats the first one and shows the noise of kernels with a non-deterministic order of addition.
+
+    Args:
+        forward: the engine (or the model) to call.
+        tokens: ids to draw inputs from.
+
+    Raises:
+        UserError: the logits differ, or are not finite.
+    """
+    before, after, other = draw(tokens, device, *[PROBE_TOKENS // 2] * 3)
+    ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1)
+    halves = compute_logits(forward, ids)[:, : before.shape[1]]  # [3, half, vocabulary]
+    if not halves.isfinite().all():
+        raise UserError(
+            "model.name_or_path: its logits on ordinary tokens are not finite: the weights are "
+            "damaged, or too large for train.precision fp16"
+        )
+    # the mean over positions: rounding may change a router's choice at one of them
+    _, leak, noise = (halves - halves[0]).abs().amax(-1).mean(-1) / _range(halves)
+    if leak > SEEN_AHEAD + 10 * noise:
+        raise not_causal(getattr(forward, "module", forward))
+
+
+def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.device) -> None:
+    """Refuse a model whose packed examples differ from the same examples alone: some silently
+    ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in its embeddings).
+
+    One example is run after another one, and alone as in a bucketed micro-batch, with the model's
+    own attention and positions.
+
+    Args:
+        forward: the engine (or the model) to call.
+        tokens: ids to draw examples from.
+
+    Raises:
+        UserError: the logits differ.
+    """
+    model = getattr(forward, "module", forward)
+    before, probe = draw(tokens, device, 12, 15)
+    positions = torch.cat([torch.arange(12), torch.arange(15)])[None].to(device)
+    packed = compute_logits(forward, torch.cat([before, probe], 1), position_ids=positions)
+    own = model.config._attn_implementation
+    if own == PACKED_EXAMPLES:
+        model.set_attn_implementation(None)  # what transformers chooses
+    alone = compute_logits(forward, probe)
+    model.set_attn_implementation(own)
+    # the mean over positions, for the reason in check_causal
+    leak = float((packed[:, 12:] - alone).abs().amax(-1).mean() / _range(alone))
+    if not leak < LEAK.get(next(model.parameters()).dtype, LEAK_16_BITS):
+        raise UserError(
+            f"data.batching: packed examples of {type(model).__name__} differ from the same "
+            f"examples alone (logits change by {leak:.1e} of their range); use bucketed"
+        )
+
+
+def check_end_tokens(
+    forward: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Sequence[int] | None,
+    device: torch.device,
+) -> None:
+    """Refuse to train a model with a frozen output head that cannot tell a token that ends answers
+    from another one: new tokens have the same row of the head until they are trained, and so have
+    unused ones of base models. Such a model would never stop.
+
+    Args:
+        forward: the engine (or the model) to call.
+        trained: ids that end answers in the training data; None for the tokenizer's eos.
+
+    Raises:
+        UserError: names the two tokens, and the head.
+    """
+    model = getattr(forward, "module", forward)
+    head = model.get_output_embeddings()
+    if any(p.requires_grad for p in head.parameters()):
+        return
+    [ids] = draw(ordinary_tokens(tokenizer), device, PROBE_TOKENS)
+    [logits] = compute_logits(forward, ids)  # [tokens, vocabulary]
+    spread = (logits - logits.median()).abs().median()  # some models mask logits with -3e38
+    for end in end_tokens(tokenizer, trained):
+        distance = (logits - logits[:, end, None]).abs().amax(0) / spread
+        distance[end] = torch.inf
+        other = int(distance.argmin())
+        if distance[other] < SAME_TOKEN:
+            end_token, like = tokenizer.convert_ids_to_tokens([end, other])
+            raise UserError(
+                f"model.name_or_path: the output head is frozen, and cannot tell {end_token!r}, "
+                f"which ends answers, from {like or f'the unused id {other}'!r}: the model would "
+                "never learn to stop; train the output head and the embeddings as well, with "
+                "model.lora.modules_to_save or model.trainable"
+            )
+
+
+def draw(tokens: Sequence[int], device: torch.device, *lengths: int) -> list[torch.Tensor]:
+    """int64 [1, length] each, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.as_tensor(tokens)
+    return [ids[torch.randint(len(ids), (1, n), generator=generator)].to(device) for n in lengths]
+
+
+@torch.no_grad()
+def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+    """float32 [examples, length, vocabulary], in evaluation mode.
+
+    Raises:
+        UserError: the model needs other inputs.
+    """
+    was_training = forward.training
+    forward.eval()
+    try:
+        return forward(input_ids=ids, use_cache=False, **options).logits.float()
+    except (TypeError, ValueError) as error:  # X-MOD needs a language, other models an encoder
+        name = type(getattr(forward, "module", forward)).__name__
+        raise UserError(
+            f"model.name_or_path: {name} cannot be trained on tokens alone: {first_line(error)}"
+        ) from error
+    finally:
+        forward.train(was_training)
+
+
+def _range(logits: torch.Tensor) -> torch.Tensor:
+    return (logits - logits.mean()).abs().max()

@@ -1,0 +1,119 @@
+"""The exception for a user's mistake, and the exit codes of every command.
+
+Exit codes: 0 finished, or stopped by its user and saved, 2 a user's mistake, 75 preempted and saved
+(the same command resumes), 130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 before there was anything to
+save, 1 anything else, such as a full disk.
+"""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from zerotrain.runtime.rank_env import rank_variables
+
+T = TypeVar("T")
+
+EXIT_FAILURE = 1
+EXIT_USER_MISTAKE = 2
+EXIT_PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, try again later
+EXIT_INTERRUPTED = 130
+
+
+def exit_code_of_signal(number: int) -> int:
+    """128 + number, as a shell reports it."""
+    return 128 + number
+
+
+class UserError(Exception):
+    """Bad input. `str(error)` is the one line that the user sees: what is wrong, where, and what
+    to do about it.
+    """
+
+    exit_code = EXIT_USER_MISTAKE
+
+
+class EnvironmentFailure(UserError):
+    """What the user cannot have mistyped, such as a full disk or a lost lock: one line too, but
+    launchers may start the run again.
+    """
+
+    exit_code = EXIT_FAILURE
+
+
+class AgreedError(UserError):
+    """A UserError that is raised on all ranks, so that rank 0 alone reports it."""
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = self.exit_code if exit_code is None else exit_code
+
+
+class RunFailed(AgreedError):
+    """A run that cannot continue although its input was accepted, such as one that diverges."""
+
+    exit_code = EXIT_FAILURE
+
+
+def describe(error: Exception) -> str:
+    """The message of an error in one line, without the errno and repr that Python adds."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def some(names: Sequence[object], shown: int = 3) -> str:
+    """The first `shown` of names, for a message."""
+    return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which a terminal would obey, written out as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def rank_prefix() -> str:
+    """ "[rank 12 @ host-3] ", which begins a line about this rank; "" if it is the only one."""
+    ranks = rank_variables(os.environ)
+    if ranks.get("WORLD_SIZE", "1") == "1":
+        return ""
+    return f"[rank {ranks['RANK']} @ {socket.gethostname()}] "
+
+
+def exit_on_error(work: Callable[[], T]) -> T:
+    """Return `work()`, or exit: with one line for a UserError, with a traceback for anything else.
+    What ranks other than 0 print of it, and tracebacks of all of them, carry the rank's prefix.
+    """
+    try:
+        return work()
+    except UserError as mistake:
+        _report(mistake)
+        sys.exit(mistake.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception:
+        prefix = rank_prefix()
+        lines = traceback.format_exc().splitlines()
+        print("\n".join(prefix + line for line in lines), file=sys.stderr, flush=True)
+        sys.exit(EXIT_FAILURE)
+
+
+def _report(mistake: UserError) -> None:
+    """Print the line of a UserError once per run if it is agreed, otherwise once per machine.
+
+    The processes that do not print it at once wait some seconds, because a launcher stops all
+    processes as soon as one has failed, and the line must be printed before that. Those that are
+    still running then have an error of their own.
+    """
+    ranks = rank_variables(os.environ)
+    if ranks.get("RANK", "0") == "0":
+        print(f"error: {printable(str(mistake))}", file=sys.stderr, flush=True)
+        return
+    is_agreed = isinstance(mistake, AgreedError)
+    if is_agreed or ranks["LOCAL_RANK"] != "0":
+        time.sleep(3)
+    if not is_agreed:
+        print(f"{rank_prefix()}error: {printable(str(mistake))}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""The parts of DeepSpeed, torch and transformers that are used here although they are not public.
+
+Another version may rename them or change what they mean. Before an upgrade, compare each of them
+with the new version, run the tests, and then change READ_FROM.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+
+READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23"}
+
+PATCHES = {
+    "zerotrain/runtime/process_group.py: __compatible_ops__": "on CPU, gloo instead of a "
+    "shared-memory all-reduce, which needs a compiler and leaves 69 MB per rank in /dev/shm",
+}
+"""FILE: ATTRIBUTE of an object of a library that is replaced, and why; at most five."""
+
+INTERNALS = {
+    "zerotrain/runtime/process_group.py": """
+        deepspeed.ops: __compatible_ops__
+        torch.distributed.distributed_c10d: _world pg_map _set_pg_timeout
+    """,
+    "zerotrain/runtime/hang.py": """
+        torch.distributed.distributed_c10d: _world pg_names
+    """,
+    "zerotrain/config/ds_check.py": """
+        deepspeed.ops.op_builder.builder: assert_no_cuda_mismatch MissingCUDAException
+            CUDAMismatchException
+        deepspeed.git_version_info: installed_ops
+    """,
+    "zerotrain/runtime/preemption.py": """
+        deepspeed.launcher.launch: terminate_process_tree
+    """,
+    "zerotrain/runtime/world_size.py": """
+        deepspeed.launcher.runner: fetch_hostfile
+    """,
+    "zerotrain/checkpoint/shards.py": """
+        deepspeed.runtime.engine: param_names basic_optimizer global_steps global_samples
+            skipped_steps
+        deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
+            backup_optimizer
+        deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
+        deepspeed.runtime.zero.stage_1_and_2: bit16_groups
+        deepspeed.runtime.bf16_optimizer: bf16_groups
+        deepspeed.utils.tensor_fragment: hp_fragment_address lp_fragment_address start
+            numel
+        deepspeed.runtime.fp16.loss_scaler: cur_scale cur_iter last_overflow_iter
+            cur_hysteresis
+        deepspeed.utils.mixed_precision_linkage: _hp_mapping
+        deepspeed.runtime.fp16.fused_optimizer: fp16_groups fp32_groups_flat
+        deepspeed.runtime.fp16.unfused_optimizer: fp16_groups
+    """,
+    "zerotrain/checkpoint/load.py": """
+        deepspeed.runtime.zero.stage3: checkpoint_event_prologue checkpoint_event_epilogue
+            fp16_partitioned_groups_flat
+        deepspeed.runtime.zero.stage_1_and_2: update_lp_params
+    """,
+    "zerotrain/model/engine.py": """
+        deepspeed.runtime.engine: basic_optimizer
+    """,
+    "zerotrain/model/loss.py": """
+        deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy
+    """,
+    "zerotrain/model/optimizer.py": """
+        deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
+        deepspeed.runtime.zero.partition_parameters: ds_shape
+    """,
+}
+"""File -> module of a library: the names that the file takes from it."""
+
+
+def version_warning(installed: Mapping[str, str]) -> str | None:
+    """A line if a library is not of the version that its internals were read from.
+
+    Args:
+        installed: version by library, e.g. {"deepspeed": "0.19.8", "torch": "2.13.0+cpu"}.
+    """
+    others = [
+        f"{name} {installed[name]} (not {read})"
+        for name, read in READ_FROM.items()
+        if not f"{installed[name]}.".replace("+", ".").startswith(f"{read}.")
+    ]
+    if not others:
+        return None
+    return (
+        f"WARNING: untested version of {' and '.join(others)}, whose internals this code uses: see "
+        "zerotrain/runtime/internals.py, and run the tests"
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """The version of each library in READ_FROM."""
+    return {name: version(name) for name in READ_FROM}

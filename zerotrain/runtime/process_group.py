@@ -1,0 +1,163 @@
+"""The process group: this process's rank and device, and the timeouts of its groups."""
+
+import math
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from deepspeed.accelerator import get_accelerator
+
+from zerotrain.runtime.errors import AgreedError, UserError, describe
+from zerotrain.runtime.internals import installed_versions, version_warning
+from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
+from zerotrain.runtime.rank_env import rank_variables
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """A gloo group for messages and long waits: it takes no GPU memory and does not have the short
+    timeout of the collectives.
+    """
+    stop: PreemptionHandler
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(
+    timeout_seconds: float = 1800,
+    control_timeout_seconds: float = 86400,
+    grace_seconds: float = math.inf,
+) -> Iterator[Ranks]:
+    """Join the process group of a job that was started by `deepspeed`, `torchrun`, `mpirun`,
+    `srun` or a plain `python train.py`, and destroy it at the end, because a gloo process that
+    exits without doing so aborts at random. NCCL's groups are left if this rank may fail alone.
+
+    Args:
+        timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
+        control_timeout_seconds: of `Ranks.control`.
+        grace_seconds: how long a preempted rank may take to save, see PreemptionHandler.
+
+    Raises:
+        UserError: there is no GPU for this rank, or the rendezvous cannot be used.
+    """
+    os.environ.update(rank_variables(os.environ) or ALONE)
+    find_ninja()
+    if follow_launcher():
+        grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
+    stop = PreemptionHandler(grace_seconds)
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if on_cpu:
+        # DeepSpeed would compile a shared-memory all-reduce, which needs g++ and leaves 69 MB per
+        # rank in /dev/shm after every run; gloo is used instead.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        check_devices(local_rank, accelerator.device_count())
+        accelerator.set_device(local_rank)
+    _share_cores()
+    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
+    device = torch.device(accelerator.current_device_name())
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    try:
+        dist.init_process_group(
+            backend,
+            # None: from MASTER_ADDR and MASTER_PORT
+            store=dist.HashStore() if world_size == 1 else None,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            # as DeepSpeed does (comm/torch.py), which would not take a store
+            device_id=device if device.type == "cuda" and world_size > 1 else None,
+        )
+    except (ValueError, dist.DistNetworkError) as error:
+        raise UserError(
+            f"rank {rank} cannot meet the others at MASTER_ADDR "
+            f"{os.environ.get('MASTER_ADDR', '(not set)')}, MASTER_PORT "
+            f"{os.environ.get('MASTER_PORT', '(not set)')}: {describe(error)[:200]}; launchers set "
+            "both; if another run uses the port, choose another one, with the launcher's "
+            "--master_port"
+        ) from error
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+    if rank == 0 and (warning := version_warning(installed_versions())):
+        print(warning, flush=True)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
+    to_destroy = None  # all groups
+    try:
+        yield Ranks(rank, local_rank, world_size, device, control, stop)
+    except AgreedError:
+        raise
+    except BaseException:
+        if backend == "nccl" and world_size > 1:
+            # Its shutdown waits for the other ranks, and they wait in a collective for this one,
+            # whose error would not be printed before their timeout.
+            to_destroy = control
+        raise
+    finally:
+        dist.destroy_process_group(to_destroy)
+
+
+def check_devices(local_rank: int, visible: int) -> None:
+    """Raises UserError: this rank has no GPU. DeepSpeed takes LOCAL_RANK as an index into those
+    that the process sees.
+    """
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank has to see those of "
+            "all ranks of its machine, so start no more ranks than GPUs, and under srun give GPUs "
+            "to nodes (--gpus-per-node), not to tasks (--gpus-per-task)"
+        )
+
+
+def find_ninja() -> None:
+    """Put ninja on the PATH, which compiles DeepSpeed's optimizers: pip has installed it beside
+    Python, in an environment that need not be activated.
+    """
+    if shutil.which("ninja") is None:
+        path = (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
+        os.environ["PATH"] = os.pathsep.join(path)
+
+
+def _share_cores() -> None:
+    """Divide the cores of this machine among its ranks, also for the CPU Adam of GPU runs; by
+    default torch uses all of them in each rank.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+
+
+def apply_timeout(timeout_seconds: float, ranks: Ranks) -> None:
+    """Set the timeout of every existing group but `Ranks.control`, including those of ZeRO.
+
+    DeepSpeed creates its groups with torch's default timeout, 30 minutes on gloo and 10 on NCCL,
+    and has no option for it; torch has only a private function.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    for group in list(c10d._world.pg_map):
+        if group is not ranks.control:
+            c10d._set_pg_timeout(timeout, group)

@@ -1,0 +1,262 @@
+"""Export a checkpoint as a Hugging Face folder, or its adapters as peft saves them.
+
+A checkpoint may come from anybody: only the regular files of its manifest are read, and none of
+them can run code.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerotrain.checkpoint.find import checkpoint_problem
+from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.checkpoint.run_folder import checkpoint_name
+from zerotrain.checkpoint.shards import Shards
+from zerotrain.checkpoint.state import RunIdentity, read_state
+from zerotrain.config.schema import LoraConfig, ModelConfig
+from zerotrain.model.base import describe_base, is_same_base
+from zerotrain.model.hub import load_pretrained
+from zerotrain.model.load import DTYPES, quantized
+from zerotrain.model.trained import ADAPTER, insert_adapters
+from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.host_memory import available_memory
+from zerotrain.tools.new_folder import new_folder
+
+if TYPE_CHECKING:
+    from peft import LoraModel
+
+MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    base: str | None = None,
+    finish: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
+
+    The fp32 master weights are written as `dtype` (float32, bfloat16 ...), by default the
+    precision of the run. The whole model is held in memory in that precision, or with adapters,
+    which are merged, in fp32.
+
+    Args:
+        base: folder or hub id of the frozen weights that the checkpoint lacks, if they have moved.
+        finish: called with the complete folder before it gets its name; if it raises, there is no
+            `out`.
+
+    Raises:
+        UserError: the checkpoint is not usable, its frozen weights are not found, or `out` is not
+            empty or cannot be written.
+    """
+    run, small_files = _open(checkpoint)
+    shards = Shards(checkpoint)
+    target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
+    working = torch.float32 if run.lora else target
+    _check_memory(shards, working)
+    with new_folder(out) as draft:
+        _copy(small_files, draft)
+        if shards.missing():
+            model = _load_base(shards, run, base).to(working)
+        else:
+            model = _empty_model(draft, working)
+            model.to_empty(device="cpu").tie_weights()
+        adapters = _insert_adapters(model, run, shards)
+        _fill(model, shards)
+        if adapters is not None:
+            model = _merge(model, adapters).to(target)
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
+            except SafetensorError as error:  # e.g. a full disk
+                raise OSError(describe(error)) from error
+        # again, because transformers has written a generation config of its own; its config.json
+        # has the dtype of the weights now
+        _copy([file for file in small_files if file.name != "config.json"], draft)
+        if finish is not None:
+            finish(draft)
+
+
+def export_adapter(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    finish: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the adapters of a run with model.lora, and its tokenizer, as a folder that
+    `peft.PeftModel.from_pretrained` loads, as `dtype`, by default the precision of the run.
+
+    Args:
+        finish: as of export_checkpoint.
+
+    Raises:
+        UserError: the checkpoint is not usable or has no adapters, or `out` is not empty or cannot
+            be written.
+    """
+    run, small_files = _open(checkpoint)
+    if run.lora is None:
+        raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
+    with new_folder(out) as draft:
+        _copy(small_files, draft)
+        shards, model = Shards(checkpoint), _empty_model(draft, target)
+        (draft / "config.json").unlink()  # that of the base model
+        _insert_adapters(model, run, shards)
+        model.peft_config[ADAPTER].save_pretrained(draft)
+        trained = {name: shards.weight(name) for name in shards.trained}
+        named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
+        weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
+        save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+        if finish is not None:
+            finish(draft)
+
+
+def _open(checkpoint: Path) -> tuple[RunIdentity, list[Path]]:
+    """The run of a usable checkpoint, and the checkpoint's small files: model config, tokenizer."""
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} does not exist, or is not a folder")
+    if problem := checkpoint_problem(checkpoint):
+        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
+    names = [name for name in read_manifest(checkpoint).files if name.startswith("model/")]
+    return read_state(checkpoint).run, [checkpoint / name for name in names]
+
+
+def _copy(files: list[Path], folder: Path) -> None:
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
+    needed = sum(prod(shards.shape(name)) for name in shards.names()) * dtype.itemsize
+    free, _ = available_memory()
+    if needed > free:
+        raise UserError(
+            f"the export needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "
+            "are free; run it where there is more"
+        )
+
+
+def _empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder's config.json, on the meta device."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # whatever a config of any content leads to
+        raise UserError(
+            f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "
+            "checkpoint"
+        ) from error
+
+
+def _load_base(shards: Shards, run: RunIdentity, base: str | None) -> nn.Module:
+    """The model whose files hold the frozen weights, in the run's precision. Weights that the run
+    had in 4 bits are rounded to those, as adapters were trained on them.
+
+    Args:
+        base: folder or hub id of that model; default: where the run read it from.
+
+    Raises:
+        UserError: it cannot be loaded, or has other weights.
+    """
+    was = shards.read_from
+    name, revision = (base, None) if base else (was["name_or_path"], was["revision"])
+    fix = f"give the model that {was['name_or_path']} was during the run with --base"
+    dtype = DTYPES[run.precision]
+    in_4_bits = run.optimization.get("model.quantization") is not None
+    options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
+    try:
+        load = AutoModelForCausalLM.from_pretrained
+        model = load_pretrained(load, name, revision=revision, **options)
+    except UserError as error:
+        raise UserError(f"the frozen weights: {error}; {fix}") from error
+    if not is_same_base(was, describe_base(name, revision)):
+        raise UserError(f"{name} has other weights than those that were frozen; {fix}")
+    return model.dequantize(dtype) if in_4_bits else model
+
+
+def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "LoraModel | None":
+    """Insert the adapters of a run, if it has some, into a model."""
+    if run.lora is None:
+        return None
+    base = shards.read_from or {"name_or_path": "", "revision": None}
+    try:
+        lora = LoraConfig(**run.lora)
+        config = ModelConfig(base["name_or_path"], revision=base["revision"], lora=lora)
+        return insert_adapters(model, config, lora)
+    except UserError:
+        raise
+    except Exception as error:  # whatever settings of any content lead to
+        raise UserError(
+            f"the checkpoint's model.lora cannot be used ({describe(error)}); use another "
+            "checkpoint"
+        ) from error
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, shards: Shards) -> None:
+    """Copy the weights and buffers of a checkpoint into a model.
+
+    Raises:
+        UserError: the model has other parameters.
+    """
+    parameters, names = dict(model.named_parameters()), set(shards.names())
+    if wrong := sorted(names.symmetric_difference(parameters)):
+        raise UserError(
+            f"the checkpoint does not fit {type(model).__name__}: one of them has no {wrong[0]}; "
+            "use another checkpoint"
+        )
+    for name in filter(shards.holds, names):
+        parameters[name].copy_(shards.weight(name))
+    for name, values in shards.buffers().items():
+        model.get_buffer(name).copy_(values)
+
+
+def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
+    """The model with its adapters added to its weights. Embeddings and output head are no longer
+    tied if one of them was adapted or trained as a whole.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, LoraLayer):  # merged in place, so not into the other one too
+            layer = module.get_base_layer()
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+    merged = adapters.merge_and_unload()
+    if merged.get_input_embeddings().weight is not merged.get_output_embeddings().weight:
+        merged.config.tie_word_embeddings = False
+    return merged
+
+
+def best_checkpoint(newest: Path) -> Path:
+    """The checkpoint of the best evaluation of a run.
+
+    Args:
+        newest: of the run's usable checkpoints.
+
+    Raises:
+        UserError: there was no evaluation, or its checkpoint cannot be used.
+    """
+    best = read_state(newest).progress.best
+    if best is None:
+        raise UserError(f"the run of {newest} has no evaluation, so no best checkpoint")
+    found = newest.with_name(checkpoint_name(best.step))
+    if problem := checkpoint_problem(found):
+        raise UserError(
+            f"the best evaluation was at step {best.step:,}, but {found} cannot be used: "
+            f"{problem}; checkpoint.keep_best: 1 keeps the best checkpoint"
+        )
+    return found

@@ -1,0 +1,41 @@
+"""A folder that a tool writes whole or not at all."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A draft of the folder `out`, to be filled within `with`. It is synced to disk and then
+    renamed; after an error it is removed. Its files get the usual mode, from the umask: safetensors
+    creates them for the owner alone, and a server may run as another user.
+
+    Raises:
+        UserError: `out` is not empty, holds the current folder, or cannot be written.
+    """
+    target = out.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{out} is not empty, or not a folder; choose a new one")
+    if Path.cwd().is_relative_to(target):
+        raise UserError(f"{out} is the current folder; choose a new one")
+    draft = draft_of(target)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        mode = stat.S_IMODE(draft.stat().st_mode) & 0o666
+        for file in filter(Path.is_file, draft.rglob("*")):
+            file.chmod(mode)
+        sync_tree(draft)
+        os.replace(draft, target)  # an empty folder is replaced too
+        sync_folder(target.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {describe(error)}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
