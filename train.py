@@ -55,7 +55,7 @@ from zerotrain.model.engine import build_engine, check_engine
 from zerotrain.model.guard import Guard
 from zerotrain.model.held_out import HeldOutSets
 from zerotrain.model.loss import SupervisedLoss
-from zerotrain.model.optimizer import Schedule, set_learning_rate
+from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
 from zerotrain.model.setup import Setup, describe_run, load_plans
 from zerotrain.runtime.agreement import (
     any_rank_preempted,
@@ -125,13 +125,14 @@ def main(config: Config, dry_run: bool) -> None:
         node_local = config.checkpoint.node_local
         nodes = stack.enter_context(own_folder(ranks, output_dir, node_local, dry_run))
         start = find_start(setup.config, identity, train_plan, nodes)
+        schedule = make_schedule(setup.config.train, start.plan)
         if dry_run:
             return
         plans = (train_plan, *eval_plans.values())
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup, plans))
 
         # 4. Model and engine, in the state that the run starts from.
-        run = build_run(setup, identity, start, eval_plans, nodes)
+        run = build_run(setup, identity, start, schedule, eval_plans, nodes)
 
         # 5. Train.
         exit_code = train_to_the_end(run, start.progress)
@@ -140,7 +141,12 @@ def main(config: Config, dry_run: bool) -> None:
 
 
 def build_run(
-    setup: Setup, identity: RunIdentity, start: Start, eval_plans: dict[str, DataPlan], nodes: Nodes
+    setup: Setup,
+    identity: RunIdentity,
+    start: Start,
+    schedule: Schedule,
+    eval_plans: dict[str, DataPlan],
+    nodes: Nodes,
 ) -> Training:
     """The engine, ready for the first step after `start`, with metrics and checkpoint saver.
 
@@ -157,11 +163,11 @@ def build_run(
     reporter = StepReporter(setup, start.plan, engine, metrics, ranks, start.progress.step)
     return Training(
         config=config,
-        identity=replace(identity, schedule=start.schedule),
+        identity=identity,
         ranks=ranks,
         plan=start.plan,
         total_steps=steps,
-        schedule=start.schedule,
+        schedule=schedule,
         engine=engine,
         loss=loss,
         guard=Guard(config.guard, start.progress.guard, ranks),

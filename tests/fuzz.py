@@ -215,8 +215,6 @@ STATE = {
         "plan": {"version": 4, "content": "5302444610fda9dc", "seed": 42, "global_batch_size": 16,
                  "global_batch_tokens": None, "mix": []},
         "optimization": {"train.weight_decay": 0.01, "train.adam_betas": [0.9, 0.98]},
-        "schedule": {"name": "linear", "arguments": {}, "peak": 1e-3, "warmup_steps": 2,
-                     "steps": 8, "shift": 0},
     },
     "progress": {
         "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": None,

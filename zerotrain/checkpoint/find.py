@@ -31,13 +31,11 @@ def inspect_part(checkpoint: Path, checksums: bool = False) -> Part:
         return "it has no COMPLETE: the save was interrupted", None
     try:
         manifest = read_manifest(checkpoint)
-        state = read_state(checkpoint)
+        read_state(checkpoint)
     except (OSError, ValueError) as error:
         return f"its manifest or trainer state cannot be read ({describe(error)})", None
     if TRAINER_STATE not in manifest.files:
         return f"its manifest does not name {TRAINER_STATE}", None
-    if state.run.schedule is None:
-        return f"its {TRAINER_STATE} has no schedule", None
     files = manifest.files.items()
     problems = (file_problem(checkpoint, name, entry, checksums) for name, entry in files)
     return next(filter(None, problems), None), manifest.save_id

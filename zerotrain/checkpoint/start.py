@@ -11,9 +11,8 @@ from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import CheckpointConfig, Config
-from zerotrain.data.data_plan import DataPlan, continue_plan, describe_change, total_steps
+from zerotrain.data.data_plan import DataPlan, continue_plan, describe_change
 from zerotrain.model.base import Base
-from zerotrain.model.optimizer import Schedule, describe_move, schedule_of
 from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.process_group import Ranks
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 class _Start:
     plan: DataPlan
     """The training plan from here on."""
-    schedule: Schedule
-    """The learning rate over its steps."""
     progress: Progress = field(default_factory=Progress)
 
 
@@ -119,7 +116,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
     for line in passed_over:
         show(line)
     if checkpoint is None:
-        return Fresh(plan, schedule_of(config, plan))
+        return Fresh(plan)
     saved = read_state(checkpoint)
     if settings.weights_only:
         if saved.run.lora and identity.lora and saved.run.lora != identity.lora:
@@ -128,7 +125,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
                 f"{saved.run.lora}; keep it, or export the checkpoint and train the export"
             )
         show(f"starting with the weights of {checkpoint}: step {saved.progress.step:,}")
-        return Weights(plan, schedule_of(config, plan), checkpoint=checkpoint)
+        return Weights(plan, checkpoint=checkpoint)
     check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
     show(f"resuming from {checkpoint}: step {saved.progress.step:,}")
     was = (saved.run.world_size, saved.run.zero_stage)
@@ -144,11 +141,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
         left = f"the rest of the epoch takes {plan.rest.steps:,} steps"
         show(f"{describe_change(saved.run.plan, identity.plan)}: {left}")
     progress = replace(saved.progress, plan_changes=changes)
-    schedule = schedule_of(config, plan)
-    moved = describe_move(saved.run.schedule, schedule, progress.step)
-    if moved and progress.step < total_steps(config.train, plan):
-        show(moved)
-    return Resume(plan, schedule, progress, checkpoint, saved.run.world_size)
+    return Resume(plan, progress, checkpoint, saved.run.world_size)
 
 
 def check_resumable(

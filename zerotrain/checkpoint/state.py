@@ -16,7 +16,7 @@ from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, PlanChange, PlanRecord
 from zerotrain.model.guard import GuardState
 from zerotrain.model.hub import commits
-from zerotrain.model.optimizer import Schedule, optimization_of
+from zerotrain.model.optimizer import optimization_of
 from zerotrain.model.setup import Setup
 
 MAX_WORLD_SIZE = 1 << 20  # in a state that is read: far above any job's, small enough for a set
@@ -37,8 +37,6 @@ class RunIdentity:
     precision: Literal["fp32", "bf16", "fp16"]
     optimization: dict[str, Any]
     """Settings that a resumed run has to share, by run config key."""
-    schedule: Schedule | None = None
-    """Known once the run knows where it starts."""
     commits: dict[str, str] = field(default_factory=dict)
     """What comes from the hub, see model.hub.commits; not compared."""
 

@@ -112,13 +112,6 @@ class Schedule:
                 f"{' '.join(str(error).split())}"
             ) from error
 
-    def text(self) -> str:
-        """A description, e.g. `linear to 3e-05 over 40 steps, warm-up 4`."""
-        return (
-            f"{self.name} to {self.peak:.3g} over {self.steps:,} steps, "
-            f"warm-up {self.warmup_steps:,}"
-        )
-
     @cached_property
     def _scheduler(self) -> "LambdaLR":
         """Only its function of the step is used; it never steps."""
@@ -133,49 +126,26 @@ class Schedule:
         )
 
 
-def make_schedule(
-    train: TrainConfig, steps: int, mean_batch: float, mean_examples: float, shift: int = 0
-) -> Schedule:
-    """The schedule of a run of `steps` optimizer steps.
-
-    Args:
-        mean_batch, mean_examples: of DataPlan.
-        shift: added to a global step to get its position.
+def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
+    """The schedule of a run over `plan`, which may begin in the middle of an epoch that was started
+    with another plan.
 
     Raises:
         UserError: train.lr_schedule_args does not fit train.lr_schedule.
     """
+    steps = total_steps(train, plan)
+    shift = plan.step_shift if train.steps is None else 0
     schedule = Schedule(
         name=train.lr_schedule,
         arguments=train.lr_schedule_args,
-        peak=scaled_learning_rate(train, mean_batch),
-        warmup_steps=warmup_steps(train, mean_examples),
+        peak=scaled_learning_rate(train, plan.mean_batch),
+        warmup_steps=warmup_steps(train, plan.mean_examples),
         steps=steps + shift,
         shift=shift,
     )
     for step in (0, schedule.warmup_steps, steps - 1):
         schedule.rate(step)  # to check it
     return schedule
-
-
-def schedule_of(config: Config, plan: DataPlan) -> Schedule:
-    """The schedule of a run over `plan`, which may begin in the middle of an epoch that was started
-    with another plan.
-    """
-    shift = plan.step_shift if config.train.steps is None else 0
-    steps = total_steps(config.train, plan)
-    return make_schedule(config.train, steps, plan.mean_batch, plan.mean_examples, shift)
-
-
-def describe_move(saved: Schedule, now: Schedule, finished_steps: int) -> str | None:
-    """How the learning rate changes in a resumed run; None if the schedule is the saved one."""
-    if saved == now:
-        return None
-    before, after = saved.rate(finished_steps), now.rate(finished_steps)
-    return (
-        f"learning rate: step {finished_steps + 1:,} moves from {before:.6g} ({saved.text()}) to "
-        f"{after:.6g} ({now.text()})"
-    )
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:

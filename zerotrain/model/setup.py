@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from zerotrain.config.ds_check import check_with_deepspeed, try_engine
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.config.schema import Config
-from zerotrain.data.data_plan import DataPlan, make_budget, make_plans, total_steps
+from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import choose_questions
 from zerotrain.model.architecture import check_model_fits, hidden_size, linear_cost, meta_model
@@ -22,7 +22,6 @@ from zerotrain.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from zerotrain.model.optimizer import make_schedule
 from zerotrain.model.packed_attention import PACKED_EXAMPLES
 from zerotrain.model.packing import resolve_batching
 from zerotrain.model.trained import Counts, count_trained
@@ -107,8 +106,8 @@ def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan
     """The plans of the training examples and of each held-out set, the same on all ranks.
 
     Raises:
-        UserError: unusable rows, different data on different ranks, invalid arguments of the
-            learning-rate schedule, or nothing to ask for eval.generate.
+        UserError: unusable rows, different data on different ranks, or nothing to ask for
+            eval.generate.
     """
     plan, eval_plans = run_on_all_ranks(
         ranks,
@@ -118,9 +117,6 @@ def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan
     for each in (plan, *eval_plans.values()):
         require_same(ranks, "the data plan", each.content_hash())
     config = setup.config
-    make_schedule(
-        config.train, total_steps(config.train, plan), plan.mean_batch, plan.mean_examples
-    )  # to check it, before anything is written
     for name, each in eval_plans.items() if config.eval.generate else ():
         choose_questions(name, each.data, config.data.max_length, 1)  # to check that there are any
     return plan, eval_plans
