@@ -5,7 +5,7 @@
 
 epoch   Run every rank's loader over a whole epoch and count the examples that it yields, identified
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
-        example must appear exactly once, or each source of a mix as often as its weight says.
+        example must appear exactly once.
 data    Read every row of all sources and compare it with its decoded tokens and loss mask. The
         content of each answer must be supervised, that of every other message must not be, and the
         examples in data.cache_dir must be those that the row gives. It also lists the end marks.

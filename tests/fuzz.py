@@ -213,12 +213,13 @@ STATE = {
         "plan_hash": "018d26ccc5ab83a3", "config_hash": "13de87cfa32cf918", "world_size": 2,
         "zero_stage": 2, "precision": "fp32",
         "plan": {"version": 4, "content": "5302444610fda9dc", "seed": 42, "global_batch_size": 16,
-                 "global_batch_tokens": None, "mix": []},
+                 "global_batch_tokens": None},
         "optimization": {"train.weight_decay": 0.01, "train.adam_betas": [0.9, 0.98]},
     },
     "progress": {
         "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": None,
-        "plan_changes": [], "best": {"value": 1.25, "step": 2, "evaluations_since": 1},
+        "plan_start": {"step": 0, "epoch": 0, "position": 0},
+        "best": {"value": 1.25, "step": 2, "evaluations_since": 1},
         "guard": {"losses": [2.5, 2.25], "skipped": 1, "skipped_in_a_row": 0},
     },
 }  # fmt: skip

@@ -35,13 +35,13 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
 
 
 def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):
-    """Two weighted sources of two kinds, bad rows, steps by tokens, packing."""
+    """Two sources of two kinds, bad rows, steps by tokens, packing."""
     bad = [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}]
     first = write_rows(tmp_path / "first.jsonl", [*chat_rows[:40], *bad])
     second = tmp_path / "second.json"
     second.write_text(json.dumps(chat_rows[40:70]))
     config = tiny_config(
-        data__train_sources=[{"path": str(first), "weight": 1}, {"path": str(second), "weight": 2}],
+        data__train_sources=[str(first), str(second)],
         data__on_bad_row="skip", data__batching="packed",
         data__micro_batch_tokens=400, train__global_batch_size=None,
         train__global_batch_tokens=900, train__warmup_examples=0,
@@ -50,8 +50,8 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
     table = finished.output
-    assert "40 examples, 15 of them per epoch" in table, table
-    assert "30 examples, 30 of them per epoch" in table, table
+    assert "first.jsonl (messages): 40 examples" in table, table
+    assert "second.json (messages): 30 examples" in table, table
     rejected = (tmp_path / "run" / "rejected_rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["place"] for line in rejected] == [41, 42]
     steps = read_metrics(tmp_path / "run")

@@ -1,14 +1,12 @@
 """The step plan: examples of each step, and their ranks.    pytest tests/test_plan.py"""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotrain.config.parse import parse_command_line
-from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute, shares_of
+from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute
 from zerotrain.data.plan import Budget, ExampleTooLong, plan_step
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.open_plans import open_plans
@@ -47,13 +45,11 @@ ORDERS = {
     "examples": {"global_batch_size": 96},
     "tokens": {"global_batch_tokens": 9000},
     "in order": {"global_batch_size": 96, "shuffle": False},
-    "mix": {"global_batch_size": 96, "mix": shares_of((600, 300, 103), (0.5, 0.3, 0.2))},
 }
 GOLDEN = {
     "examples": [2129882, 2084669],
     "tokens": [2469861, 3183095],
     "in order": [251160, 632086],
-    "mix": [2082017, 1988992],
 }
 
 
@@ -96,61 +92,6 @@ def test_order_depend_on_seed_epoch_and_step():
         epoch_of(EpochOrder(LENGTHS, 1, 96), epoch=1),
     ):
         assert sorted(other[0]) != sorted(base[0])
-
-
-# A mix of sources
-
-ROWS, WEIGHTS = (600, 300, 103), (0.5, 0.3, 0.2)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    sources=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=4),
-    batch=st.integers(1, 40),
-    by_tokens=st.booleans(),
-    seed=st.integers(0, 2**63 - 1),
-    first_epoch=st.sampled_from([0, 10_000]),
-)
-def test_an_example_is_repeated_only_after_all_others_of_its_source(
-    sources, batch, by_tokens, seed, first_epoch
-):
-    """After every step, over epochs within which passes end."""
-    rows, weights = zip(*sources, strict=True)
-    mix = shares_of(rows, weights)
-    lengths = np.resize(LENGTHS % 64 + 2, sum(rows))
-    size = {"global_batch_tokens": 30 * batch} if by_tokens else {"global_batch_size": batch}
-    order = EpochOrder(lengths, seed, mix=mix, **size)
-    counts = np.zeros(len(lengths), int)
-    first_epoch *= math.lcm(*rows)  # where every source begins a pass
-    for epoch in range(first_epoch, first_epoch + 8):
-        came = []
-        for step_rows in epoch_of(order, epoch):
-            assert len(step_rows)
-            np.add.at(counts, step_rows, 1)
-            came.append(step_rows)
-            for share in mix:
-                of_source = counts[share.first : share.first + share.examples]
-                assert of_source.max() - of_source.min() <= 1
-        came = np.concatenate(came)
-        for share in mix:
-            of_source = (came >= share.first) & (came < share.first + share.examples)
-            assert of_source.sum() == share.per_epoch
-    again = EpochOrder(lengths, seed, mix=mix, **size)
-    step = order.steps_per_epoch // 2
-    assert np.array_equal(again.examples(epoch, step), order.examples(epoch, step)), (
-        "without its past"
-    )
-
-
-def test_a_mix_is_as_shuffled_as_sources_without_weights():
-    """Over an epoch in which a pass ends: each source is evenly spread, in random order."""
-    order = EpochOrder(np.ones(60_000, np.int32), 3, 500, mix=shares_of((40_000, 20_000), (1, 1)))
-    epochs = [np.concatenate(epoch_of(order, epoch)) for epoch in range(4)]
-    for rows in epochs:
-        assert len(rows) == 40_000
-        parts = [(part < 40_000).sum() for part in np.array_split(rows, 40)]
-        # of 500 in 1,000 a standard deviation of 16
-        assert min(parts) > 430 and max(parts) < 570
 
 
 # The actual mean global batch

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import REPO, write_rows
+from conftest import REPO
 
 import zerotrain.data.loader
 import zerotrain.data.tokenize
@@ -27,17 +27,6 @@ def test_prove_epoch_on_two_world_sizes(forks, tiny_config):
     assert lines[-1] == "proved"
     assert sum("70 examples once, 0 missing, 0 repeated" in line for line in lines) == 2
     assert "the same examples in 6 of 6 steps on 3 and 5" in finished.output
-
-
-def test_prove_epoch_of_a_mix(forks, tiny_config, tmp_path, chat_rows):
-    small = write_rows(tmp_path / "small.jsonl", chat_rows[:9])
-    sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 3},
-               {"path": str(small), "weight": 1}]  # fmt: skip
-    config = tiny_config(data__train_sources=sources)
-    finished = forks.script("scripts/prove.py", "epoch", "--epoch", "3", "--config", config)
-    assert finished.code == 0, finished.output
-    assert "train.jsonl: 27 of 27 examples due" in finished.output
-    assert "small.jsonl: 9 of 9 examples due" in finished.output
 
 
 def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):

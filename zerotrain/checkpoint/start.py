@@ -11,7 +11,7 @@ from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import CheckpointConfig, Config
-from zerotrain.data.data_plan import DataPlan, continue_plan, describe_change
+from zerotrain.data.data_plan import DataPlan, continue_plan
 from zerotrain.model.base import Base
 from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
@@ -131,16 +131,8 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
     was = (saved.run.world_size, saved.run.zero_stage)
     if was != (identity.world_size, identity.zero_stage):
         show("it was saved by {:,} ranks at ZeRO stage {}".format(*was))
-    plan, changes = run_on_all_ranks(
-        nodes.ranks,
-        lambda: continue_plan(
-            plan, saved.run.plan, saved.progress.plan_changes, saved.progress.step
-        ),
-    )
-    if len(changes) > len(saved.progress.plan_changes):
-        left = f"the rest of the epoch takes {plan.rest.steps:,} steps"
-        show(f"{describe_change(saved.run.plan, identity.plan)}: {left}")
-    progress = replace(saved.progress, plan_changes=changes)
+    plan = continue_plan(plan, saved.run.plan, saved.progress.plan_start, saved.progress.step)
+    progress = replace(saved.progress, plan_start=plan.start)
     return Resume(plan, progress, checkpoint, saved.run.world_size)
 
 
@@ -150,7 +142,7 @@ def check_resumable(
     """Refuse a checkpoint from which the same run cannot be continued.
 
     Args:
-        allow_plan_change: whether the plan and the learning rate's schedule may differ.
+        allow_plan_change: whether the global batch and the learning rate's schedule may differ.
 
     Raises:
         UserError: names what differs.
@@ -159,16 +151,10 @@ def check_resumable(
         "start a new run in another output_dir (from its weights: --checkpoint.weights_only true "
         f"--checkpoint.resume {checkpoint})"
     )
-    if saved.plan.content != now.plan.content:
+    if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
         raise UserError(f"{checkpoint}: the training data has changed since; {weights}")
-    if saved.plan_hash != now.plan_hash and not allow_plan_change:
-        change = describe_change(saved.plan, now.plan)
-        raise UserError(
-            f"{checkpoint}: its step plan differs: {change}; resume with the old plan, or set "
-            "--checkpoint.allow_plan_change true"
-        )
-    is_now = {**now.optimization, "train.precision": now.precision}
-    for key, was in {**saved.optimization, "train.precision": saved.precision}.items():
+    is_now = now.compared()
+    for key, was in saved.compared().items():
         if was == is_now.get(key) or (allow_plan_change and key in FOLLOWS_PLAN):
             continue
         fix = weights

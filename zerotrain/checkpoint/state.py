@@ -13,15 +13,18 @@ from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
-from zerotrain.data.data_plan import DataPlan, PlanChange, PlanRecord
+from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.model.guard import GuardState
 from zerotrain.model.hub import commits
 from zerotrain.model.optimizer import optimization_of
 from zerotrain.model.setup import Setup
 
 MAX_WORLD_SIZE = 1 << 20  # in a state that is read: far above any job's, small enough for a set
-# The part of RunIdentity.optimization that may change together with the plan
-FOLLOWS_PLAN = ("train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args")
+# What of RunIdentity.compared() may change with checkpoint.allow_plan_change
+FOLLOWS_PLAN = (
+    "train.global_batch_size", "train.global_batch_tokens",
+    "train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ class RunIdentity:
     def lora(self) -> dict[str, Any] | None:
         """model.lora of the run config."""
         return self.optimization.get("model.lora")
+
+    def compared(self) -> dict[str, Any]:
+        """Settings that a resumed run has to share with the saved one, by run config key."""
+        return {
+            "train.seed": self.plan.seed,
+            "train.global_batch_size": self.plan.global_batch_size,
+            "train.global_batch_tokens": self.plan.global_batch_tokens,
+            **self.optimization,
+            "train.precision": self.precision,
+        }
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
@@ -83,8 +96,8 @@ class Progress:
     best: Best | None = None
     guard: GuardState = field(default_factory=GuardState)
     wandb_id: str | None = None
-    plan_changes: list[PlanChange] = field(default_factory=list)
-    """Oldest first."""
+    plan_start: PlanStart = field(default_factory=PlanStart)
+    """Where the steps of the run's plan begin."""
 
     def evaluated(self, eval_loss: float) -> "Progress":
         """After an evaluation."""

@@ -113,9 +113,6 @@ class Source(Section):
     """Split of the hub data set."""
     revision: str | None = None
     """Branch, tag or commit of the hub data set."""
-    weight: float | None = None
-    """Share of this source in the mix, relative to the other weights; give all sources one or none.
-    """
     format: RowFormat = "auto"
     """Row format; default: detected from the keys of the first row."""
     columns: dict[str, str] | None = None
@@ -127,8 +124,8 @@ class DataConfig(Section):
     """The data sets, how rows are tokenized, and the size of micro-batches."""
 
     train_sources: list[str | Source]
-    """Paths, or {path or hub: ..., weight: ...} objects. Without weights, each epoch has every row
-    once.
+    """Paths, or {path or hub: ..., format: ...} objects. Each epoch has every row once; rows of a
+    source that is listed twice, twice.
     """
     eval_sources: list[str | Source] | dict[str, list[str | Source]] = field(default_factory=list)
     """Sources of held-out rows, given in the same way; or several sets, {name: sources}. The first
@@ -319,8 +316,8 @@ class CheckpointConfig(Section):
     failure is a warning. Its environment also has OUTPUT_DIR and STEP.
     """
     allow_plan_change: bool = False
-    """Resume although the global batch, train.seed, the data, the learning rate or the
-    schedule changed. The rest of the epoch comes first, in steps of the new plan.
+    """Resume although the global batch, the learning rate or its schedule changed. The rest of the
+    epoch comes first, in steps of the new global batch.
     """
     node_local: bool = False
     """output_dir is on each node's own disk: every node holds its own ranks' shards of a

@@ -1,12 +1,11 @@
-"""Checks of data sources that need no tokenizer: their files and their weights."""
+"""Checks of data sources that need no tokenizer: their files and their keys."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
 from zerotrain.config.parse import CommandLine, parse_command_line, require
 from zerotrain.config.schema import DataConfig
-from zerotrain.data.sources import FORMAT_KEYS, MESSAGE_COLUMNS, OPTIONAL_KEYS, local_files, name_of
+from zerotrain.data.sources import FORMAT_KEYS, MESSAGE_COLUMNS, OPTIONAL_KEYS, local_files
 from zerotrain.runtime.errors import UserError
 
 
@@ -22,7 +21,7 @@ def parse_with_sources(argv: Sequence[str], prog: str = "train.py") -> CommandLi
 
 
 def check_sources(data: DataConfig, argv: Sequence[str]) -> None:
-    """Check that every source has files, and that either all or none have a weight.
+    """Check that every source has files.
 
     Args:
         argv: the command line that the config came from, for messages.
@@ -51,21 +50,3 @@ def check_sources(data: DataConfig, argv: Sequence[str]) -> None:
                     local_files(source.path)
             except UserError as error:
                 check(False, f"data.{key}", str(error))
-    sources = data.sources("train_sources")
-    for source in sources:
-        weight = source.weight
-        check(
-            weight is None or 0 < weight < math.inf,
-            "data.train_sources",
-            f"{name_of(source)}: weight {weight} is not a positive number",
-        )
-        check(
-            (weight is None) == (sources[0].weight is None),
-            "data.train_sources",
-            f"{name_of(source)}: give either all sources a weight or none",
-        )
-    check(
-        all(source.weight is None for source in data.sources("eval_sources")),
-        "data.eval_sources",
-        "sources of held-out rows cannot have weights: each row is evaluated once",
-    )

@@ -1,19 +1,18 @@
 """The step plans of a run: tokenized examples, their order and the budget joined, for any global
 step.
 
-A run whose global batch or seed changes goes on with the rest of its epoch in steps of the new
-plan, then with whole epochs of it, so every example is still trained on once per epoch.
+A run whose global batch changes goes on with the rest of its epoch in steps of the new size, so
+every example is still trained on once per epoch.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from zerotrain.config.schema import HELD_OUT
-from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, Remainder, Share, shares_of
+from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, ExampleTooLong, StepPlan, plan_step
 from zerotrain.data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
 from zerotrain.runtime.errors import UserError
@@ -25,16 +24,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EpochRemainder:
-    """What was left of an epoch when the plan changed; it precedes whole epochs of the new plan."""
+class PlanStart:
+    """Where the steps of a plan begin: at the beginning of a run, or where the global batch was
+    changed, in the middle of an epoch.
+    """
 
-    first_step: int  # global
-    epoch: int
-    order: EpochOrder | None  # None: the plan changed between two epochs
-
-    @property
-    def steps(self) -> int:
-        return self.order.steps_per_epoch if self.order else 0
+    step: int = 0  # global
+    epoch: int = 0
+    position: int = 0  # in that epoch's order
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class DataPlan:
     data: TokenizedRows
     order: EpochOrder
     budget: Budget
-    rest: EpochRemainder | None = None
-    """From the last change of plan; earlier steps belong to another plan."""
+    start: PlanStart = field(default_factory=PlanStart)
+    """Earlier steps belong to another plan."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,26 +55,35 @@ class DataPlan:
         """
         order = self.order
         by_tokens = order.global_batch_tokens is not None
-        epoch = order.tokens_per_epoch if by_tokens else order.examples_per_epoch
+        epoch = order.tokens_per_epoch if by_tokens else len(order.lengths)
         return epoch / self.steps_per_epoch
 
     @property
     def mean_examples(self) -> float:
         """Mean examples per step."""
-        return self.order.examples_per_epoch / self.steps_per_epoch
+        return len(self.order.lengths) / self.steps_per_epoch
+
+    @property
+    def steps_in_first_epoch(self) -> int:
+        """Steps from `start` to the end of its epoch."""
+        return self.order.steps_from(self.start.epoch, self.start.position)
 
     @property
     def step_shift(self) -> int:
         """What to add to a global step to get its number had all epochs been of this plan."""
-        if self.rest is None:
-            return 0
-        return (self.rest.epoch + 1) * self.steps_per_epoch - self.rest.first_step - self.rest.steps
+        next_epoch = self.start.step + self.steps_in_first_epoch
+        return (self.start.epoch + 1) * self.steps_per_epoch - next_epoch
 
-    def locate(self, global_step: int) -> tuple[EpochOrder, int, int]:
-        """Order, epoch, and step within that epoch of a global step."""
-        if self.rest is not None and global_step < self.rest.first_step + self.rest.steps:
-            return self.rest.order, self.rest.epoch, global_step - self.rest.first_step
-        return self.order, *divmod(global_step + self.step_shift, self.steps_per_epoch)
+    def locate(self, global_step: int) -> tuple[int, int, int]:
+        """The epoch of a global step, the position from which on the epoch is divided into steps,
+        and the number of the step from there.
+        """
+        start = self.start
+        step = global_step - start.step
+        if step < self.steps_in_first_epoch:
+            return start.epoch, start.position, step
+        epoch, step = divmod(global_step + self.step_shift, self.steps_per_epoch)
+        return epoch, 0, step
 
     def epochs_at(self, global_step: int) -> float:
         """Passes over the data, as a fraction, after this many steps."""
@@ -85,8 +91,8 @@ class DataPlan:
 
     def step(self, global_step: int) -> StepPlan:
         """The step's examples assigned to all ranks: any step, in any order, in milliseconds."""
-        order, epoch, step = self.locate(global_step)
-        examples = order.examples(epoch, step)
+        epoch, position, step = self.locate(global_step)
+        examples = self.order.examples(epoch, step, position)
         return plan_step(examples, self.data.lengths, self.data.supervised, self.budget)
 
     def content_hash(self) -> str:
@@ -94,15 +100,6 @@ class DataPlan:
         budget do not matter.
         """
         return xxhash.xxh3_64_hexdigest(repr(PlanRecord.of(self)).encode())
-
-    def changed_to(self, order: EpochOrder, at_step: int) -> "DataPlan":
-        """The plan that goes on with `order` at a global step of this one."""
-        old, epoch, step = self.locate(at_step)
-        if step == 0 and old.remainder is None:
-            return replace(self, order=order, rest=EpochRemainder(at_step, epoch - 1, None))
-        remainder = Remainder(old, epoch, old.first_of(epoch, step))
-        rest = EpochRemainder(at_step, epoch, replace(order, mix=(), remainder=remainder))
-        return replace(self, order=order, rest=rest)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,27 +132,17 @@ def make_plans(
     def tokenized(sources: list["Source"]) -> TokenizedRows:
         return open_cache(tokenize_sources(sources, tokenizer, data))
 
-    sources = data.sources("train_sources")
-    train_rows = tokenized(sources)
+    train_rows = tokenized(data.sources("train_sources"))
     held_out = {name: tokenized(given) for name, given in data.eval_sets().items()}
     if data.eval_fraction:
         train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)
-    mix: tuple[Share, ...] = ()
-    if sources[0].weight is not None:
-        examples = train_rows.meta["source_examples"]
-        if 0 in examples:
-            emptied = train_rows.meta["sources"][examples.index(0)]
-            raise UserError(
-                f"data.eval_fraction: it holds out every row of {emptied}; set data.eval_sources"
-            )
-        mix = shares_of(examples, [source.weight for source in sources])
     batch = train.global_batch_size, train.global_batch_tokens
-    order = EpochOrder(train_rows.lengths, train.seed, *batch, mix)
+    order = EpochOrder(train_rows.lengths, train.seed, *batch)
     train_plan = DataPlan(train_rows, order, budget)
     check_global_batch(train_plan)
     eval_plans = {}
     for name, rows in held_out.items():
-        in_order = replace(order, lengths=rows.lengths, mix=(), shuffle=False)
+        in_order = replace(order, lengths=rows.lengths, shuffle=False)
         eval_plans[name] = DataPlan(rows, in_order, budget)
     for plan in (train_plan, *eval_plans.values()):
         check_fits(plan)
@@ -165,7 +152,7 @@ def make_plans(
 def check_global_batch(plan: DataPlan) -> None:
     """Raise UserError if an epoch has fewer examples, or tokens, than one global batch."""
     order = plan.order
-    unit, wanted, available = "examples", order.global_batch_size, order.examples_per_epoch
+    unit, wanted, available = "examples", order.global_batch_size, len(order.lengths)
     if wanted is None:
         unit, wanted, available = "tokens", order.global_batch_tokens, order.tokens_per_epoch
     if wanted > available:
@@ -199,77 +186,27 @@ class PlanRecord:
     seed: int
     global_batch_size: int | None
     global_batch_tokens: int | None
-    mix: list[list[int]]
 
     @classmethod
     def of(cls, plan: DataPlan) -> "PlanRecord":
-        o = plan.order
-        mix = [list(asdict(share).values()) for share in o.mix]
-        content = plan.data.meta["content"]
-        return cls(PLAN_VERSION, content, o.seed, o.global_batch_size, o.global_batch_tokens, mix)
-
-    def order_of(self, lengths: np.ndarray) -> EpochOrder:
-        mix = tuple(Share(*share) for share in self.mix)
-        batch = self.global_batch_size, self.global_batch_tokens
-        return EpochOrder(lengths, self.seed, *batch, mix)
-
-
-@dataclass(frozen=True)
-class PlanChange:
-    """One change of a run's plan, as stored in checkpoints."""
-
-    before: PlanRecord
-    at_step: int
-    """The first global step of the next plan."""
-
-
-NAMES = {
-    "version": "version of zerotrain/data/epoch_order.py",
-    "content": "rows or their tokens",
-    "seed": "train.seed",
-    "global_batch_size": "train.global_batch_size",
-    "global_batch_tokens": "train.global_batch_tokens",
-    "mix": "weights of the sources",
-}
-
-
-def describe_change(before: PlanRecord, now: PlanRecord) -> str:
-    """The differences between two records, by config key."""
-    was, now_is = asdict(before), asdict(now)
-    return ", ".join(
-        f"{text} was {was[name]}, is {now_is[name]}"
-        for name, text in NAMES.items()
-        if was[name] != now_is[name]
-    )
+        order, content = plan.order, plan.data.meta["content"]
+        batch = order.global_batch_size, order.global_batch_tokens
+        return cls(PLAN_VERSION, content, order.seed, *batch)
 
 
 def continue_plan(
-    plan: DataPlan, before: PlanRecord, changes: Sequence[PlanChange], global_step: int
-) -> tuple[DataPlan, list[PlanChange]]:
-    """Continue with `plan` a run that is at `global_step` of the plan `before`.
-
-    Args:
-        changes: all earlier changes of the run's plan.
-
-    Returns:
-        `plan` with the rest of the current epoch, and `changes` with this one, if it is one.
-
-    Raises:
-        UserError: the data has changed, so that the rest of the epoch is unknown.
+    plan: DataPlan, before: PlanRecord, start: PlanStart, global_step: int
+) -> DataPlan:
+    """`plan` as it goes on at `global_step` of a run of the plan `before`, which began at `start`:
+    if the global batch is another one now, the rest of the epoch is divided anew.
     """
-    now, changes = PlanRecord.of(plan), list(changes)
-    if now != before:
-        fixed = ("version", "content", "mix", *(["seed"] if now.mix else []))
-        if any(getattr(now, name) != getattr(before, name) for name in fixed):
-            raise UserError(
-                f"cannot resume with a changed plan: {describe_change(before, now)}; resume with "
-                "the previous data, or start another output_dir from the weights: "
-                "checkpoint.resume: CHECKPOINT and checkpoint.weights_only: true"
-            )
-        changes.append(PlanChange(before, global_step))
-    records = [*(change.before for change in changes), now]
-    orders = [record.order_of(plan.data.lengths) for record in records]
-    continued = replace(plan, order=orders[0])
-    for change, order in zip(changes, orders[1:], strict=True):
-        continued = continued.changed_to(order, change.at_step)
-    return continued, changes
+    if PlanRecord.of(plan) == before:
+        return replace(plan, start=start)
+    order = replace(
+        plan.order,
+        global_batch_size=before.global_batch_size,
+        global_batch_tokens=before.global_batch_tokens,
+    )
+    epoch, position, step = replace(plan, order=order, start=start).locate(global_step)
+    first = order.first_of(epoch, step, position)
+    return replace(plan, start=PlanStart(global_step, epoch, first))

@@ -81,7 +81,7 @@ def load_steps(
         step = plan.step(global_step)
         batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in step.micro_batches]
         batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
-        return StepBatch(global_step, plan.locate(global_step)[1], batches, step)
+        return StepBatch(global_step, plan.locate(global_step)[0], batches, step)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
         ahead = deque(pool.submit(make, k) for k in range(first, min(first + PREFETCH_STEPS, last)))

@@ -92,12 +92,8 @@ def _data(setup: Setup, plan: DataPlan, eval_plans: dict[str, DataPlan]) -> dict
         rows["data"] += (
             f"; WARNING: {shared[0]}{others} is in more than one of train_sources and eval_sources"
         )
-    mix = plan.order.mix
     for i, name in enumerate(meta["sources"] if len(meta["sources"]) > 1 else ()):
         text = f"{name} ({meta['formats'][i]}): {meta['source_examples'][i]:,} examples"
-        if mix:
-            share = mix[i].per_epoch / plan.order.examples_per_epoch
-            text += f", {mix[i].per_epoch:,} of them per epoch, {share:.1%} of its examples"
         rows[f"source {i + 1}"] = text
     metas = [each.data.meta for each in (plan, *eval_plans.values())]
     rejected: Counter[str] = Counter()
