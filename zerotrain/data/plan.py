@@ -11,9 +11,6 @@ from itertools import pairwise
 import numpy as np
 
 PAD_MULTIPLE = 8  # bucketed examples are padded to such a length, which suits tensor cores
-# Ratios tried of one micro-step's cost limit to the previous one's, in thousandths
-LIMIT_RATIOS = (985, 970, 955, 940, 925, 910, 895, 870, 830, 780, 700, 600, 450, 300)
-LIMIT_GAIN = 400  # a better grouping must save at least 1/400 of the cost
 
 
 @dataclass(frozen=True)
@@ -108,120 +105,37 @@ def plan_step(
 def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.ndarray]:
     """Divide `padded` (int64, descending) into contiguous groups: positions and costs, int64.
 
-    The number of groups is a multiple of world_size where there are enough examples. First, the
-    fewest groups that fit the budget in whole micro-steps, with the smallest possible maximum cost.
-    Then, because ranks wait for each other in every micro-step and not only in the most expensive,
-    lower limits for the other micro-steps where that lowers the sum of the micro-steps' maximum
-    costs: 3 examples of 2,000 tokens fill a limit that 2 of 2,600 leave 13 % empty.
+    Filling each group with as many examples as fit, longest first, needs the fewest groups for any
+    limit on a group's cost. So the smallest limit for which a number of groups suffices is found by
+    bisection; the number is the smallest that fits the budget in whole micro-steps.
     """
-    lengths = _Lengths(padded, budget)
-    world = budget.world_size
-    fewest = len(lengths.walk([int(lengths.largest.max())], [len(padded)])) - 1
-    target = min(len(padded), -(-fewest // world) * world)
-    bounds = lengths.smallest_limit(target)
-    if target > world:
-        bounds = lengths.lower_limits(bounds, world)
-    while len(bounds) - 1 < target:  # ranks would be idle: halve the most expensive group
+    cost = budget.cost(padded)
+    max_examples = budget.micro_batch_tokens // padded
+
+    def cut(limit: int) -> list[int]:
+        """Bounds of groups that each cost at most `limit`."""
+        sizes = np.minimum(max_examples, limit // cost)
+        bounds = [0]
+        while bounds[-1] < len(padded):
+            bounds.append(bounds[-1] + int(sizes[bounds[-1]]))
+        bounds[-1] = len(padded)
+        return bounds
+
+    low, high = int(cost[0]), int((max_examples * cost).max())
+    fewest = len(cut(high)) - 1
+    count = min(len(padded), -(-fewest // budget.world_size) * budget.world_size)
+    while low < high:
+        middle = (low + high) // 2
+        if len(cut(middle)) - 1 <= count:
+            high = middle
+        else:
+            low = middle + 1
+    bounds = cut(high)
+    while len(bounds) - 1 < count:  # ranks would be idle: halve the most expensive group
         sizes = np.diff(bounds)
-        heaviest = int(np.argmax(np.where(sizes > 1, lengths.costs(bounds), -1)))
+        heaviest = int(np.argmax(np.where(sizes > 1, sizes * cost[bounds[:-1]], -1)))
         bounds.insert(heaviest + 1, bounds[heaviest] + int(sizes[heaviest] + 1) // 2)
-    return [np.arange(a, b) for a, b in pairwise(bounds)], lengths.costs(bounds)
-
-
-class _Lengths:
-    """A step's examples, longest first, grouped by length: distinct lengths are far fewer."""
-
-    def __init__(self, padded: np.ndarray, budget: Budget) -> None:
-        starts = np.flatnonzero(np.diff(padded, prepend=-1))
-        counts = np.diff(starts, append=len(padded))
-        self.examples = len(padded)
-        self.kind = np.repeat(np.arange(len(starts)), counts)  # int64 [examples]
-        self.kinds = self.kind.tolist()
-        self.cost = budget.cost(padded[starts])  # int64 [distinct], descending
-        self.max_examples = budget.micro_batch_tokens // padded[starts]
-        self.largest = self.max_examples * self.cost
-        self.total_cost = int((self.cost * counts).sum())
-
-    def costs(self, bounds: list[int]) -> np.ndarray:
-        """int64 [groups]: number of examples x cost of the first and longest one."""
-        return np.diff(bounds) * self.cost[self.kind[bounds[:-1]]]
-
-    def walk(self, limits: list[int], quota: list[int]) -> list[int]:
-        """Bounds of groups, each of as many examples as fit, longest first; stops early when the
-        quota is used up.
-
-        Args:
-            limits: maximum costs; each group uses the limit that it fills best.
-            quota: how many groups may use each limit.
-        """
-        fits = np.minimum(self.max_examples, np.array(limits)[:, None] // self.cost)
-        filled = fits * self.cost / np.array(limits)[:, None]  # [limits, distinct lengths]
-        left, open_limits = list(quota), list(range(len(limits)))
-        bounds, at, kinds = [0], 0, self.kinds
-        while at < self.examples and open_limits:
-            choice = np.array(open_limits)[np.argmax(filled[open_limits], axis=0)]
-            take = np.take_along_axis(fits, choice[None], axis=0)[0].tolist()
-            limit_of = choice.tolist()
-            while at < self.examples:
-                kind = kinds[at]
-                if not take[kind]:
-                    return bounds  # exceeds every remaining limit
-                at += take[kind]
-                bounds.append(at)
-                used = limit_of[kind]
-                left[used] -= 1
-                if not left[used]:
-                    open_limits.remove(used)
-                    break
-        bounds[-1] = min(at, self.examples)
-        return bounds
-
-    def smallest_limit(self, groups: int) -> list[int]:
-        """Bounds of at most `groups` groups with exactly the smallest possible maximum cost.
-
-        Filling each group with as many examples as fit, longest first, needs the fewest groups for
-        any limit that grows with the group, so the answer is the smallest limit for which `groups`
-        suffice. Bisection over the integers: a limit that suffices lowers the upper end to the
-        maximum cost found; one that does not raises the lower end to where some group would grow.
-        """
-        low = max(int(self.cost[0]), -(-self.total_cost // groups))
-        high = int(self.largest.max())
-        best = None
-        while best is None or low < high:
-            middle = min((low + high) // 2, low + low // 16)
-            bounds = self.walk([middle], [groups])
-            if bounds[-1] == self.examples:
-                best, high = bounds, int(self.costs(bounds).max())
-            else:
-                kind = self.kind[bounds[:-1]]
-                grown = (middle // self.cost[kind] + 1) * self.cost[kind]
-                low = int(grown[grown <= self.largest[kind]].min())
-        return best
-
-    def lower_limits(self, bounds: list[int], world_size: int) -> list[int]:
-        """Bounds of equally many groups with a smaller sum over micro-steps of the maximum cost, if
-        any are found; the overall maximum does not grow.
-        """
-        micro_steps = -(-(len(bounds) - 1) // world_size)
-        best, top = self.elapsed(bounds, world_size), int(self.costs(bounds).max())
-        for per_mille in LIMIT_RATIOS:
-            shape = [10**6]
-            while len(shape) < micro_steps:
-                shape.append(shape[-1] * per_mille // 1000)
-            while True:
-                goal = best - best // LIMIT_GAIN
-                limits = [max(1, min(top, goal * part // sum(shape))) for part in shape]
-                if world_size * sum(limits) < self.total_cost:
-                    break
-                found = self.walk(limits, [world_size] * micro_steps)
-                if found[-1] < self.examples or self.elapsed(found, world_size) >= best:
-                    break
-                bounds, best = found, self.elapsed(found, world_size)
-        return bounds
-
-    def elapsed(self, bounds: list[int], world_size: int) -> int:
-        """Sum over micro-steps of the slowest rank's cost."""
-        return int(np.sort(self.costs(bounds))[::-1][::world_size].sum())
+    return [np.arange(a, b) for a, b in pairwise(bounds)], np.diff(bounds) * cost[bounds[:-1]]
 
 
 # Packed: examples concatenated
