@@ -144,8 +144,7 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     texts = [sample_tokenizer.decode(ids) for ids in data.rows["input_ids"][:]]
     assert texts == ["first<|end|>", "last<|end|>"]
     assert data.meta["rejected"] == {
-        "not UTF-8": 1, "wrong type": 1, "unknown key": 1, "NUL byte": 1, "not JSON": 1,
-        "empty answer": 1,
+        "not UTF-8": 1, "wrong type": 1, "unknown key": 1, "not JSON": 2, "empty answer": 1,
     }  # fmt: skip
     assert data.meta["rows_read"] == 8 and len(data) == 2
     listed = [json.loads(line) for line in data.rejected_rows.read_text().splitlines()]

@@ -1,11 +1,11 @@
-"""Checks of data sources that need no tokenizer: their files and their keys."""
+"""Checks of data sources that need no tokenizer: their files."""
 
 from collections.abc import Sequence
 from functools import partial
 
 from zerotrain.config.parse import CommandLine, parse_command_line, require
 from zerotrain.config.schema import DataConfig
-from zerotrain.data.sources import FORMAT_KEYS, MESSAGE_COLUMNS, OPTIONAL_KEYS, local_files
+from zerotrain.data.sources import local_files
 from zerotrain.runtime.errors import UserError
 
 
@@ -30,7 +30,6 @@ def check_sources(data: DataConfig, argv: Sequence[str]) -> None:
         UserError: a check fails; the message says where the key was set.
     """
     check = partial(require, argv)
-    known = {*MESSAGE_COLUMNS}.union(*FORMAT_KEYS.values(), *OPTIONAL_KEYS.values())
     check(bool(data.train_sources), "data.train_sources", "is empty")
     for key in ("train_sources", "eval_sources"):
         for source in data.sources(key):
@@ -42,9 +41,6 @@ def check_sources(data: DataConfig, argv: Sequence[str]) -> None:
                 f"data.{key}",
                 f"{source.path}: subset, split and revision are only for hub data sets",
             )
-            for ours in source.columns.keys() - known:
-                problem = f"{ours} is no key of a row format; the file's keys go on the right"
-                check(False, "data.columns", problem)
             try:
                 if source.path is not None:
                     local_files(source.path)

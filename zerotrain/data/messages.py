@@ -24,7 +24,6 @@ from zerotrain.data.sources import (
     OPTIONAL_KEYS,
     BadRow,
     json_type,
-    load_json,
     strings_in,
 )
 
@@ -252,15 +251,11 @@ def _tool_calls(calls: Any, where: str, options: "RenderOptions") -> list[dict[s
 
 
 def parsed(value: Any) -> Any:
-    """The value of a string that contains a JSON object or list; anything else unchanged.
-
-    Raises:
-        BadRow: the JSON cannot be used, see load_json.
-    """
+    """The value of a string that contains a JSON object or list; anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            return load_json(value)
-        except (json.JSONDecodeError, RecursionError):
+            return json.loads(value)
+        except (ValueError, RecursionError):
             return value
     return value
 

@@ -37,7 +37,7 @@ from filelock import FileLock
 from zerotrain.data.end_marks import describe_masks
 from zerotrain.data.epoch_order import permute
 from zerotrain.data.options import RenderOptions
-from zerotrain.data.readers import SHOWN_CHARACTERS, RawRow
+from zerotrain.data.readers import RawRow
 from zerotrain.data.render import OUTCOMES, SPLIT, check_template, fit, render_batch
 from zerotrain.data.sources import (
     BadRow,
@@ -60,6 +60,7 @@ CACHE_VERSION = 9  # increase it when the same input is to give other tokens tha
 BATCH_ROWS, BATCH_CHARACTERS = 500, 1 << 24  # at most so much is tokenized at a time
 POOL_BATCHES = 20  # a data set of fewer batches is tokenized in this process
 FORMAT_ROWS = 1000  # rows of a source that are searched for one that shows its format
+SHOWN_CHARACTERS = 80  # of a bad row, in messages
 ABANDONED_SECONDS = 3600  # since a draft was last written to
 SCHEMA = pa.schema(
     {

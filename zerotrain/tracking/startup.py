@@ -13,7 +13,6 @@ from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import CheckpointConfig, ModelConfig, TrainConfig
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.render import OUTCOMES
-from zerotrain.data.sources import shared_files
 from zerotrain.model.setup import Setup
 from zerotrain.model.trained import Counts
 from zerotrain.runtime.errors import UserError
@@ -86,12 +85,6 @@ def _data(setup: Setup, plan: DataPlan, eval_plans: dict[str, DataPlan]) -> dict
         f"{len(plan.data):,} training examples; over data.max_length {data.max_length:,}: "
         f"{', '.join(long_rows) or 'none'}"
     }
-    shared = shared_files(data.sources("train_sources") + data.sources("eval_sources"))
-    if shared:
-        others = f" and {len(shared) - 1:,} more" if len(shared) > 1 else ""
-        rows["data"] += (
-            f"; WARNING: {shared[0]}{others} is in more than one of train_sources and eval_sources"
-        )
     for i, name in enumerate(meta["sources"] if len(meta["sources"]) > 1 else ()):
         text = f"{name} ({meta['formats'][i]}): {meta['source_examples'][i]:,} examples"
         rows[f"source {i + 1}"] = text
