@@ -2,10 +2,9 @@
 
     python scripts/report.py runs/mine [runs/other ...] [--output report.html]
 
-Loss, learning rate, gradient norm, speed, padding, the parts of a step, the time of each rank,
-evaluations, events, generations, configs and environment, from metrics.jsonl and the resolved
-configs. Several runs are drawn over each other, and their configs' differences are listed. A run
-may still be training. The page is RUN/report.html, for several runs ./report.html.
+Steps, evaluations, times of the ranks, events, answers and configs, from metrics.jsonl and the
+resolved configs. Several runs are drawn over each other. A run may still be training. The page is
+RUN/report.html, for several runs ./report.html.
 """
 
 import argparse
@@ -14,22 +13,16 @@ from pathlib import Path
 from zerotrain.runtime.errors import UserError, describe, exit_on_error
 from zerotrain.runtime.files import replace_text
 
-NAME = "report.html"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page to write")
     args = parser.parse_args()
-    folders = list({folder.resolve(): folder for folder in args.runs}.values())
-    output = args.output or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
-    if output.suffix != ".html" or output.is_dir():
-        raise UserError(f"--output: {output} does not end in .html, or is a folder")
+    folders = list(dict.fromkeys(args.runs))
+    output = args.output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
 
     from zerotrain.tools.report import report_page
 
@@ -37,9 +30,7 @@ def main() -> None:
     try:
         replace_text(output, page)
     except OSError as error:
-        raise UserError(
-            f"cannot write {output} ({describe(error)}); give --output FILE.html elsewhere"
-        ) from None
+        raise UserError(f"cannot write {output} ({describe(error)}); give --output") from None
     print(output)
 
 

@@ -310,8 +310,7 @@ def shards_target() -> Target:
 
 def metrics_target() -> Target:
     from zerotrain.runtime.errors import UserError
-    from zerotrain.tools.report import report_page
-    from zerotrain.tools.run_records import read_run
+    from zerotrain.tools.report import read_run, report_page
 
     records = [
         {"kind": "train", "step": 1, "time": 1.8e9, "loss": 2.0, "step_seconds": 0.5},
