@@ -348,7 +348,7 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
 
     def ranks_of_node_1():
         lines = hosts.run(1, "ps -eo pid,args").splitlines()
-        return {line.split()[0] for line in lines if "train.py" in line}
+        return {line.split()[0] for line in lines if f"train.py --config {config}" in line}
 
     def printed(text):
         return lambda: text in log.read_text()
