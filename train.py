@@ -15,7 +15,6 @@ Exit code: 0 the run is finished; 2 a mistake in the input, reported in one line
 SIGTERM or SIGUSR1 and saved, the same command resumes; anything else is a failure.
 """
 
-import gc
 import sys
 
 from zerotrain.data.check_sources import parse_with_sources
@@ -24,26 +23,18 @@ from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, ex
 if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
     COMMAND_LINE = exit_on_error(lambda: parse_with_sources(sys.argv[1:]))
-    gc.disable()  # the imports create 780,000 objects that stay; collecting them takes 1 s of 5
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import deepspeed
 import torch
 
 from zerotrain.checkpoint.nodes import Nodes, own_folder
-from zerotrain.checkpoint.run_folder import (
-    SKIPPED_STEPS,
-    checkpoint_name,
-    checkpoints_folder,
-    list_complete,
-    take_requests,
-)
+from zerotrain.checkpoint.run_folder import METRICS, list_complete, take_requests
 from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.start import Start, find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
@@ -66,14 +57,12 @@ from zerotrain.runtime.agreement import (
 )
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.runtime.process_group import Ranks, apply_timeout, process_group
+from zerotrain.runtime.table import show_rows
 from zerotrain.runtime.world_size import check_world_size
 from zerotrain.tracking.console import quieten_libraries
-from zerotrain.tracking.incidents import last_good_checkpoint, report_problem
 from zerotrain.tracking.metrics import Metrics, open_metrics
-from zerotrain.tracking.profiler import StepProfiler
-from zerotrain.tracking.speed import PhaseTimer
-from zerotrain.tracking.startup import show_startup, write_resolved_configs
-from zerotrain.tracking.steps import StepReporter
+from zerotrain.tracking.startup import startup_table, write_resolved_configs
+from zerotrain.tracking.steps import PhaseTimer, StepReporter, open_profiler
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,7 @@ class Training:
     metrics: Metrics
     reporter: StepReporter
     timer: PhaseTimer
-    profiler: StepProfiler
+    profiler: torch.profiler.profile | None
     hang_watch: HangWatch
 
 
@@ -115,21 +104,18 @@ def main(config: Config, dry_run: bool) -> None:
 
         # 2. Its data: tokenized by the first rank of each machine, memory-mapped by all ranks.
         train_plan, eval_plans = load_plans(setup, ranks)
-        identity = RunIdentity.of(setup, train_plan)
-        run_on_first_rank(
-            ranks, lambda: show_startup(setup, train_plan, eval_plans, identity, ranks)
-        )
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
-        output_dir = Path(config.output_dir)
-        node_local = config.checkpoint.node_local
+        identity = RunIdentity.of(setup, train_plan)
+        output_dir, node_local = Path(config.output_dir), config.checkpoint.node_local
         nodes = stack.enter_context(own_folder(ranks, output_dir, node_local, dry_run))
         start = find_start(setup.config, identity, train_plan, nodes)
         schedule = make_schedule(setup.config.train, start.plan)
+        if ranks.is_first:
+            show_rows(startup_table(setup, start.plan, eval_plans, schedule, ranks))
         if dry_run:
             return
-        plans = (train_plan, *eval_plans.values())
-        run_on_first_rank(ranks, lambda: write_resolved_configs(setup, plans))
+        run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
 
         # 4. Model and engine, in the state that the run starts from.
         run = build_run(setup, identity, start, schedule, eval_plans, nodes)
@@ -160,7 +146,7 @@ def build_run(
     check_engine(engine, loss, setup, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
     metrics = open_metrics(config, start.progress, steps, nodes)
-    reporter = StepReporter(setup, start.plan, engine, metrics, ranks, start.progress.step)
+    reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
     return Training(
         config=config,
         identity=identity,
@@ -176,7 +162,7 @@ def build_run(
         metrics=metrics,
         reporter=reporter,
         timer=PhaseTimer(ranks.device),
-        profiler=StepProfiler(config.profile.start, config.output_dir, ranks),
+        profiler=open_profiler(config, start.progress, ranks),
         hang_watch=HangWatch(
             ranks,
             reporter.rank_names,
@@ -187,30 +173,22 @@ def build_run(
 
 def train_to_the_end(run: Training, progress: Progress) -> int:
     """Train, report how training ended, and return the exit code."""
-    exit_code = EXIT_FAILURE
+    exit_code, ending = EXIT_FAILURE, "interrupted"
     try:
         with run.ranks.stop.deferred():
-            progress = replace(progress, wandb_id=run.metrics.wandb_id or progress.wandb_id)
             progress, ending = train(run, progress)
-        exit_code = 0
-        if ending == "preempted":
-            is_saved = run.saver.last_step == progress.step
-            exit_code = EXIT_PREEMPTED if is_saved else EXIT_FAILURE
-    except KeyboardInterrupt:
-        if run.ranks.is_first:
-            print(f"interrupted; {last_save(run)}", flush=True)
-        raise
+        if ending != "preempted":
+            exit_code = 0
+        elif run.saver.last_step == progress.step:
+            exit_code = EXIT_PREEMPTED
+        ending += f": step {progress.step:,}, {progress.examples:,} examples"
     finally:
         run.hang_watch.close()
-        run.profiler.close()
         run.saver.stop()
         run.metrics.close(exit_code)
-    if run.ranks.is_first:
-        done = f"step {progress.step:,}, {progress.examples:,} examples, {progress.tokens:,} tokens"
-        lines = [f"{ending}: {done}", early_stop(run, progress), best_checkpoint(run, progress)]
-        if ending != "finished":
-            lines = [f"{ending}: {done}; {last_save(run)}"]
-        print("\n".join(filter(None, lines)), flush=True)
+        if run.ranks.is_first:
+            saved = list_complete(run.saver.folder)
+            print(f"{ending}; last checkpoint: {saved[-1] if saved else 'none'}", flush=True)
     return exit_code
 
 
@@ -223,23 +201,25 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
     """
     ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
     batches = load_steps(run.plan, ranks.rank, progress.step, run.total_steps, pin_memory)
-    saved, requests = progress, Requests()
-    while True:
-        stopped, preempted, save = requests
-        # before step 1, after a step, or first of all where a preempted run has left it undone
-        if is_evaluation_due(run, progress) and not (stopped or preempted):
-            progress, preempted = evaluate(run, progress)
-            save = save or is_best_to_keep(run, progress)
-        is_last = progress.step >= run.total_steps or early_stop(run, progress) is not None
-        save = save or is_last or stopped or preempted
-        if save and progress.step > 0 and progress != saved:
-            save_checkpoint(run, progress)
-            saved = progress
-            preempted = preempted or any_rank_preempted(ranks)  # during the save
-        if is_last or stopped or preempted:
-            break
-        progress = take_step(run, batches, progress)
-        requests = agree_on_requests(run, progress.step)
+    saved = progress
+    stopped = preempted = save = False
+    with run.profiler or nullcontext():
+        while True:
+            # before step 1, after a step, or first of all where a preempted run has left it undone
+            if is_evaluation_due(run, progress) and not (stopped or preempted):
+                progress, preempted = evaluate(run, progress)
+                save = save or (run.config.checkpoint.keep_best > 0 and progress.is_best)
+            is_last = progress.step >= run.total_steps or is_early_stop(run, progress)
+            save = save or is_last or stopped or preempted
+            if save and progress.step > 0 and progress != saved:
+                state = replace(progress, guard=run.guard.state)
+                run.saver.save(TrainerState(run.identity, state))
+                saved = progress
+                preempted = preempted or any_rank_preempted(ranks)  # during the save
+            if is_last or stopped or preempted:
+                break
+            progress = take_step(run, batches, progress)
+            stopped, preempted, save = agree_on_requests(run, progress.step)
     run.saver.close()
     if is_last and not is_evaluation_due(run, progress):
         return progress, "finished"
@@ -252,15 +232,14 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     Raises:
         RunFailed: the loss has been bad for too long.
     """
-    began = time.perf_counter()
-    run.profiler.step_begins(progress.step + 1)
+    run.timer.mark("step")
     batch = next(batches)
-    data_seconds = time.perf_counter() - began
+    run.timer.mark("data")
     lr = run.schedule.rate(batch.global_step)
     set_learning_rate(run.engine.basic_optimizer, lr)
-    values = train_step(run, batch)
+    values = {"lr": lr, **train_step(run, batch)}
     phases = run.timer.take()  # of rank 0; waits for the device
-    step_seconds = time.perf_counter() - began
+    values |= {"step_seconds": sum(phases.values()), **phases}
     progress = replace(
         progress,
         step=batch.global_step + 1,
@@ -268,11 +247,11 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         tokens=progress.tokens + batch.plan.tokens,
         eval_loss=None,
     )
-    values |= {"lr": lr, "step_seconds": step_seconds, "data_seconds": data_seconds, **phases}
     run.reporter.report(batch, values, progress)
-    run.profiler.step_ended(progress.step)
+    if run.profiler is not None:
+        run.profiler.step()
     if run.guard.problem is not None:
-        report_and_maybe_fail(run, batch)
+        report_problem(run, batch)
     return progress
 
 
@@ -293,76 +272,65 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     router_scale = loss_sum.router_coefficient * ranks.world_size / batch.plan.tokens
     # cross entropy and router loss of each micro-step
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
-    router = None
     for i, micro_batch in enumerate(batch.micro_batches):
         is_last = i == len(batch.micro_batches) - 1
         # Set explicitly, because the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
-        with timer.phase("forward"):
-            cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
-            loss = cross_entropy * scale
-            losses[0, i] = cross_entropy.detach()
-            if router is not None:
-                loss = loss + router * router_scale
-                losses[1, i] = router.detach()
-            if is_last:
-                of_step = sum_over_ranks(losses.sum(1))
-                loss = loss * run.guard.factor(of_step[0] / batch.plan.supervised_tokens)
-        with timer.phase("backward"):
-            engine.backward(loss, scale_wrt_gas=False)
-    with timer.phase("optimizer"):
-        loss, router_loss = of_step.tolist()
-        loss /= batch.plan.supervised_tokens
-        grad_norm = run.guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
+        cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
+        loss = cross_entropy * scale
+        losses[0, i] = cross_entropy.detach()
+        if router is not None:
+            loss = loss + router * router_scale
+            losses[1, i] = router.detach()
+        if is_last:
+            of_step = sum_over_ranks(losses.sum(1))
+            loss = loss * run.guard.factor(of_step[0] / batch.plan.supervised_tokens)
+        timer.mark("forward")
+        engine.backward(loss, scale_wrt_gas=False)
+        timer.mark("backward")
+    loss, router_loss = of_step.tolist()
+    loss /= batch.plan.supervised_tokens
+    grad_norm = run.guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
+    timer.mark("optimizer")
     skipped = {"update_skipped": not run.guard.is_applied}  # also by fp16, to find its loss scale
     values = {"loss": loss, "grad_norm": grad_norm, **skipped}
     return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
 
 
-class Requests(NamedTuple):
-    """What is asked of the loop after a step, the same on all ranks."""
+def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
+    """Whether OUTPUT_DIR/stop was created; whether a rank was preempted; and whether a save is due
+    or OUTPUT_DIR/save_now was created. The same on all ranks.
 
-    stop: bool = False
-    """OUTPUT_DIR/stop was created."""
-    preempted: bool = False
-    """Any rank was."""
-    save: bool = False
-    """OUTPUT_DIR/save_now was created, or a save is due."""
-
-
-def agree_on_requests(run: Training, step: int) -> Requests:
-    """Raises UserError if another run has taken over the output folder."""
-    ranks, is_lost = run.ranks, run.saver.nodes.lock.is_lost()
-    stop = save = profile = False
+    Raises:
+        UserError: another run has taken over the output folder.
+    """
+    ranks, saver = run.ranks, run.saver
+    lock = saver.nodes.lock
+    stop, save, is_lost = False, False, lock.is_lost()
     if ranks.is_first and not is_lost:
-        stop, save, profile = take_requests(run.config.output_dir)
-        save = save or run.saver.is_due(step)
+        stop, save = take_requests(run.config.output_dir)
+        save = save or saver.is_due(step)
     preempted = ranks.stop.signal is not None
-    stop, preempted, save, profile, written, lost = count_ranks(
-        ranks, stop, preempted, save, profile, run.saver.is_written, is_lost
+    stop, preempted, save, written, lost = count_ranks(
+        ranks, stop, preempted, save, saver.is_written, is_lost
     )
-    if profile:
-        run.profiler.request()
     if lost:
-        run.saver.nodes.run_on_each_node(run.saver.nodes.lock.check)
+        saver.nodes.run_on_each_node(lock.check)
     if written == ranks.world_size:  # the files of an asynchronous save
-        run.saver.finish()
-    return Requests(stop > 0, preempted > 0, save > 0)
+        saver.finish()
+    return stop > 0, preempted > 0, save > 0
 
 
-def report_and_maybe_fail(run: Training, batch: StepBatch) -> None:
-    """Report the problem of the last step. Raises RunFailed if the run has to stop."""
-    lock = run.saver.nodes.lock
-    writes = run.ranks.is_first and not lock.is_lost()
-    file = lock.folder / SKIPPED_STEPS if writes else None
-    text = report_problem(run.guard, batch, run.plan.data, run.metrics, file)
+def report_problem(run: Training, batch: StepBatch) -> None:
+    """Report what the guard found in the last step. Raises RunFailed if the run has to stop."""
+    run.reporter.report_problem(run.guard.problem, batch)
     reason = run.guard.stop_reason()
     if reason is not None:
         run.saver.close()
         raise RunFailed(
-            f"step {batch.global_step + 1:,}: {text}; {reason}. The last good checkpoint is "
-            f"{last_good_checkpoint(run.config.output_dir)}. Check the rows, lower "
-            "train.learning_rate, or remove the rows from the data"
+            f"step {batch.global_step + 1:,}: {run.guard.problem.reason}; {reason}. Check the rows "
+            f"listed in {METRICS}, lower train.learning_rate, or set checkpoint.resume to an "
+            "earlier checkpoint"
         )
 
 
@@ -387,60 +355,23 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
     if measured is None:
         return progress, True
     values, answers = measured
-    eval_loss = next(iter(values.values()))  # of the first set
+    progress = progress.evaluated(next(iter(values.values())))  # of the first set
     seconds = time.perf_counter() - began
-    record = {"step": progress.step, "eval_loss": eval_loss, **values, "eval_seconds": seconds}
-    run.metrics.log("eval", record)
+    record = {"step": progress.step, "eval_loss": progress.eval_loss, **values}
+    run.metrics.log("eval", {**record, "eval_seconds": seconds})
     for name, rows in answers.items():
         run.metrics.log("generations", {"step": progress.step, "set": name, "rows": rows})
-    progress = progress.evaluated(eval_loss)
-    reason = early_stop(run, progress)
-    if reason is not None:
-        run.reporter.report_event("early_stop", reason)
+    if is_early_stop(run, progress):
+        best = f"step {progress.best.step:,}, {progress.best.value:.4f}"
+        run.reporter.report_event("early_stop", f"early stop: the best evaluation is {best}")
     return progress, False
 
 
-def early_stop(run: Training, progress: Progress) -> str | None:
-    """Why the run is finished before its last step, by eval.patience; None if it is not."""
+def is_early_stop(run: Training, progress: Progress) -> bool:
+    """Whether the run is finished before its last step, by eval.patience."""
     best, patience = progress.best, run.config.eval.patience
-    if best is None or not 0 < patience <= best.evaluations_since:
-        return None
-    return f"early stop: {best.evaluations_since:,} evaluations without a better loss"
-
-
-def is_best_to_keep(run: Training, progress: Progress) -> bool:
-    best = progress.best
-    return run.config.checkpoint.keep_best > 0 and best is not None and best.step == progress.step
-
-
-def best_checkpoint(run: Training, progress: Progress) -> str | None:
-    """Where the best evaluation's checkpoint is; None if there was no evaluation."""
-    best = progress.best
-    if best is None:
-        return None
-    folder = checkpoints_folder(run.config.output_dir) / checkpoint_name(best.step)
-    kept = folder if folder in list_complete(folder.parent) else "not kept (checkpoint.keep_best)"
-    return f"best: step {best.step:,}, eval_loss {best.value:.4f}, {kept}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-def save_checkpoint(run: Training, progress: Progress) -> None:
-    progress = replace(progress, guard=run.guard.state)
-    run.saver.save(TrainerState(run.identity, progress))
-
-
-def last_save(run: Training) -> str:
-    """What a run that is started again resumes from."""
-    complete = list_complete(checkpoints_folder(run.config.output_dir))
-    if not complete:
-        return "nothing is saved"
-    return f"the same command resumes from {complete[-1]}"
+    return best is not None and 0 < patience <= best.evaluations_since
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
     exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.dry_run))

@@ -261,7 +261,7 @@ def figures_of(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "tokens_per_s": sum(step["tokens"] for step in timed) / seconds,
         "model_tflops_per_s": flops / seconds / 1e12,
-        "peak_memory_gb": steps[-1].get("memory_peak_bytes", 0) / 1e9,
+        "peak_memory_gib": steps[-1].get("memory_peak_gib", 0.0),
         "last_loss": steps[-1]["loss"],
     }
 

@@ -217,7 +217,7 @@ STATE = {
         "optimization": {"train.weight_decay": 0.01, "train.adam_betas": [0.9, 0.98]},
     },
     "progress": {
-        "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": None,
+        "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": "5f3a91c2",
         "plan_start": {"step": 0, "epoch": 0, "position": 0},
         "best": {"value": 1.25, "step": 2, "evaluations_since": 1},
         "guard": {"losses": [2.5, 2.25], "skipped": 1, "skipped_in_a_row": 0},
@@ -314,7 +314,7 @@ def metrics_target() -> Target:
 
     records = [
         {"kind": "train", "step": 1, "time": 1.8e9, "loss": 2.0, "step_seconds": 0.5},
-        {"kind": "start", "step": 0, "world_size": 2, "hosts": ["a"], "gpus": [["x"]],
+        {"kind": "start", "step": 0, "world_size": 2, "hosts": ["a"], "devices": {"x": 2},
          "versions": {"torch": "2"}},
         {"kind": "eval", "step": 2, "loss/a": 1.0, "score/a": 0.5, "eval_loss": 1.0},
         {"kind": "event", "step": 2, "time": 1.8e9, "name": "hang", "text": "rank 1"},

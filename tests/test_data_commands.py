@@ -3,6 +3,8 @@ pytest tests/test_data_commands.py
 """
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 from conftest import read_metrics, write_rows
@@ -50,9 +52,10 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
     table = finished.output
-    assert "first.jsonl (messages): 40 examples" in table, table
-    assert "second.json (messages): 30 examples" in table, table
-    rejected = (tmp_path / "run" / "rejected_rows.jsonl").read_text().splitlines()
+    assert "first.jsonl, read as messages: 40 examples" in table, table
+    assert "second.json, read as messages: 30 examples" in table, table
+    [file] = set(re.findall(r"1 rows, listed in (\S+)", table))
+    rejected = Path(file).read_text().splitlines()
     assert [json.loads(line)["place"] for line in rejected] == [41, 42]
     steps = read_metrics(tmp_path / "run")
     assert len(steps) == 12 and all(600 < s["tokens"] < 1100 for s in steps)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import signal
 import time
 
@@ -86,7 +85,6 @@ def test_early_stop_is_the_end_and_the_best_is_kept(forks, tiny_config, tmp_path
     best = min(evals, key=evals.__getitem__)
     checkpoint = better / "checkpoints" / f"step_{best:08d}"
     assert checkpoint in list_complete(better / "checkpoints")
-    assert re.search(rf"^best: step {best}, .*{checkpoint}$", finished.output, re.M)
 
 
 def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
@@ -126,4 +124,4 @@ def test_ctrl_c_says_what_is_saved_and_how_to_continue(tiny_config, tmp_path):
     process.send_signal(signal.SIGINT)
     process.wait(60)
     lines = [line for line in (tmp_path / "log").read_text().splitlines() if "interrupted" in line]
-    assert len(lines) == 1 and f"resumes from {folder}/checkpoints/step_" in lines[0], lines
+    assert len(lines) == 1 and f"last checkpoint: {folder}/checkpoints/step_" in lines[0], lines

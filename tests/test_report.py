@@ -26,7 +26,7 @@ def write_run(folder, steps, hostile="", seed=0):
     (folder / "resolved_config.yaml").write_text(f"train:\n  seed: {seed}\n  x: {hostile}\n")
     (folder / "resolved_ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
     noise = np.random.default_rng(seed).standard_normal(steps + 1)
-    start = {"kind": "start", "step": 0, "hosts": ["node-0"], "gpus": [["H200"] * 4],
+    start = {"kind": "start", "step": 0, "hosts": ["node-0"], "devices": {"H200": 4},
              "versions": {"x" + hostile: hostile}, "world_size": 8}  # fmt: skip
     records = [start]
     for step in range(1, steps + 1):
@@ -36,7 +36,7 @@ def write_run(folder, steps, hostile="", seed=0):
             "kind": "train", "step": step, "loss": 5 / step**0.3 + 0.1 * noise[step], "lr": 1e-4,
             "grad_norm": math.exp(noise[step]), "tokens_per_s": 8000.0, "mfu": 0.4,
             "padding_efficiency": 0.95, "step_seconds": 0.5, "data_seconds": 0.00025,
-            "forward_seconds": 0.15, "backward_seconds": 0.25, "memory_peak_bytes": 2**36,
+            "forward_seconds": 0.15, "backward_seconds": 0.25, "memory_peak_gib": 64.0,
         })  # fmt: skip
         if step % max(1, steps // 10) == 0:
             answer = {"prompt": "1+1?" + hostile, "answer": "\ud800" + hostile, "score": 0.5}

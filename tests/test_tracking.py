@@ -1,4 +1,4 @@
-"""What a run records: metrics.jsonl, W&B and TensorBoard.    pytest tests/test_tracking.py"""
+"""What a run records: metrics.jsonl and W&B.    pytest tests/test_tracking.py"""
 
 import json
 import re
@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import read_metrics
 
-from zerotrain.checkpoint.run_folder import METRICS, list_complete
+from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError
@@ -37,17 +37,6 @@ def starts_of(run_folder):
     return starts
 
 
-def scalars(folder, name):
-    """{step: value} as TensorBoard shows it."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    shown = accumulator.Scalars(name)
-    assert len(shown) == len({event.step for event in shown}), "no step twice"
-    return {event.step: event.value for event in shown}
-
-
 def assert_no_secret_in(folder):
     for file in folder.rglob("*"):
         content = file.read_bytes() if file.is_file() else b""
@@ -61,7 +50,7 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
     folder = tmp_path / "run"
     config = tiny_config(
         train__epochs=None, train__steps=300, checkpoint={"every_steps": 8},
-        eval={"every_steps": 8}, tracking={"wandb": "offline", "tensorboard": True},
+        eval={"every_steps": 8}, tracking={"wandb": "offline"},
     )  # fmt: skip
 
     def last_step():
@@ -86,7 +75,6 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
     shown = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert shown == {step: loss for step, loss in losses.items() if step > saved}
     assert any("eval/eval_loss" in row for row in rows)
-    assert scalars(folder / "tensorboard", "train/loss") == pytest.approx(losses)
     starts = [(s["step"], s["world_size"]) for s in read_metrics(folder, "start")]
     assert starts == [(0, 1), (saved, 1)]
     assert_no_secret_in(folder)
@@ -101,6 +89,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
 
     folder = tmp_path / "run"
     folder.mkdir()
+    (folder / RESOLVED_DS_CONFIG).write_text("{}")
     config = parse_command_line(["--config", str(tiny_config(tracking__wandb="online"))]).config
     monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 1)
     for name, secret in SECRETS.items():
@@ -113,7 +102,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         monkeypatch.delenv("WANDB_MODE", raising=False)
         began = time.monotonic()
         resumed = Progress(step=2, wandb_id="earlier")
-        sink = WandbSink(config, folder, resumed, {"hosts": ["host-1"]})
+        sink = WandbSink(config, resumed, {"hosts": ["host-1"]})
         assert time.monotonic() - began < 60, "offline mode takes seconds to start too"
         began = time.monotonic()
         for step in (3, 4):
@@ -135,8 +124,10 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
 def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
     changes = {"wandb": "offline", "project": "a/b"}
     config = parse_command_line(["--config", str(tiny_config(tracking=changes))]).config
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RESOLVED_DS_CONFIG).write_text("{}")
     with pytest.raises(UserError, match=r"^tracking: ") as refused:
-        WandbSink(config, tmp_path, Progress(), {})
+        WandbSink(config, Progress(), {})
     assert "\n" not in str(refused.value)
 
 
@@ -163,7 +154,7 @@ def test_a_sink_that_fails_is_left_out(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_what_is_off_is_not_imported(forks, tiny_config):
+def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
     config = tiny_config(train__epochs=None, train__steps=2)
     finished = forks.train(config, module="without_trackers")
     assert finished.code == 0, finished.output

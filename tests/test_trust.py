@@ -5,20 +5,17 @@ touched, and a file of the wrong shape is one line.    pytest tests/test_trust.p
 import json
 import os
 import shutil
-import subprocess
 
 import pytest
 import torch
 from conftest import write_tiny_config
 
-from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.manifest import checksum
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
 from zerotrain.tools.export import export_checkpoint
 from zerotrain.tools.new_folder import new_folder
-from zerotrain.tracking.jsonl import JsonlSink
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
@@ -142,32 +139,3 @@ def test_a_new_folder_deletes_nothing_and_is_whole_or_missing(tmp_path, monkeypa
 
 # --------------------------------------------------------------------------------------------------
 # Full disks
-
-
-@NEEDS_ROOT
-def test_metrics_on_a_full_disk_are_written_later(tmp_path, capsys):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", tmp_path], check=True)
-    try:
-        path, filler = tmp_path / "metrics.jsonl", tmp_path / "filler"
-        sink = JsonlSink(path, 0, RunLock(tmp_path), {})
-        sink.log("train", {"step": 1})
-        with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        steps = range(2, 300)  # more than what is left of the file's last block
-        for step in steps:
-            sink.log("train", {"step": step})
-        lines = capsys.readouterr().out.splitlines()
-        assert lines == [
-            f"WARNING: cannot write {path}: No space left on device; training continues, and the "
-            "lines follow when there is room"
-        ]
-        with pytest.raises(UserError, match=r"output_dir: cannot write .*No space left"):
-            JsonlSink(path, 299, RunLock(tmp_path), {})
-        filler.unlink()
-        sink.log("train", {"step": 300})
-        sink.close(0)
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [row["step"] for row in rows] == list(range(301)), "the first is that of the start"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)

@@ -5,12 +5,10 @@
         resolved_ds_config.json         the DeepSpeed config as it was used
         metrics.jsonl                   one line per start, step, evaluation, save, event ...
         report.html                     drawn from it by scripts/report.py
-        rejected_rows.jsonl             rows that were rejected, if any
-        skipped_steps.jsonl             steps whose update was skipped, if any, with their rows
         run.lock                        held while a run writes here
-        stop, save_now, profile_now     touched by a user: save and exit, save, or profile
-        profile/step_00000020/          a trace of rank 0 in the steps from this one on
-        wandb/, tensorboard/            what these two write, if they are on
+        stop, save_now                  touched by a user: save and exit, or save
+        profile/                        a trace of some steps of rank 0, if profile.start is set
+        wandb/                          what W&B writes, if it is on
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
             step_00001000.ID.tmp        being written; ID has 32 random hexadecimal digits
@@ -27,25 +25,18 @@ import shutil
 import uuid
 from pathlib import Path
 
-METRICS, LOCK, REJECTED_ROWS = "metrics.jsonl", "run.lock", "rejected_rows.jsonl"
-TENSORBOARD = "tensorboard"
-SKIPPED_STEPS = "skipped_steps.jsonl"
+METRICS, LOCK = "metrics.jsonl", "run.lock"
 RESOLVED_CONFIG, RESOLVED_DS_CONFIG = "resolved_config.yaml", "resolved_ds_config.json"
 COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.json"
 SHARDS = "shards"
 """Folder in a checkpoint with a file for each rank."""
-REQUESTS = ("stop", "save_now", "profile_now")
+REQUESTS = ("stop", "save_now")
 STEP = "step_[0-9]{8}"
 """Regular expression of a checkpoint's name."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
     return Path(output_dir) / "checkpoints"
-
-
-def profile_folder(output_dir: str | Path, step: int) -> Path:
-    """For the profile of the steps from `step` on."""
-    return Path(output_dir) / "profile" / checkpoint_name(step)
 
 
 def checkpoint_name(step: int) -> str:

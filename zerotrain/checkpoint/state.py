@@ -2,6 +2,7 @@
 
 import json
 import math
+import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -95,9 +96,14 @@ class Progress:
     """Of the evaluation after this step, if there was one: that of the first held-out set."""
     best: Best | None = None
     guard: GuardState = field(default_factory=GuardState)
-    wandb_id: str | None = None
+    wandb_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     plan_start: PlanStart = field(default_factory=PlanStart)
     """Where the steps of the run's plan begin."""
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation after this step is the best so far."""
+        return self.best is not None and self.best.step == self.step
 
     def evaluated(self, eval_loss: float) -> "Progress":
         """After an evaluation."""

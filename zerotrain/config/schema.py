@@ -152,7 +152,7 @@ class DataConfig(Section):
     """What to do with a row of more than max_length tokens; such rows are counted and reported."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and
-    list it in rejected_rows.jsonl.
+    list it in a file that the start-up table names.
     """
     batching: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: a micro-batch is padded examples of similar length; packed: examples concatenated
@@ -335,24 +335,20 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class TrackingConfig(Section):
-    """Weights & Biases and TensorBoard; metrics.jsonl in output_dir is written in any case."""
+    """Weights & Biases; metrics.jsonl in output_dir is written in any case."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
     """offline writes a folder that `wandb sync` uploads later."""
     project: str = "deepspeed-zero"
     """W&B project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name the team, the run and its tags."""
-    tensorboard: bool = False
-    """Also write TensorBoard's event files, into OUTPUT_DIR/tensorboard."""
 
 
 @dataclass(frozen=True)
 class ProfileConfig(Section):
-    """Profiles of some steps by torch.profiler; touch OUTPUT_DIR/profile_now for one while a run
-    trains.
-    """
+    """A profile of three steps by torch.profiler, in OUTPUT_DIR/profile."""
 
     start: NonNegativeInt = 0
-    """First step to profile; 0: none."""
+    """First step to profile, from 2, since the one before is the profiler's warm-up; 0: none."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ CHARTS = {  # heading: keys of metrics.jsonl
     "Tokens/s of all ranks, no padding": ("tokens_per_s",),
     "MFU": ("mfu",),
     "Computed tokens that are no padding": ("padding_efficiency",),
-    "Peak memory, bytes, worst rank": ("memory_peak_bytes",),
+    "Peak memory of rank 0, GiB": ("memory_peak_gib",),
     "Router loss, no coefficient": ("router_loss",),
     "Answers that match exactly": ("exact_match",),
     "Seconds of a step": (
@@ -118,7 +118,7 @@ def report_page(folders: Sequence[Path]) -> str:
             title = f"Answers at step {record['step']:,}: {shown(record.get('set'))}"
             columns = ("prompt", "expected", "answer", "score")
             body.append(records_table(title, record.get("rows"), *columns))
-        columns = ("step", "world_size", "hosts", "gpus", "versions")
+        columns = ("step", "world_size", "hosts", "devices", "versions")
         body.append(records_table("Starts", run.records.get("start"), *columns))
         text = run.configs
         if run is not runs[0]:

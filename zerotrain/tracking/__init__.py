@@ -1,4 +1,3 @@
-"""What a run reports: the start-up table, the console, metrics.jsonl, Weights & Biases,
-TensorBoard.
+"""What a run reports: the start-up table, the console, metrics.jsonl, Weights & Biases.
 May import: runtime, config, data, model, checkpoint.
 """

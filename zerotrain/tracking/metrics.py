@@ -1,12 +1,14 @@
-"""One interface for what a run reports, and the sinks behind it. Only rank 0 reports.
+"""What a run reports: records, each passed to a few sinks. Only rank 0 reports.
 
-Another destination is a class with the methods of Sink, such as tracking/tensorboard.py, a key of
-TrackingConfig and a line in open_sinks.
+Another destination is a class with the methods of Sink and a line in open_metrics.
 """
 
 import json
 import platform
 import socket
+import time
+from collections import Counter
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
@@ -14,23 +16,23 @@ from typing import Any, Protocol
 
 import torch
 
+from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.nodes import Nodes
-from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, TENSORBOARD
+from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
 from zerotrain.runtime.agreement import gather_json, run_on_first_rank
 from zerotrain.runtime.errors import describe
+from zerotrain.runtime.files import replace_text
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.console import ConsoleSink
-from zerotrain.tracking.jsonl import JsonlSink
-from zerotrain.tracking.tensorboard import TensorBoardSink
 from zerotrain.tracking.wandb import WandbSink
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 class Sink(Protocol):
-    """A destination of measurements."""
+    """A destination of records."""
 
     def log(self, kind: str, values: dict[str, Any]) -> None: ...
 
@@ -38,80 +40,102 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Passes every measurement to every sink; has none on ranks other than 0. Threads may log."""
+    """Passes every record to every sink; has none on ranks other than 0. Threads may log.
 
-    def __init__(self, sinks: list[Sink], wandb_id: str | None = None) -> None:
-        self.sinks, self.wandb_id = sinks, wandb_id
+    A sink that fails, e.g. on a full disk, is left out with a warning: training goes on.
+    """
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self.sinks = sinks
         self._lock = Lock()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        """Report a measurement.
+        """Report a record.
 
         Args:
-            kind: train, ranks, eval, save, event ...; a sink ignores the kinds and names that it
+            kind: start, train, ranks, eval, generations, save or event; a sink ignores what it
                 does not know.
             values: of the types of JSON by name, with units in the names; always has `step`, the
                 number of finished optimizer steps.
         """
-        with self._lock:
-            for sink in list(self.sinks):
-                try:
-                    sink.log(kind, values)
-                except Exception as error:  # e.g. W&B's process was killed: training goes on
-                    self.sinks.remove(sink)
-                    print(
-                        f"WARNING: {type(sink).__name__} stopped at step {values['step']} "
-                        f"({describe(error)}); training continues without it",
-                        flush=True,
-                    )
+        self._for_each(lambda sink: sink.log(kind, values))
 
     def close(self, exit_code: int) -> None:
         """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""
-        for sink in self.sinks:
-            try:
-                sink.close(exit_code)
-            except Exception as error:  # the training is finished anyway
-                print(f"{type(sink).__name__} did not finish: {describe(error)}", flush=True)
+        self._for_each(lambda sink: sink.close(exit_code))
+
+    def _for_each(self, work: Callable[[Sink], None]) -> None:
+        with self._lock:
+            for sink in list(self.sinks):
+                try:
+                    work(sink)
+                except Exception as error:  # whatever it is, e.g. W&B's process was killed
+                    self.sinks.remove(sink)
+                    name = type(sink).__name__
+                    print(f"WARNING: {name} failed and is left out: {describe(error)}", flush=True)
+
+
+class JsonlSink:
+    """metrics.jsonl: one JSON object per line, with `kind` and `time`, in Unix seconds. A resumed
+    run removes the steps after its checkpoint, which it is about to repeat. Once `lock` is lost,
+    nothing is written.
+    """
+
+    def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
+        kept = []
+        if first_step and path.exists():
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [f"{line}\n" for line in lines if is_record_until(first_step, line)]
+        replace_text(path, "".join(kept))
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # flushed at every line
+        self._lock = lock
+
+    def log(self, kind: str, values: dict[str, Any]) -> None:
+        if not self._lock.is_lost():
+            record = {"kind": kind, "time": time.time(), **values}
+            self._file.write(json.dumps(record) + "\n")
+
+    def close(self, exit_code: int) -> None:
+        self._file.close()
+
+
+def is_record_until(step: int, line: str) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except ValueError:  # an incomplete line of a run that was killed
+        return False
 
 
 def open_metrics(config: Config, start: Progress, total_steps: int, nodes: Nodes) -> Metrics:
     """The metrics of this rank; all ranks call it.
 
     Args:
-        start: the steps that are finished, and the W&B run that is continued, after a resume.
+        start: the steps that are finished, and the W&B run, which a resumed run continues.
 
     Raises:
-        UserError: metrics.jsonl cannot be written, or W&B rejects its settings; on every rank.
+        UserError: W&B rejects its settings; on every rank.
     """
-    ranks, metrics = nodes.ranks, Metrics([])
-    cluster = describe_cluster(ranks)
+    metrics, folder = Metrics([]), Path(config.output_dir)
+    cluster = describe_cluster(nodes.ranks)
 
     def open_sinks() -> None:
-        folder, tracking = Path(config.output_dir), config.tracking
         metrics.sinks.append(ConsoleSink(start.step, total_steps))
-        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, nodes.lock, cluster))
-        if tracking.tensorboard:
-            metrics.sinks.append(TensorBoardSink(folder / TENSORBOARD, start.step))
-        if tracking.wandb != "disabled":
-            ds_config = json.loads((folder / RESOLVED_DS_CONFIG).read_text())
-            about = {"resolved_ds_config": ds_config, "cluster": cluster}
-            wandb = WandbSink(config, folder, start, about)
-            metrics.sinks.append(wandb)
-            metrics.wandb_id = wandb.run.id
+        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, nodes.lock))
+        if config.tracking.wandb != "disabled":
+            metrics.sinks.append(WandbSink(config, start, cluster))
+        metrics.log("start", {"step": start.step, **cluster})
 
-    run_on_first_rank(ranks, open_sinks)
+    run_on_first_rank(nodes.ranks, open_sinks)
     return metrics
 
 
 def describe_cluster(ranks: Ranks) -> dict[str, Any]:
     """The hosts, GPUs and versions that a run is on; called by all ranks."""
-    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
-    gpus: dict[str, list[str]] = {}
-    for host, name in gather_json(ranks, [socket.gethostname(), gpu]):
-        gpus.setdefault(host, []).extend([name] if name else [])
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
+    places = gather_json(ranks, [socket.gethostname(), device])
     return {
         "world_size": ranks.world_size,
-        "hosts": list(gpus),
-        "gpus": list(gpus.values()),  # of each host
+        "hosts": list(dict.fromkeys(host for host, _ in places)),
+        "devices": Counter(device for _, device in places),
         "versions": {"python": platform.python_version(), **{p: version(p) for p in PACKAGES}},
     }

@@ -1,26 +1,65 @@
-"""The record of each step, and every 50 steps a comparison of the ranks."""
+"""What is measured of steps: their phases and speed, ranks that are slow, profiles."""
 
 import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from statistics import fmean, median_low
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from zerotrain.checkpoint.state import Progress
+from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
+from zerotrain.model.guard import Problem
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.gpu import peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
-from zerotrain.tracking.speed import probe_seconds
-from zerotrain.tracking.stragglers import WINDOWS, Stragglers
 
-WINDOW_STEPS = 50
+WINDOW_STEPS = 50  # between two comparisons of the ranks
+WINDOWS = 3  # in a row in which a rank is slow until it is reported
+PROBE_MARGIN = 0.25  # of the median rank's probe
+WAIT_SHARE = 0.05  # of a step, spent waiting for data beyond the median rank's wait
+PROBE_REPEATS = 5
+PROFILED_STEPS = 3
+
+
+class PhaseTimer:
+    """Seconds of each phase of a step, collectives in it included. On CUDA the marks are events in
+    the stream of the computation, which cost microseconds and do not wait for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+
+    def mark(self, phase: str) -> None:
+        """The end of a phase, and the beginning of the next one."""
+        if self._on_cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((phase, now))
+
+    def take(self) -> dict[str, float]:
+        """PHASE_seconds of the phases since the first mark; waits for the device."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        seconds: Counter[str] = Counter()
+        for (_, begin), (phase, end) in pairwise(self._marks):
+            elapsed = begin.elapsed_time(end) / 1000 if self._on_cuda else end - begin
+            seconds[f"{phase}_seconds"] += elapsed
+        self._marks.clear()
+        return dict(seconds)
 
 
 class StepReporter:
@@ -28,37 +67,26 @@ class StepReporter:
 
     Args:
         setup: of the run, for the FLOPs of its model.
-        first_step: finished steps at the start of this process.
+        start: the steps that are finished at the start of this process.
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        plan: DataPlan,
-        engine: deepspeed.DeepSpeedEngine,
-        metrics: Metrics,
-        ranks: Ranks,
-        first_step: int,
+        self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks, start: Progress
     ) -> None:
-        self._flops, self._plan, self.engine = setup.flops, plan, engine
+        self._flops, self._plan = setup.flops, plan
         self._metrics, self._ranks = metrics, ranks
         self._on_cuda = ranks.device.type == "cuda"
         self._peak_flops_per_s = None
         if self._on_cuda and setup.precision != "fp32":
-            self._peak_flops_per_s = peak_flops_per_s(torch.cuda.get_device_name(ranks.device))
-        self._stragglers = Stragglers(ranks.world_size)
-        self._step = first_step  # the last one that is finished
-        self._peak_bytes = 0
-        self._waits: list[float] = []  # of this window's steps
-        self._seconds: list[float] = []
-        places = gather_json(ranks, [socket.gethostname(), ranks.local_rank])
-        self._hosts = [host for host, _ in places]
-        self.rank_names = [
-            f"rank {rank} @ {host} (local rank {local})"
-            for rank, (host, local) in enumerate(places)
-        ]
+            self._peak_flops_per_s = peak_flops_per_s(torch.cuda.get_device_name())
+        self._step = start.step
+        self._window: list[Mapping[str, float]] = []  # what the loop has measured of each step
+        self._windows_slow: Counter[int] = Counter()  # in a row, by rank
+        place = f"{socket.gethostname()} (local rank {ranks.local_rank})"
+        self._places = gather_json(ranks, place)
+        self.rank_names = [f"rank {rank} @ {place}" for rank, place in enumerate(self._places)]
 
-    def report(self, batch: StepBatch, values: dict[str, Any], progress: Progress) -> None:
+    def report(self, batch: StepBatch, values: Mapping[str, float], progress: Progress) -> None:
         """Report a finished step. Counts are of the global batch, over all ranks.
 
         Args:
@@ -79,14 +107,18 @@ class StepReporter:
             **values,
         }
         if self._on_cuda:
-            self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated())
-            record["memory_peak_bytes"] = self._peak_bytes  # of the others up to their last window
+            record["memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         if self._ranks.is_first:
-            record |= self._flops_per_s(batch, step_seconds)
+            examples = np.concatenate([of for ranks in plan.micro_batches for of in ranks])
+            lengths = self._plan.data.lengths[examples]
+            flops = self._flops.of_examples(lengths, plan.supervised_tokens)
+            record["model_flops_per_s"] = flops / step_seconds
+            if self._peak_flops_per_s is not None:
+                peak = self._peak_flops_per_s * self._ranks.world_size
+                record["mfu"] = record["model_flops_per_s"] / peak
         self._metrics.log("train", record)
-        self._waits.append(values["data_seconds"])
-        self._seconds.append(step_seconds)
-        if len(self._seconds) == WINDOW_STEPS:
+        self._window.append(values)
+        if len(self._window) == WINDOW_STEPS:
             self._compare_ranks()
 
     def report_event(self, name: str, text: str, **values: Any) -> None:
@@ -94,46 +126,70 @@ class StepReporter:
         event = {"step": self._step, "name": name, "text": text, **values}
         self._metrics.log("event", event)
 
-    def _flops_per_s(self, batch: StepBatch, step_seconds: float) -> dict[str, float]:
-        """Of the model, over all ranks, and the share of the devices' peak, if that is known."""
-        examples = np.concatenate([of for ranks in batch.plan.micro_batches for of in ranks])
-        lengths = self._plan.data.lengths[examples]
-        flops = self._flops.of_examples(lengths, batch.plan.supervised_tokens)
-        values = {"model_flops_per_s": flops / step_seconds}
-        if self._peak_flops_per_s is not None:
-            peak = self._peak_flops_per_s * self._ranks.world_size
-            values["mfu"] = values["model_flops_per_s"] / peak
-        return values
+    def report_problem(self, problem: Problem, batch: StepBatch) -> None:
+        """Report what the guard found in a step, with the rows of the micro-batches whose own loss
+        was not finite, or those of the whole step if there are none.
+        """
+        if not self._ranks.is_first:
+            return
+        micro_batches, bad = batch.plan.micro_batches, enumerate(problem.micro_batches)
+        suspects = [micro_batches[i][rank] for rank, micro_steps in bad for i in micro_steps]
+        examples = np.concatenate(suspects or [of for ranks in micro_batches for of in ranks])
+        rows = [self._plan.data.place_of(example) for example in examples.tolist()]
+        text = problem.reason + ("; the update is skipped" if problem.is_skipped else "")
+        name = "loss_spike" if problem.is_spike else "skipped_step"
+        self.report_event(name, text, rows=rows)
 
     def _compare_ranks(self) -> None:
-        """Gather what each rank has measured in the window, and report it."""
-        window = {
+        """Report what each rank has measured in the window, and which ones are slow."""
+        measured = {
             "probe_seconds": probe_seconds(self._ranks.device),
-            "data_seconds": fmean(self._waits),
-            "memory_peak_bytes": torch.cuda.max_memory_allocated() if self._on_cuda else 0,
+            "data_seconds": fmean(step["data_seconds"] for step in self._window),
             "gpu": gpu_health() if self._on_cuda else None,
         }
-        step_seconds = fmean(self._seconds)
-        self._waits.clear()
-        self._seconds.clear()
-        of_ranks = gather_json(self._ranks, window)
-        columns = {name: [rank[name] for rank in of_ranks] for name in window}
-        self._peak_bytes = max(self._peak_bytes, *columns.pop("memory_peak_bytes"))
-        self._metrics.log(
-            "ranks",
-            {"step": self._step, "hosts": self._hosts, "step_seconds": step_seconds, **columns},
-        )
-        probes, waits = columns["probe_seconds"], columns["data_seconds"]
-        for rank in self._stragglers.update(probes, waits, step_seconds):
-            text = (
-                f"{self.rank_names[rank]} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: "
-                f"matrix products take {probes[rank] / median_low(probes):.2f} times as long as "
-                f"on the median rank, and it waits {waits[rank]:.3g} s per step for data "
-                f"(median {median_low(waits):.3g} s)"
-            )
-            if gpu := of_ranks[rank]["gpu"]:
-                text += f"; GPU at {gpu['temperature_celsius']} C, {gpu['sm_clock_mhz']} MHz"
-            self.report_event("slow_rank", text, ranks=[rank])
+        step_seconds = fmean(step["step_seconds"] for step in self._window)
+        self._window.clear()
+        of_ranks = gather_json(self._ranks, measured)
+        columns = {name: [rank[name] for rank in of_ranks] for name in measured}
+        record = {"hosts": self._places, "step_seconds": step_seconds, **columns}
+        self._metrics.log("ranks", {"step": self._step, **record})
+        slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
+        self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
+        for rank, windows in self._windows_slow.items():
+            if windows == WINDOWS:
+                name = self.rank_names[rank]
+                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {of_ranks[rank]}"
+                self.report_event("slow_rank", text, ranks=[rank])
+
+
+def slow_ranks(probes: Sequence[float], waits: Sequence[float], step_seconds: float) -> list[int]:
+    """The ranks whose probe is slower, or that wait longer for data, than the median rank. The
+    lower median is used, so that of two ranks the slower one is compared with the faster one.
+
+    Args:
+        probes: seconds of each rank's probe.
+        waits: seconds per step that each rank has waited for data.
+    """
+    slow_probe = (1 + PROBE_MARGIN) * median_low(probes)
+    slow_wait = median_low(waits) + WAIT_SHARE * step_seconds
+    measured = enumerate(zip(probes, waits, strict=True))
+    return [rank for rank, (probe, wait) in measured if probe > slow_probe or wait > slow_wait]
+
+
+def probe_seconds(device: torch.device) -> float:
+    """The time of a few matrix products on this rank alone, the fastest of several tries, so that
+    only what is slow all the time counts. It takes some milliseconds and, on a GPU, 100 MB.
+    """
+    on_cuda = device.type == "cuda"
+    size, dtype = (4096, torch.bfloat16) if on_cuda else (256, torch.float32)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(PROBE_REPEATS):
+        began = time.perf_counter()
+        product = matrix @ matrix @ matrix @ matrix
+        product[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def gpu_health() -> dict[str, float] | None:
@@ -145,3 +201,16 @@ def gpu_health() -> dict[str, float] | None:
             "power_watts": torch.cuda.power_draw() / 1000,
         }
     return None
+
+
+def open_profiler(config: Config, start: Progress, ranks: Ranks) -> profile | None:
+    """A profiler of three steps of rank 0 from profile.start on, the one before them being its
+    warm-up; None if there is nothing to profile. The loop calls step() after each step.
+    """
+    wait_steps = config.profile.start - start.step - 2
+    if not ranks.is_first or wait_steps < 0:
+        return None
+    return profile(
+        schedule=schedule(wait=wait_steps, warmup=1, active=PROFILED_STEPS, repeat=1),
+        on_trace_ready=tensorboard_trace_handler(f"{config.output_dir}/profile", use_gzip=True),
+    )
