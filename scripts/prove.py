@@ -1,4 +1,4 @@
-"""Prove a claim about the data of your own config, without a model.
+"""Check a claim about the data of your own config, without a model.
 
     python scripts/prove.py epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
     python scripts/prove.py data --config recipes/demo.yaml
@@ -7,8 +7,8 @@ epoch   Run every rank's loader over a whole epoch and count the examples that i
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
         example must appear exactly once.
 data    Read every row of all sources and compare it with its decoded tokens and loss mask. The
-        content of each answer must be supervised, that of every other message must not be, and the
-        examples in data.cache_dir must be those that the row gives. It also lists the end marks.
+        content of each answer must be supervised, that of every other message must not be. It also
+        lists the end marks.
 
 Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in the input.
 """

@@ -1,6 +1,9 @@
 """What scripts/inspect_data.py prints: counts, examples and planned steps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -11,13 +14,41 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.plan import StepPlan
 from zerotrain.data.render import OUTCOMES
 from zerotrain.runtime.errors import printable
-from zerotrain.tools.row_proof import ANSWER, END, PLAIN, segments
 
 QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100)
 PLANNED_STEPS = 50  # of the first epoch, for each number of ranks
 MAX_TOKENS = 1000  # of an example
+PLAIN, ANSWER, END = "plain", "answer", "end"
 # Kind of segment -> its style on a terminal with colors, and its brackets on one without
 STYLES = {PLAIN: ("", "", ""), ANSWER: ("green", "[[", "]]"), END: ("bold magenta", "{{", "}}")}
+
+
+class Segment(NamedTuple):
+    """A part of an example: PLAIN carries no loss, ANSWER does, and so does END, the special tokens
+    at the end of a supervised part.
+    """
+
+    kind: str
+    text: str
+
+
+def segments(
+    ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> list[Segment]:
+    """Decode an example."""
+    special = {*tokenizer.all_special_ids}
+    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kinds = [ANSWER if supervised else PLAIN for supervised in mask]
+    follows = PLAIN
+    for i in reversed(range(len(ids))):
+        if kinds[i] == ANSWER and ids[i] in special and follows != ANSWER:
+            kinds[i] = END
+        follows = kinds[i]
+    found = []
+    for kind, group in groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0]):
+        part = [token for _, token in group]
+        found.append(Segment(kind, tokenizer.decode(part, clean_up_tokenization_spaces=False)))
+    return found
 
 
 def print_counts(name: str, plan: DataPlan) -> None:

@@ -1,5 +1,6 @@
 """Counts the examples that every rank's loader yields over an epoch, for `prove.py epoch`."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -8,7 +9,6 @@ import numpy as np
 import xxhash
 
 from zerotrain.data.loader import load_steps
-from zerotrain.runtime.progress import progress
 
 if TYPE_CHECKING:
     from zerotrain.data.data_plan import DataPlan
@@ -20,66 +20,50 @@ MAX_NAMED = 5  # missing or repeated examples that are named by file and line
 def prove_epoch(plan: "DataPlan", then: int, cut: float, epoch: int) -> bool:
     """Load an epoch on every rank, uninterrupted, and resumed on `then` ranks after a fraction
     `cut` of it; print what came out.
+
+    Returns:
+        Whether each example came once, both times.
     """
-    resumed = replace(plan, budget=replace(plan.budget, world_size=then))
-    first, world = epoch * plan.steps_per_epoch, plan.budget.world_size
-    middle, last = first + round(cut * plan.steps_per_epoch), first + plan.steps_per_epoch
+    world, resumed = plan.budget.world_size, replace(plan.budget, world_size=then)
+    first, last = epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch
+    middle = first + round(cut * plan.steps_per_epoch)
     print(f"{len(plan.data):,} examples, epoch {epoch}: steps {first:,} to {last - 1:,}")
-    keys = [_key(ids, mask) for ids, mask in _stored_examples(plan)]
-    whole = _count(keys, [(plan, first, last)])
-    split = _count(keys, [(plan, first, middle), (resumed, middle, last)])
-    proved = _report(plan, f"{world} ranks", whole)
-    proved &= _report(plan, f"{world} ranks for {middle - first:,} steps, then {then}", split)
-    same = sum(_examples_of(plan, k) == _examples_of(resumed, k) for k in range(first, last))
-    print(f"  the same examples in {same:,} of {last - first:,} steps on {world} and {then} ranks")
-    return proved and bool((whole == split).all()) and same == last - first
+    stored, places = Counter(), {}
+    for number in range(len(plan.data)):
+        ids, masks = plan.data.fetch(np.array([number]))
+        key = _key(ids[0], masks[0])
+        stored[key] += 1
+        places[key] = plan.data.place_of(number)
+    split = _loaded(plan, first, middle) + _loaded(replace(plan, budget=resumed), middle, last)
+    proved = True
+    for name, counts in (
+        (f"{world} ranks", _loaded(plan, first, last)),
+        (f"{world} ranks for {middle - first:,} steps, then {then}", split),
+    ):
+        missing, repeated = stored - counts, counts - stored
+        print(
+            f"  {name}: {(stored & counts).total():,} examples once, {missing.total():,} missing, "
+            f"{repeated.total():,} repeated or not in the data set"
+        )
+        for problem, keys in (("missing", missing), ("repeated", repeated)):
+            for key in list(keys)[:MAX_NAMED]:
+                print(f"    {problem}: {places.get(key, 'not in the data set')}")
+        proved = proved and counts == stored
+    return proved
 
 
-def _count(keys: list[bytes], parts: "list[tuple[DataPlan, int, int]]") -> np.ndarray:
-    """How often the ranks' loaders yield each example in these (plan, first step, last step + 1),
-    int64 [examples + 1]; the last entry counts those that are not in the data set.
-    """
-    number_of = {key: number for number, key in reversed(list(enumerate(keys)))}
-    counts = np.zeros(len(keys) + 1, np.int64)
-    loaders = []
-    for plan, first, last in parts:
-        loaders += [(plan, rank, first, last) for rank in range(plan.budget.world_size)]
-    with progress("loading", len(loaders), "ranks") as report:
-        for done, (plan, rank, first, last) in enumerate(loaders):
-            report(done)
-            for step in load_steps(plan, rank, first, last):
-                assigned = (ranks[rank] for ranks in step.plan.micro_batches)
-                for rows, batch in zip(assigned, step.micro_batches, strict=True):
-                    numbers = rows.tolist()
-                    found = [_key(ids, mask) for ids, mask in _examples_in(batch)]
-                    if found != [keys[number] for number in numbers]:
-                        numbers = [number_of.get(key, -1) for key in found]
-                    np.add.at(counts, numbers, 1)
+def _loaded(plan: "DataPlan", first: int, last: int) -> Counter[bytes]:
+    """How often the loaders of all ranks yield each example in steps [first, last)."""
+    counts = Counter()
+    for rank in range(plan.budget.world_size):
+        for step in load_steps(plan, rank, first, last):
+            for batch in step.micro_batches:
+                counts.update(_keys_in(batch))
     return counts
 
 
-def _report(plan: "DataPlan", name: str, counts: np.ndarray) -> bool:
-    """Print the counts; True if each example came once."""
-    unknown, counts = int(counts[-1]), counts[:-1]
-    missing, repeated = (counts == 0).nonzero()[0], (counts > 1).nonzero()[0]
-    print(
-        f"  {name}: {(counts == 1).sum():,} examples once, {len(missing):,} missing, "
-        f"{len(repeated):,} repeated, {unknown:,} that are not in the data set"
-    )
-    for word, rows in (("missing", missing), ("repeated", repeated)):
-        for row in rows[:MAX_NAMED].tolist():
-            print(f"    {word}: {plan.data.place_of(row)}")
-    return not (len(missing) or len(repeated) or unknown)
-
-
-def _examples_of(plan: "DataPlan", step: int) -> list[int]:
-    """Numbers of the examples in a step, sorted."""
-    micro_batches = plan.step(step).micro_batches
-    return sorted(row for ranks in micro_batches for rows in ranks for row in rows.tolist())
-
-
-def _examples_in(batch: "MicroBatch") -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids and targets of each example in a micro-batch, without fillers."""
+def _keys_in(batch: "MicroBatch") -> Iterator[bytes]:
+    """The examples of a micro-batch, without fillers."""
     ids = batch.input_ids.numpy()
     is_target = np.zeros(ids.size, bool)
     is_target[batch.positions.numpy() + 1] = True
@@ -90,13 +74,7 @@ def _examples_in(batch: "MicroBatch") -> Iterator[tuple[np.ndarray, np.ndarray]]
     else:
         starts = np.flatnonzero(batch.position_ids.numpy()[0] == 0)[1:]
         parts = zip(np.split(ids[0], starts), np.split(is_target[0], starts), strict=True)
-    return ((own, targets) for own, targets in parts if targets.any())
-
-
-def _stored_examples(plan: "DataPlan") -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for start in range(0, len(plan.data), 1000):
-        rows = np.arange(start, min(start + 1000, len(plan.data)))
-        yield from zip(*plan.data.fetch(rows), strict=True)
+    return (_key(own, targets) for own, targets in parts if targets.any())
 
 
 def _key(ids: np.ndarray, mask: np.ndarray) -> bytes:
