@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute
-from zerotrain.data.plan import Budget, ExampleTooLong, plan_step
+from zerotrain.data.plan import Budget, plan_step
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.open_plans import open_plans
 
@@ -140,23 +140,20 @@ def test_every_first_place_is_equally_likely():
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=150),
     world_size=st.integers(1, 9),
     cap=st.integers(64, 300),
-    multiple=st.sampled_from([1, 8]),
     packed=st.booleans(),
     k=st.sampled_from([1, 100, 24_576]),
 )
-def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, multiple, packed, k):
+def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, packed, k):
     lengths = np.array(lengths, np.int32)
     rows = np.arange(len(lengths))
-    step_plan = plan_step(rows, lengths, lengths, Budget(world_size, cap, k, packed, multiple))
+    step_plan = plan_step(rows, lengths, lengths, Budget(world_size, cap, k, packed))
     assert all(len(micro_step) == world_size for micro_step in step_plan.micro_batches)
     groups = groups_of(step_plan)
     assert sorted(np.concatenate(groups)) == sorted(rows)
     if packed:
         held = [int(lengths[g].sum()) for g in groups]
     else:
-        held = [
-            len(g) * (-(-int(lengths[g].max(initial=0)) // multiple) * multiple) for g in groups
-        ]
+        held = [len(g) * (-(-int(lengths[g].max(initial=0)) // 8) * 8) for g in groups]
     assert max(held) <= cap and sum(held) == step_plan.padded_tokens
     assert step_plan.supervised_tokens == step_plan.tokens == lengths.sum()
 
@@ -175,7 +172,7 @@ def test_ranks_that_wait_for_each_other_do_equal_work():
     order = EpochOrder(LENGTHS, 1, 500)
     efficiency = {}
     for name, packed in (("bucketed", False), ("packed", True)):
-        budget = Budget(4, 4096, packed=packed, pad_to_multiple_of=1)
+        budget = Budget(4, 4096, packed=packed)
         useful = waited = by_number = 0
         for rows in epoch_of(order):
             step_plan = plan_step(rows, LENGTHS, SUPERVISED, budget)
@@ -215,7 +212,6 @@ def test_packed_bins_are_the_same_for_every_world_size_that_divides_them():
         assert sum(len(canonical) % w == 0 for w in bins) >= 2
 
 
-def test_an_example_over_the_budget_is_refused():
-    lengths = np.array([5, 6, 1000], np.int32)
-    with pytest.raises(ExampleTooLong, match=r"1,000 tokens .*data.micro_batch_tokens"):
-        plan_step(np.arange(3), lengths, lengths, Budget(1, 512))
+def test_an_example_over_the_budget_is_refused(tiny_config):
+    with pytest.raises(UserError, match=r"train.jsonl:\d+: .*data.micro_batch_tokens \(40\)"):
+        open_plans(config_of(tiny_config(data__micro_batch_tokens=40)), 1)

@@ -13,7 +13,7 @@ import xxhash
 
 from zerotrain.config.schema import HELD_OUT
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
-from zerotrain.data.plan import Budget, ExampleTooLong, StepPlan, plan_step
+from zerotrain.data.plan import Budget, StepPlan, plan_step
 from zerotrain.data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
 from zerotrain.runtime.errors import UserError
 
@@ -49,19 +49,22 @@ class DataPlan:
         return self.order.steps_per_epoch
 
     @property
+    def epoch_size(self) -> int:
+        """Examples per epoch, or tokens where the global batch is in tokens."""
+        by_tokens = self.order.global_batch_tokens is not None
+        return self.order.tokens_per_epoch if by_tokens else len(self.data)
+
+    @property
     def mean_batch(self) -> float:
-        """Mean examples per step, or tokens where the global batch is in tokens: at most the global
-        batch of the config, since an epoch is divided into equal steps.
+        """Mean examples, or tokens, per step: at most the global batch of the config, since an
+        epoch is divided into equal steps.
         """
-        order = self.order
-        by_tokens = order.global_batch_tokens is not None
-        epoch = order.tokens_per_epoch if by_tokens else len(order.lengths)
-        return epoch / self.steps_per_epoch
+        return self.epoch_size / self.steps_per_epoch
 
     @property
     def mean_examples(self) -> float:
         """Mean examples per step."""
-        return len(self.order.lengths) / self.steps_per_epoch
+        return len(self.data) / self.steps_per_epoch
 
     @property
     def steps_in_first_epoch(self) -> int:
@@ -139,7 +142,7 @@ def make_plans(
     batch = train.global_batch_size, train.global_batch_tokens
     order = EpochOrder(train_rows.lengths, train.seed, *batch)
     train_plan = DataPlan(train_rows, order, budget)
-    check_global_batch(train_plan)
+    check_global_batch(train_plan, train)
     eval_plans = {}
     for name, rows in held_out.items():
         in_order = replace(order, lengths=rows.lengths, shuffle=False)
@@ -149,27 +152,25 @@ def make_plans(
     return train_plan, eval_plans
 
 
-def check_global_batch(plan: DataPlan) -> None:
+def check_global_batch(plan: DataPlan, train: "TrainConfig") -> None:
     """Raise UserError if an epoch has fewer examples, or tokens, than one global batch."""
-    order = plan.order
-    unit, wanted, available = "examples", order.global_batch_size, len(order.lengths)
-    if wanted is None:
-        unit, wanted, available = "tokens", order.global_batch_tokens, order.tokens_per_epoch
-    if wanted > available:
-        key = "train.global_batch_tokens" if unit == "tokens" else "train.global_batch_size"
+    if train.global_batch > plan.epoch_size:
         raise UserError(
-            f"{key}: {wanted:,} is more than an epoch has ({available:,} {unit}); lower it to "
-            f"{available} or less, or add data"
+            f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has "
+            f"({plan.epoch_size:,}); lower it, or add data"
         )
 
 
 def check_fits(plan: DataPlan) -> None:
     """Raise UserError if the longest example exceeds the budget."""
     longest = int(np.argmax(plan.data.lengths))
-    try:
-        plan_step(np.array([longest]), plan.data.lengths, plan.data.supervised, plan.budget)
-    except ExampleTooLong as error:
-        raise UserError(f"{plan.data.place_of(longest)}: {error}") from error
+    tokens, limit = plan.budget.padded(plan.data.lengths[longest]), plan.budget.micro_batch_tokens
+    if tokens > limit:
+        raise UserError(
+            f"{plan.data.place_of(longest)}: the example has {tokens:,} tokens (padded), over "
+            f"data.micro_batch_tokens ({limit:,}); raise it, or lower data.max_length and let "
+            "data.on_too_long truncate, split or drop longer rows"
+        )
 
 
 # --------------------------------------------------------------------------------------------------

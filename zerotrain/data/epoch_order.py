@@ -55,15 +55,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def derive_key(seed: int, *numbers: int) -> int:
-    """64-bit key of a permutation, from the seed and numbers that identify it, such as the epoch.
-
-    The numbers (each >= 0) are hashed one after the other, so neighboring ones give unrelated keys.
-    """
+def derive_key(seed: int, epoch: int) -> int:
+    """64-bit key of an epoch's permutation; neighboring epochs have unrelated ones."""
     key = _mix(np.array([seed], dtype=np.int64).astype(np.uint64))
     with np.errstate(over="ignore"):
-        for number in numbers:
-            key = _mix(key + np.uint64(number + 1) * _GOLDEN)
+        key = _mix(key + np.uint64(epoch + 1) * _GOLDEN)
     return int(key[0])
 
 
@@ -99,14 +95,10 @@ class EpochOrder:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        if self.global_batch_tokens is None:
-            return -(-len(self.lengths) // self.global_batch_size)
-        return min(len(self.lengths), -(-self.tokens_per_epoch // self.global_batch_tokens))
+        return self.steps_from(0, 0)
 
     def steps_from(self, epoch: int, start: int) -> int:
         """Steps of an epoch from position `start` on."""
-        if start == 0:
-            return self.steps_per_epoch
         if self.global_batch_tokens is None:
             return -(-(len(self.lengths) - start) // self.global_batch_size)
         return len(self._bounds_by_tokens(epoch, start)) - 1
@@ -139,15 +131,10 @@ class EpochOrder:
         left = len(self.lengths) - start
         lengths = self.lengths[self._slice(epoch, start, len(self.lengths))]
         tokens = np.cumsum(lengths, dtype=np.int64)
-        total = int(tokens[-1])
-        steps = min(left, -(-total // self.global_batch_tokens))
-        k = np.arange(1, steps, dtype=np.int64)
-        goals = k * (total // steps) + k * (total % steps) // steps  # k * total might overflow
+        steps = min(left, -(-int(tokens[-1]) // self.global_batch_tokens))
+        goals = np.arange(1, steps) * tokens[-1] // steps
         bounds = np.concatenate([[0], 1 + np.searchsorted(tokens, goals), [left]])
         k = np.arange(steps + 1)
         bounds = np.maximum.accumulate(bounds - k) + k  # at least one, even next to a huge example
-        bounds = start + np.minimum(bounds, left - steps + k)
-        if len(self._token_bounds) > 1:  # a loader reads from two epochs at most
-            self._token_bounds.clear()
-        self._token_bounds[epoch, start] = bounds
-        return bounds
+        self._token_bounds[epoch, start] = start + np.minimum(bounds, left - steps + k)
+        return self._token_bounds[epoch, start]

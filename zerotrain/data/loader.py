@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,7 @@ from zerotrain.data.tokenize import TokenizedRows
 PREFETCH_STEPS = 2
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """One rank's examples of one micro-step: bucketed, padded on the right to a common length, or
     packed, concatenated into one sequence.
 
@@ -50,8 +50,7 @@ class MicroBatch:
         return cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{k: None if t is None else change(t) for k, t in tensors.items()})
+        return MicroBatch(*(None if tensor is None else change(tensor) for tensor in self))
 
     def to(self, device: torch.device) -> "MicroBatch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -65,7 +64,6 @@ class StepBatch:
     """One rank's share of one optimizer step; `plan` has the counts over all ranks."""
 
     global_step: int
-    epoch: int
     micro_batches: list[MicroBatch]
     plan: StepPlan
 
@@ -81,33 +79,34 @@ def load_steps(
         step = plan.step(global_step)
         batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in step.micro_batches]
         batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
-        return StepBatch(global_step, plan.locate(global_step)[0], batches, step)
+        return StepBatch(global_step, batches, step)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
-        ahead = deque(pool.submit(make, k) for k in range(first, min(first + PREFETCH_STEPS, last)))
-        for upcoming in range(first + PREFETCH_STEPS, last + PREFETCH_STEPS):
-            batch = ahead.popleft().result()
-            if upcoming < last:
-                ahead.append(pool.submit(make, upcoming))
-            yield batch
+        ahead = deque[Future[StepBatch]]()
+        for step in range(first, last):
+            ahead.append(pool.submit(make, step))
+            if len(ahead) > PREFETCH_STEPS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroBatch:
     """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
     ids, masks = [np.zeros(1, np.int32)], [np.zeros(1, bool)]
-    length = 1
     if len(examples):
         ids, masks = data.fetch(examples)
-        length = int(budget.padded(np.array(max(map(len, ids)))))
+    lengths = np.array([len(example) for example in ids])
     if budget.packed:
-        positions = np.concatenate([np.arange(len(example)) for example in ids])[None]
+        positions = np.concatenate([np.arange(length) for length in lengths])[None]
         packed = np.concatenate(ids).astype(np.int64)[None]
         return MicroBatch.of(packed, np.concatenate(masks)[None], position_ids=positions)
-    shape = (len(ids), length)
-    input_ids, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    is_target = np.zeros(shape, bool)
+    # also 1 for the filler: attention over nothing is NaN
+    width = budget.padded(lengths.max()) if len(examples) else 1
+    attention_mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
+    input_ids = np.zeros((len(ids), width), np.int64)
+    is_target = np.zeros((len(ids), width), bool)
     for i, (example, mask) in enumerate(zip(ids, masks, strict=True)):
         input_ids[i, : len(example)] = example
-        attention_mask[i, : len(example)] = 1  # also for the filler: attention over nothing is NaN
         is_target[i, : len(example)] = mask
     return MicroBatch.of(input_ids, is_target, attention_mask=attention_mask)

@@ -25,12 +25,10 @@ class Budget:
     as its attention to K tokens."""
     packed: bool = False
     """Concatenate examples without padding, instead of padding those of similar length."""
-    pad_to_multiple_of: int = PAD_MULTIPLE
-    """Of bucketed examples."""
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """The lengths as they count for the budget."""
-        multiple = 1 if self.packed else self.pad_to_multiple_of
+        multiple = 1 if self.packed else PAD_MULTIPLE
         return -(-lengths // multiple) * multiple
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
@@ -52,10 +50,6 @@ class StepPlan:
     """Summed over all ranks and micro-steps, without the filler of ranks that have no example."""
 
 
-class ExampleTooLong(ValueError):
-    """A single example exceeds the budget."""
-
-
 def plan_step(
     examples: np.ndarray, lengths: np.ndarray, supervised: np.ndarray, budget: Budget
 ) -> StepPlan:
@@ -67,23 +61,15 @@ def plan_step(
     too large for the memory fails in the first micro-step.
 
     Args:
-        examples: int64 [n], n > 0, indices; the result does not depend on their order.
+        examples: int64 [n], n > 0, indices, each within the budget; the result does not depend on
+            their order.
         lengths, supervised: int32 [all examples], tokens, and those that carry loss.
-
-    Raises:
-        ExampleTooLong: an example exceeds the budget.
     """
     examples = np.sort(examples)
     exact = lengths[examples].astype(np.int64)
     order = np.argsort(-exact, kind="stable")
     examples, exact = examples[order], exact[order]
     padded = budget.padded(exact)
-    if padded[0] > budget.micro_batch_tokens:
-        raise ExampleTooLong(
-            f"the example has {padded[0]:,} tokens (padded), over data.micro_batch_tokens "
-            f"({budget.micro_batch_tokens:,}); raise it, or lower data.max_length and let "
-            "data.on_too_long truncate, split or drop longer rows"
-        )
     groups, costs = (_pack if budget.packed else _bucket)(padded, budget)
     padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
     order = np.argsort(-costs, kind="stable")

@@ -30,14 +30,13 @@ def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int
     Raises:
         UserError: no example is left.
     """
-    row_of = np.asarray(data.rows["row"][:])
-    begins = np.append(np.diff(row_of, prepend=-1) != 0, True)
-    is_whole = begins[:-1] & begins[1:] & (np.asarray(data.lengths) < max_length)
+    is_first_piece = np.diff(np.asarray(data.rows["row"][:]), prepend=-1) != 0
+    is_whole = is_first_piece & (data.lengths < max_length)
     usable = np.flatnonzero(is_whole & (data.supervised < data.lengths - 1))
     if not len(usable):
         raise UserError(
-            f"eval.generate: no example of the set {name} is a question with a whole answer: they "
-            "are plain text, or cut at data.max_length; set it to 0, or raise data.max_length"
+            f"eval.generate: no example of the set {name} is a question with a whole answer; set "
+            "it to 0, or raise data.max_length"
         )
     chosen = usable[np.linspace(0, len(usable) - 1, min(count, len(usable))).astype(int)]
     questions = []

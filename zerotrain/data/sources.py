@@ -49,10 +49,6 @@ CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 MESSAGE_COLUMNS = ("role", "content")  # keys of each message that data.columns can rename
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
-JSON_TYPES = {
-    dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number",
-    float: "a number", type(None): "null",
-}  # fmt: skip
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -62,11 +58,8 @@ class BadRow(ValueError):
     """
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(reason, message)
-        self.reason, self.message = reason, message
-
-    def __str__(self) -> str:
-        return self.message
+        super().__init__(message)
+        self.reason = reason
 
 
 # --------------------------------------------------------------------------------------------------
@@ -100,8 +93,7 @@ def name_of(source: "Source") -> str:
     """Name of a source in tables and messages."""
     if source.path is not None:
         return source.path
-    revision = f"@{source.revision}" if source.revision else ""
-    return ":".join(filter(None, [f"{source.hub}{revision}", source.subset, source.split]))
+    return ":".join(filter(None, [source.hub, source.subset, source.split]))
 
 
 def fingerprint(source: "Source") -> list[Any]:
@@ -199,16 +191,16 @@ def parse_row(
         if ours in row:
             raise BadRow(
                 "doubled key",
-                f"it has both {ours!r} and {theirs!r}, which data.columns renames to {ours!r}; "
-                f"data.ignore_keys: [{ours}] leaves out the former",
+                f"it has both {ours!r} and {theirs!r} (data.columns); data.ignore_keys: [{ours}] "
+                "leaves out the former",
             )
         row[ours] = row.pop(theirs)
     return row
 
 
 def json_type(value: Any) -> str:
-    """The JSON name of the type of a value."""
-    return JSON_TYPES[type(value)]
+    """The name of the type of a value of JSON."""
+    return "null" if value is None else type(value).__name__
 
 
 def strings_in(value: Any) -> Iterator[str]:

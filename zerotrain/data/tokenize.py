@@ -1,29 +1,23 @@
 """Tokenizes rows into examples (token ids and loss mask), once per node, into a cache of Arrow
 files that every rank memory-maps.
 
-A cache folder has what a rank needs to plan an epoch without reading the tokens:
-
-    examples.arrow      input_ids list<int32>, loss_mask list<bool>, and the row they came from
-    lengths.npy         int32 [examples], tokens
-    supervised.npy      int32 [examples], tokens that carry loss
+    examples.arrow      SCHEMA
     meta.json           counts for the start-up table, and `content`, a hash of tokens and masks
     rejected_rows.jsonl rows skipped under data.on_bad_row, with reasons
 
-It is written under a temporary name, synced to disk, and renamed when complete, so neither a killed
-process nor a failed machine leaves an incomplete cache.
+A cache folder is written under a temporary name, synced to disk, and renamed when complete, so
+neither a killed process nor a failed machine leaves an incomplete cache.
 """
 
 import json
 import os
-import re
 import shutil
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,23 +43,23 @@ from zerotrain.data.sources import (
 )
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import draft_of, explain, sync_folder, sync_tree
-from zerotrain.runtime.progress import progress, say
+from zerotrain.runtime.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from zerotrain.config.schema import DataConfig, Source
 
-CACHE_VERSION = 9  # increase it when the same input is to give other tokens than before
+CACHE_VERSION = 10  # increase it when the same input is to give another cache than before
 BATCH_ROWS, BATCH_CHARACTERS = 500, 1 << 24  # at most so much is tokenized at a time
-POOL_BATCHES = 20  # a data set of fewer batches is tokenized in this process
-FORMAT_ROWS = 1000  # rows of a source that are searched for one that shows its format
+MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
-ABANDONED_SECONDS = 3600  # since a draft was last written to
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
         "loss_mask": pa.list_(pa.bool_()),
+        "length": pa.int32(),  # tokens
+        "supervised": pa.int32(),  # tokens that carry loss
         "file": pa.string(),
         "place": pa.int64(),  # line of the file, or number of the row in it
         "row": pa.int64(),  # number among all rows read, the same for split pieces
@@ -114,22 +108,17 @@ class TokenizedRows:
 def cache_path(
     given: list["Source"], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
 ) -> Path:
-    """Folder of the cache for these sources, this tokenizer and these options. The weights of
-    sources do not matter.
-    """
-    vocabulary: Any = sorted(tokenizer.get_vocab().items())
-    if tokenizer.is_fast:  # without what is left over from its last call
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        vocabulary = {k: v for k, v in state.items() if k not in ("padding", "truncation")}
-    options = RenderOptions.of(config)
+    """Folder of the cache for these sources, this tokenizer and these options."""
+    tokenizer.backend_tokenizer.no_padding()  # otherwise it contains those of its last call
+    tokenizer.backend_tokenizer.no_truncation()
     key = json.dumps(
         [
             CACHE_VERSION,
             [[fingerprint(s), s.format, s.columns] for s in given],
-            [options.as_chat, options.supervise, options.max_length, options.on_too_long],
-            [config.ignore_keys, config.roles, config.on_bad_row],
+            asdict(RenderOptions.of(config)),
+            config.on_bad_row,
             tokenizer.chat_template,
-            vocabulary,
+            tokenizer.backend_tokenizer.to_str(),
             {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
         ]
     )
@@ -157,7 +146,6 @@ def tokenize_sources(
         with FileLock(f"{target}.lock"):
             if target.exists():
                 return target
-            _remove_abandoned(target)
             draft.mkdir()
             _build_cache(given, tokenizer, config, draft)
             sync_tree(draft)
@@ -171,91 +159,78 @@ def tokenize_sources(
     return target
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove the drafts of this cache that killed processes left, by their exact names."""
-    name = re.compile(rf"\.{target.name}\.[0-9a-f]{{32}}\.tmp")
-    for folder in target.parent.iterdir():
-        if name.fullmatch(folder.name) and not folder.is_symlink():
-            written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            if time.time() - written > ABANDONED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
 # --------------------------------------------------------------------------------------------------
 # One batch, usually in another process
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Consecutive rows of a source."""
+    """Consecutive rows of a source, with their files."""
 
-    source: int
     first: int
     """Number of the first row among all rows."""
-    rows: list[tuple[str, RawRow]]  # with their files
+    rows: list[tuple[str, RawRow]] = field(default_factory=list)
 
 
 @dataclass
 class TokenizedBatch:
     """What became of a RowBatch."""
 
-    source: int
     rows_read: int
     columns: dict[str, list] = field(default_factory=lambda: {name: [] for name in SCHEMA.names})
-    outcomes: Counter[int] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Numbers of examples, by the names in OUTCOMES."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What the user should know about rows, and about how many."""
     rejected: list[dict[str, Any]] = field(default_factory=list)
-    specials: list[tuple[str, str]] = field(default_factory=list)
-    """Special tokens in rows' own text, and the place of the row."""
-    unprompted: list[tuple[str, str]] = field(default_factory=list)
-    """What the text before an answer lacks of a generation prompt, and the place of the row."""
 
 
 def tokenize_batch(
-    batch: RowBatch,
-    tokenizer: "PreTrainedTokenizerBase",
-    options: list[RenderOptions],
-    on_bad_row: str,
+    batch: RowBatch, tokenizer: "PreTrainedTokenizerBase", options: RenderOptions, on_bad_row: str
 ) -> TokenizedBatch:
     """Render the rows of a batch, and cut them to data.max_length.
 
     Raises:
         UserError: a row cannot be used, and data.on_bad_row is error.
     """
-    out, option = TokenizedBatch(batch.source, len(batch.rows)), options[batch.source]
+    out = TokenizedBatch(len(batch.rows))
     parsed: list[dict[str, Any] | BadRow] = []
     for _, raw in batch.rows:
         try:
-            parsed.append(parse_row(raw, option.columns, option.ignore_keys))
+            parsed.append(parse_row(raw, options.columns, options.ignore_keys))
         except BadRow as error:
             parsed.append(error)
-    rendered = render_batch(parsed, tokenizer, option)
-    for number, found in enumerate(rendered, start=batch.first):
-        file, raw = batch.rows[number - batch.first]
+    rendered = render_batch(parsed, tokenizer, options)
+    for number, (file, raw), found in zip(
+        range(batch.first, batch.first + len(parsed)), batch.rows, rendered, strict=True
+    ):
         try:
             if isinstance(found, BadRow):
                 raise found
-            pieces = fit(found.ids, found.mask, option)
+            pieces = fit(found.ids, found.mask, options)
         except BadRow as error:
             if on_bad_row == "error":
-                raise _explained(file, raw, error) from error
-            where = {"file": file, "place": raw.place}
+                raise _refused(file, raw, error) from error
             why = {"reason": error.reason, "problem": str(error)}
-            out.rejected.append({**where, **why, "text": raw.text[:SHOWN_CHARACTERS]})
+            text = raw.text[:SHOWN_CHARACTERS]
+            out.rejected.append({"file": file, "place": raw.place, **why, "text": text})
             continue
         if found.special:
-            out.specials.append((found.special, f"{file}:{raw.place}"))
+            out.notes[f"{found.special} in a text"] += 1
         if found.unprompted:
-            out.unprompted.append((found.unprompted, f"{file}:{raw.place}"))
+            # a server would ask for what was not trained, see Reasoning in data/README.md
+            out.notes[f"WARNING: no {found.unprompted!r} before an answer"] += 1
         for ids, mask, outcome in pieces:
-            out.outcomes[outcome] += 1
+            if outcome in OUTCOMES:
+                out.outcomes[OUTCOMES[outcome][0]] += 1
             if outcome <= SPLIT:
-                values = (ids, mask, file, raw.place, number)
+                values = (ids, mask, len(ids), sum(mask), file, raw.place, number)
                 for name, value in zip(SCHEMA.names, values, strict=True):
                     out.columns[name].append(value)
     return out
 
 
-def _explained(file: str, raw: RawRow, error: BadRow) -> UserError:
+def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
     return UserError(
         f"{file}:{raw.place}: {error}: {raw.text[:SHOWN_CHARACTERS]!a} "
         "(set data.on_bad_row: skip to leave such rows out)"
@@ -279,45 +254,32 @@ def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
     """The batches in their order, from a process per core if there are enough."""
-    head = list(islice(batches, POOL_BATCHES))
-    if len(head) < POOL_BATCHES:
-        yield from map(tokenize, head)
-        return
     workers = len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_process, (tokenize,))
-    try:
-        pending = deque()
-        for batch in chain(head, batches):
-            pending.append(pool.submit(_tokenize_in_pool, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    read = list(islice(batches, MIN_POOL_BATCHES))
+    if len(read) < MIN_POOL_BATCHES:
+        yield from map(tokenize, read)
+        return
+    with ProcessPoolExecutor(workers, get_context("fork"), _start_process, (tokenize,)) as pool:
+        while read:
+            yield from pool.map(_tokenize_in_pool, read)
+            read = list(islice(batches, 4 * workers))
 
 
 # --------------------------------------------------------------------------------------------------
 # Sources -> cache
 
 
-def _batches(given: list["Source"]) -> Iterator[RowBatch]:
-    first = 0
-    for number, source in enumerate(given):
-        rows, characters, is_empty = [], 0, True
-        for file, raw in read_rows(source):
-            rows.append((file, raw))
-            characters += len(raw.text)
-            is_empty = False
-            if len(rows) == BATCH_ROWS or characters > BATCH_CHARACTERS:
-                yield RowBatch(number, first, rows)
-                first += len(rows)
-                rows, characters = [], 0
-        if is_empty:
-            raise UserError(f"{name_of(source)}: has no rows")
-        if rows:
-            yield RowBatch(number, first, rows)
-            first += len(rows)
+def _batches(source: "Source", first: int) -> Iterator[RowBatch]:
+    """The rows of a source, numbered from `first` on."""
+    batch, characters = RowBatch(first), 0
+    for file, raw in read_rows(source):
+        batch.rows.append((file, raw))
+        characters += len(raw.text)
+        if len(batch.rows) == BATCH_ROWS or characters > BATCH_CHARACTERS:
+            yield batch
+            batch, characters = RowBatch(batch.first + len(batch.rows)), 0
+    if batch.rows:
+        yield batch
 
 
 def _options_of(source: "Source", config: "DataConfig") -> RenderOptions:
@@ -325,19 +287,14 @@ def _options_of(source: "Source", config: "DataConfig") -> RenderOptions:
     options = replace(RenderOptions.of(config), format=source.format, columns=source.columns)
     if options.format != "auto":
         return options
-    is_empty = True
-    for file, raw in islice(read_rows(source), FORMAT_ROWS):
-        is_empty = False
+    for file, raw in read_rows(source):
         try:
             row = parse_row(raw, options.columns, options.ignore_keys)
             return replace(options, format=detect_format(row))
         except BadRow as error:
             if config.on_bad_row == "error":
-                raise _explained(file, raw, error) from error
-    name = name_of(source)
-    if is_empty:
-        raise UserError(f"{name}: has no rows")
-    raise UserError(f"{name}: none of its first {FORMAT_ROWS:,} rows shows its format; set it")
+                raise _refused(file, raw, error) from error
+    raise UserError(f"{name_of(source)}: no row shows its format; set it, or add rows")
 
 
 def _build_cache(
@@ -346,125 +303,76 @@ def _build_cache(
     config: "DataConfig",
     cache: Path,
 ) -> None:
-    began = time.perf_counter()
     options = [_options_of(source, config) for source in given]
     chat = any(option.is_chat for option in options)
     if chat:
         check_template(tokenizer, tokenizer.name_or_path)
-    tokenize = partial(
-        tokenize_batch, tokenizer=tokenizer, options=options, on_bad_row=config.on_bad_row
-    )
-    outcomes = [Counter() for _ in given]
-    examples, rows_read = [0] * len(given), [0] * len(given)
-    reasons, specials, unprompted = Counter(), _Places(), _Places()
-    lengths, supervised, content = [], [], xxhash.xxh3_64()
+    examples, rows_read, content = [0] * len(given), 0, xxhash.xxh3_64()
+    outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
+    reasons, notes = Counter(), Counter()
     with (
         progress("tokenizing", None, "rows") as report,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
     ):
-        for found in _tokenized(_batches(given), tokenize):
-            batch = pa.RecordBatch.from_pydict(found.columns, SCHEMA)
-            writer.write_batch(batch)
-            ids, flags = batch["input_ids"], batch["loss_mask"].flatten()
-            is_target = flags.to_numpy(zero_copy_only=False)
-            lengths.append(ids.value_lengths().to_numpy().astype(np.int32))
-            targets = np.append(0, np.cumsum(is_target))[np.cumsum(lengths[-1])]
-            supervised.append(np.diff(targets, prepend=0).astype(np.int32))
-            for part in (lengths[-1], ids.flatten().to_numpy(), is_target):
-                content.update(part.tobytes())
-            examples[found.source] += len(batch)
-            rows_read[found.source] += found.rows_read
-            outcomes[found.source] += found.outcomes
-            for row in found.rejected:
-                reasons[row["reason"]] += 1
-                rejected.write(json.dumps(row) + "\n")
-            specials.add(found.specials)
-            unprompted.add(found.unprompted)
-            report(sum(rows_read))
-    for source, count, read, became in zip(given, examples, rows_read, outcomes, strict=True):
-        if not count:
-            why = [f"{became[code]:,} {text}" for code, (_, text) in OUTCOMES.items()]
-            raise UserError(
-                f"{name_of(source)}: none of its {read:,} rows is left: {', '.join(why)}, "
-                f"{reasons.total():,} rejected (data.on_bad_row)"
+        for i, source in enumerate(given):
+            tokenize = partial(
+                tokenize_batch,
+                tokenizer=tokenizer,
+                options=options[i],
+                on_bad_row=config.on_bad_row,
             )
-    np.save(cache / "lengths.npy", np.concatenate(lengths))
-    np.save(cache / "supervised.npy", np.concatenate(supervised))
+            for found in _tokenized(_batches(source, rows_read), tokenize):
+                batch = pa.RecordBatch.from_pydict(found.columns, SCHEMA)
+                writer.write_batch(batch)
+                tokens, masks = batch["input_ids"].flatten(), batch["loss_mask"].flatten()
+                for values in (batch["length"], tokens, masks):
+                    content.update(values.to_numpy(zero_copy_only=False).tobytes())
+                for row in found.rejected:
+                    reasons[row["reason"]] += 1
+                    rejected.write(json.dumps(row) + "\n")
+                outcomes.update(found.outcomes)
+                notes.update(found.notes)
+                examples[i] += len(batch)
+                rows_read += found.rows_read
+                report(rows_read)
+            if not examples[i]:
+                why = f"left out so far: {dict(outcomes + reasons)}"
+                raise UserError(f"{name_of(source)}: none of its rows is left; {why}")
     rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
-    total = sum(outcomes, Counter())
     meta = {
         "sources": [name_of(source) for source in given],
         "formats": [option.format for option in options],
         "source_examples": examples,
-        "rows_read": sum(rows_read),
-        **{name: total[code] for code, (name, _) in OUTCOMES.items()},
-        "rejected": dict(reasons.most_common()),
+        "rows_read": rows_read,
+        **outcomes,
+        "rejected": reasons,
+        "notes": notes,
         **describe_masks(rows, tokenizer, config, chat),
-        "special_text": specials.text(
-            "{count:,} rows have special tokens in their text, tokenized as plain text, first "
-            "{first!r} in {place}"
-        ),
-        "prompts": unprompted.text(
-            "WARNING: in {count:,} rows the text before an answer lacks {first!r}, with which the "
-            "chat template's generation prompt ends: a server would ask for what was not trained "
-            "(data/README.md, Reasoning), first in {place}"
-        ),
-        "tokens": int(sum(part.sum(dtype=np.int64) for part in lengths)),
-        "supervised_tokens": int(sum(part.sum(dtype=np.int64) for part in supervised)),
         "content": content.hexdigest(),
-        "bytes": {path.name: path.stat().st_size for path in sorted(cache.iterdir())},
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
-    seconds = max(1e-3, time.perf_counter() - began)
-    read = sum(rows_read)
-    say(f"tokenized {read:,} rows in {seconds:,.1f} s ({read / seconds:,.0f} rows/s)")
-
-
-class _Places:
-    """Counts rows with something to report, and remembers the first."""
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, ("", "")
-
-    def add(self, found: Iterable[tuple[str, str]]) -> None:
-        for text_and_place in found:
-            if not self.count:
-                self.first = text_and_place
-            self.count += 1
-
-    def text(self, template: str) -> str:
-        if not self.count:
-            return ""
-        return template.format(count=self.count, first=self.first[0], place=self.first[1])
 
 
 def open_cache(path: Path) -> TokenizedRows:
-    """Memory-map a cache folder: only meta.json is read at once.
+    """Memory-map a cache folder.
 
     Raises:
-        UserError: a file cannot be read, or has another size than when it was written: reading a
-            truncated file that is mapped would end the process.
+        UserError: a file cannot be read, or lacks its end.
     """
     try:
         meta = json.loads((path / "meta.json").read_text())
-        for name, size in meta["bytes"].items():
-            if (found := (path / name).stat().st_size) != size:
-                raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")
-        return TokenizedRows(
-            meta=meta,
-            rows=datasets.Dataset.from_file(str(path / "examples.arrow")).with_format("numpy"),
-            lengths=np.load(path / "lengths.npy", mmap_mode="r"),
-            supervised=np.load(path / "supervised.npy", mmap_mode="r"),
-            folder=path,
+        rows = datasets.Dataset.from_file(str(path / "examples.arrow"))
+        lengths, supervised = (
+            rows.data.column(name).to_numpy() for name in ("length", "supervised")
         )
+        if len(rows) != sum(meta["source_examples"]):
+            raise ValueError(f"{len(rows):,} examples")
+        return TokenizedRows(rows.with_format("numpy"), lengths, supervised, meta, path)
     except PermissionError as error:
         raise UserError(explain(error, "data.cache_dir", path.parent)) from error
-    except (
-        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-        pa.ArrowException,
-    ) as error:  # fmt: skip
+    except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
             f"data.cache_dir: {path} is damaged ({describe(error)}); delete it, and the rows are "
             "tokenized again"
@@ -491,13 +399,11 @@ def hold_out(
 
 
 def _subset(data: TokenizedRows, index: np.ndarray) -> TokenizedRows:
-    lengths, supervised = data.lengths[index], data.supervised[index]
-    first = np.cumsum([0, *data.meta["source_examples"]])
-    meta = {
-        **data.meta,
-        "source_examples": np.diff(np.searchsorted(index, first)).tolist(),
-        "tokens": int(lengths.sum(dtype=np.int64)),
-        "supervised_tokens": int(supervised.sum(dtype=np.int64)),
-        "content": xxhash.xxh3_64_hexdigest(data.meta["content"].encode() + index.tobytes()),
-    }
-    return TokenizedRows(data.rows.select(index), lengths, supervised, meta, data.folder)
+    content = data.meta["content"].encode() + index.tobytes()
+    return replace(
+        data,
+        rows=data.rows.select(index),
+        lengths=data.lengths[index],
+        supervised=data.supervised[index],
+        meta={**data.meta, "content": xxhash.xxh3_64_hexdigest(content)},
+    )

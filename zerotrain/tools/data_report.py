@@ -59,15 +59,14 @@ def print_counts(name: str, plan: DataPlan) -> None:
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]
     sources = ", ".join(meta["sources"])
-    share = meta["supervised_tokens"] / meta["tokens"]
+    tokens, supervised = int(data.lengths.sum()), int(data.supervised.sum())
     rows = {
         "examples": f"{len(data):,}, of {meta['rows_read']:,} rows read from {sources}",
         "format": ", ".join(dict.fromkeys(meta["formats"])),
         "over max_length, bad": ", ".join(became) or "none",
-        "special tokens": meta["special_text"] or "none in the text of rows",
-        "prompts": meta["prompts"] or "as a server's",
-        "tokens": f"{meta['tokens']:,}, {meta['tokens'] / len(data):,.1f} per example",
-        "supervised": f"{meta['supervised_tokens']:,}, {share:.1%}; {meta['masks']}",
+        "notes": ", ".join(f"{n:,} rows: {note}" for note, n in meta["notes"].items()) or "none",
+        "tokens": f"{tokens:,}, {tokens / len(data):,.1f} per example",
+        "supervised": f"{supervised:,}, {supervised / tokens:.1%}; {meta['masks']}",
         "length": "  ".join(quantiles),
     }
     print(f"\n{name}")
