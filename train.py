@@ -33,7 +33,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from zerotrain.checkpoint.nodes import Nodes, own_folder
+from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, list_complete, take_requests
 from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.start import Start, find_start
@@ -107,9 +107,10 @@ def main(config: Config, dry_run: bool) -> None:
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         identity = RunIdentity.of(setup, train_plan)
-        output_dir, node_local = Path(config.output_dir), config.checkpoint.node_local
-        nodes = stack.enter_context(own_folder(ranks, output_dir, node_local, dry_run))
-        start = find_start(setup.config, identity, train_plan, nodes)
+        lock = RunLock(Path(config.output_dir))
+        if not dry_run:
+            run_on_first_rank(ranks, lambda: stack.enter_context(lock))
+        start = find_start(setup.config, identity, train_plan, ranks)
         schedule = make_schedule(setup.config.train, start.plan)
         if ranks.is_first:
             show_rows(startup_table(setup, start.plan, eval_plans, schedule, ranks))
@@ -118,7 +119,7 @@ def main(config: Config, dry_run: bool) -> None:
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
 
         # 4. Model and engine, in the state that the run starts from.
-        run = build_run(setup, identity, start, schedule, eval_plans, nodes)
+        run = build_run(setup, identity, start, schedule, eval_plans, ranks, lock)
 
         # 5. Train.
         exit_code = train_to_the_end(run, start.progress)
@@ -132,20 +133,21 @@ def build_run(
     start: Start,
     schedule: Schedule,
     eval_plans: dict[str, DataPlan],
-    nodes: Nodes,
+    ranks: Ranks,
+    lock: RunLock,
 ) -> Training:
     """The engine, ready for the first step after `start`, with metrics and checkpoint saver.
 
     Raises:
         UserError: the weights cannot be loaded, or the model cannot be trained with this config.
     """
-    config, ranks = setup.config, nodes.ranks
+    config = setup.config
     engine, loss, loaded = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
     loaded = replace(loaded, base=start.load(engine, ranks, config.train.seed, loaded.base))
     check_engine(engine, loss, setup, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
-    metrics = open_metrics(config, start.progress, steps, nodes)
+    metrics = open_metrics(config, start.progress, steps, ranks, lock)
     reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
     return Training(
         config=config,
@@ -158,7 +160,7 @@ def build_run(
         loss=loss,
         guard=Guard(config.guard, start.progress.guard, ranks),
         held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
-        saver=Saver(engine, loaded, setup.tokenizer, nodes, config.checkpoint, start, metrics.log),
+        saver=Saver(engine, loaded, setup, ranks, lock, start, metrics.log),
         metrics=metrics,
         reporter=reporter,
         timer=PhaseTimer(ranks.device),
@@ -177,14 +179,10 @@ def train_to_the_end(run: Training, progress: Progress) -> int:
     try:
         with run.ranks.stop.deferred():
             progress, ending = train(run, progress)
-        if ending != "preempted":
-            exit_code = 0
-        elif run.saver.last_step == progress.step:
-            exit_code = EXIT_PREEMPTED
+        exit_code = EXIT_PREEMPTED if ending == "preempted" else 0
         ending += f": step {progress.step:,}, {progress.examples:,} examples"
     finally:
         run.hang_watch.close()
-        run.saver.stop()
         run.metrics.close(exit_code)
         if run.ranks.is_first:
             saved = list_complete(run.saver.folder)
@@ -208,7 +206,7 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
             # before step 1, after a step, or first of all where a preempted run has left it undone
             if is_evaluation_due(run, progress) and not (stopped or preempted):
                 progress, preempted = evaluate(run, progress)
-                save = save or (run.config.checkpoint.keep_best > 0 and progress.is_best)
+                save = save or (run.config.checkpoint.keep_best and progress.is_best)
             is_last = progress.step >= run.total_steps or is_early_stop(run, progress)
             save = save or is_last or stopped or preempted
             if save and progress.step > 0 and progress != saved:
@@ -220,7 +218,7 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
                 break
             progress = take_step(run, batches, progress)
             stopped, preempted, save = agree_on_requests(run, progress.step)
-    run.saver.close()
+    run.saver.finish()
     if is_last and not is_evaluation_due(run, progress):
         return progress, "finished"
     return progress, "stopped" if stopped else "preempted"
@@ -305,7 +303,7 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
         UserError: another run has taken over the output folder.
     """
     ranks, saver = run.ranks, run.saver
-    lock = saver.nodes.lock
+    lock = saver.lock
     stop, save, is_lost = False, False, lock.is_lost()
     if ranks.is_first and not is_lost:
         stop, save = take_requests(run.config.output_dir)
@@ -315,7 +313,7 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
         ranks, stop, preempted, save, saver.is_written, is_lost
     )
     if lost:
-        saver.nodes.run_on_each_node(lock.check)
+        run_on_first_rank(ranks, lock.check)
     if written == ranks.world_size:  # the files of an asynchronous save
         saver.finish()
     return stop > 0, preempted > 0, save > 0
@@ -326,7 +324,7 @@ def report_problem(run: Training, batch: StepBatch) -> None:
     run.reporter.report_problem(run.guard.problem, batch)
     reason = run.guard.stop_reason()
     if reason is not None:
-        run.saver.close()
+        run.saver.finish()
         raise RunFailed(
             f"step {batch.global_step + 1:,}: {run.guard.problem.reason}; {reason}. Check the rows "
             f"listed in {METRICS}, lower train.learning_rate, or set checkpoint.resume to an "

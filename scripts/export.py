@@ -78,19 +78,15 @@ def main() -> None:
 
 def find_in_run(folder: Path, best: bool) -> Path:
     """The checkpoint to export: `folder` itself, or one of the run whose folder it is."""
-    from zerotrain.checkpoint.find import find_checkpoint
+
     from zerotrain.checkpoint.run_folder import checkpoints_folder
-    from zerotrain.config.schema import CheckpointConfig
-    from zerotrain.tools.export import best_checkpoint
+    from zerotrain.tools.export import best_checkpoint, newest_checkpoint
 
     if not checkpoints_folder(folder).is_dir():
         if best:
             raise UserError(f"--best: {folder} is not the folder of a run with checkpoints")
         return folder
-    newest, skipped = find_checkpoint(CheckpointConfig(), checkpoints_folder(folder))
-    print("".join(f"{line}\n" for line in skipped), end="")
-    if newest is None:
-        raise UserError(f"{folder} has no checkpoints yet")
+    newest = newest_checkpoint(folder)
     return best_checkpoint(newest) if best else newest
 
 
@@ -120,7 +116,7 @@ def verification(checkpoint: Path, config: "Config") -> "Callable[[Path], None]"
     Raises:
         UserError: the checkpoint or the run's data cannot be read, or the data have changed.
     """
-    from zerotrain.checkpoint.find import checkpoint_problem
+    from zerotrain.checkpoint.manifest import checkpoint_problem
     from zerotrain.checkpoint.state import read_state
     from zerotrain.runtime.table import show_rows
     from zerotrain.tools.open_plans import open_plans

@@ -1,4 +1,4 @@
-"""Combine the per-node checkpoints that checkpoint.node_local writes into one ordinary checkpoint,
+"""Combine what nodes without a shared disk have of a checkpoint, each the files of its own ranks,
 for scripts/export.py or another number of hosts.
 
     python scripts/gather_checkpoint.py --hostfile hostfile RUN_OR_CHECKPOINT OUT

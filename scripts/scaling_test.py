@@ -43,7 +43,7 @@ def short_run(job: Job, nodes: int, growth: float, steps: int, folder: Path) -> 
         "eval.patience": 0,
         "checkpoint.every_steps": 0,
         "checkpoint.every_minutes": 0,
-        "checkpoint.resume": "none",
+        "checkpoint.resume": "auto",
         "tracking.wandb": "disabled",
         "distributed.world_size": "null",
     }

@@ -7,5 +7,5 @@ from zerotrain.config.schema import Config
 
 def main(config: Config, dry_run: bool) -> None:
     """As train.main."""
-    lock.LEASE_SECONDS, lock.HEARTBEAT_SECONDS = 1.0, 0.2
+    lock.LEASE_SECONDS = 1.0
     train.main(config, dry_run)

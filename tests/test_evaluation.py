@@ -66,7 +66,7 @@ def test_early_stop_is_the_end_and_the_best_is_kept(forks, tiny_config, tmp_path
     """At a learning rate of 0 no evaluation is better than the first."""
     config = tiny_config(
         train__epochs=None, train__steps=20, train__learning_rate=0.0,
-        checkpoint={"keep_best": 1, "every_steps": 2}, eval={"every_steps": 2, "patience": 2},
+        checkpoint={"keep_best": True, "every_steps": 2}, eval={"every_steps": 2, "patience": 2},
     )  # fmt: skip
     folder = tmp_path / "run"
     finished = forks.train(config)

@@ -1,4 +1,4 @@
-"""checkpoint.node_local: each node keeps its own ranks' shards on its own disk. The nodes are
+"""Nodes without a shared disk: each keeps its own ranks' shards on its own disk. The nodes are
 forked ranks with their own host name and disk (tests/fork_server.py).
 
 pytest tests/test_per_node_checkpoints.py
@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from conftest import read_metrics
 
-from zerotrain.checkpoint.find import checkpoint_problem, inspect_part, missing_ranks
+from zerotrain.checkpoint.manifest import checkpoint_problem, inspect
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount disks for nodes")
 
@@ -51,52 +51,46 @@ def test_per_node_checkpoints_count_only_together(
     """After a crash between the renames of two nodes the checkpoint is skipped, and the resumed
     curve is the same bit for bit. What cannot be resumed is refused before anything is loaded.
     """
-    settings = {"every_steps": 2, "node_local": True}
     config = tiny_config(
-        model=tiny_model_with_dropout, train__epochs=None, train__steps=6, checkpoint=settings,
-        ds_config="ds_configs/zero3.json",
+        model=tiny_model_with_dropout, train__epochs=None, train__steps=6,
+        checkpoint={"every_steps": 2}, ds_config="ds_configs/zero3.json",
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=3)
     assert whole.code == 0, whole.output
     expected = curve(tmp_path / "whole")
     finished = forks.train(config, **disks.ranks(2, 1))
     assert finished.code == 0, finished.output
+    assert finished.output.count("WARNING: node-2 does not share") == 1
     assert disks.names() == [["step_00000004", "step_00000006"]] * 2
-    parts = [inspect_part(disks.step(node, 6), checksums=True) for node in (1, 2)]
-    assert parts[0] == parts[1] != inspect_part(disks.step(1, 4))
-    assert [missing_ranks(disks.step(node, 6)) for node in (1, 2)] == [[2], [0, 1]]
+    (first, missing), (second, also) = (inspect(disks.step(node, 6), True) for node in (1, 2))
+    assert first == second != inspect(disks.step(1, 4))[0]
+    shards = [f"shards/rank_0000{rank}.pt" for rank in range(3)]
+    assert [*missing] == shards[2:] and [*also] == shards[:2]
 
     shutil.rmtree(disks.step(2, 6))
     finished = forks.train(config, **disks.ranks(2, 1))
     assert finished.code == 0, finished.output
     newest, older = disks.at / "checkpoints/step_00000006", disks.at / "checkpoints/step_00000004"
-    assert f"skipping {newest}: node-2: it does not exist\n" in finished.output
+    assert f"skipping {newest}: " in finished.output
     assert f"resuming from {older}: step 4\n" in finished.output
     assert curve(disks.each[0]) == expected
-    assert len({inspect_part(disks.step(node, 6)) for node in (1, 2)}) == 1
+    assert len({inspect(disks.step(node, 6))[0] for node in (1, 2)}) == 1
 
-    def refusal(*flags, **where):
-        finished = forks.train(config, *flags, **(where or disks.ranks(2, 1)))
-        assert finished.code == 2 and len(set(finished.errors)) == 1, finished.output
-        return finished.errors[0]
-
-    line = refusal("--checkpoint.node_local", "false")
-    assert "node-2 does not see" in line and "checkpoint.node_local true" in line
-    line = refusal(at=disks.at, disks={disks.each[0]: 2, f"{disks.each[0]}/.": 1})
-    assert "each node needs a disk of its own" in line
-    assert "gather_checkpoint.py" in refusal(**disks.ranks(1, 1))
-    assert "gather_checkpoint.py" in checkpoint_problem(disks.step(1, 6))
+    moved = forks.train(config, **disks.ranks(1, 2))
+    assert moved.code == 2 and "gather_checkpoint.py" in moved.errors[0], moved.output
+    assert checkpoint_problem(disks.step(1, 6)).startswith(shards[2])
+    shutil.rmtree(disks.step(2, 6))
+    shutil.rmtree(disks.step(2, 4))
+    lost = forks.train(config, **disks.ranks(2, 1))
+    assert lost.code == 2 and "not all nodes have the same save" in lost.errors[0], lost.output
 
 
 def test_a_full_disk_on_one_node_leaves_nothing_on_any(forks, tiny_config, disks):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "none", disks.each[1]], check=True)
     try:
-        config = tiny_config(
-            checkpoint={"every_steps": 2, "node_local": True, "on_failed_save": "continue"}
-        )  # fmt: skip
+        config = tiny_config(checkpoint={"every_steps": 2, "keep_last": 9})
         finished = forks.train(config, **disks.ranks(2, 1))
-        assert finished.code == 0, finished.output
-        assert "failed: node-2: " in finished.output
+        assert finished.code == 1 and "@ node-2]" in finished.errors[0]
         assert disks.names()[0] == disks.names()[1] != [], "the same on both, nothing half-written"
     finally:
         subprocess.run(["umount", disks.each[1]], check=True)

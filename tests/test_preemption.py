@@ -7,7 +7,7 @@ import psutil
 import pytest
 from conftest import determined, is_saving, logged, read_metrics, strategy, write_rows
 
-from zerotrain.checkpoint.find import checkpoint_problem
+from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.preemption import ONE_SIGNAL_SECONDS
 

@@ -11,7 +11,7 @@ from zerotrain.runtime import library_output
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
 from zerotrain.runtime.hang import position, ranks_behind
 from zerotrain.runtime.process_group import check_devices
-from zerotrain.runtime.redact import redactor, secret_in_command
+from zerotrain.runtime.redact import redactor
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
@@ -86,13 +86,6 @@ def test_secrets_are_neither_printed_nor_in_a_command():
         assert "hunter2x" not in redact(text), text
     assert redact("https://me:pw@host") == "https://***@host"
     assert redact("x in h, risk-free, https://host/a@b") == "x in h, risk-free, https://host/a@b"
-    for command in (
-        "curl --password hunter2 x", "X_TOKEN=abc y", "rclone --s3-secret-access-key=abc",
-        "git push https://me:pw@host", "curl -H 'Authorization: Bearer abc'",
-    ):  # fmt: skip
-        assert secret_in_command(command), command
-    for command in ('curl --password "$PW"', "git push ssh://git@host/x", "rclone copy a b:c"):
-        assert secret_in_command(command) is None, command
 
 
 def test_no_message_between_ranks_is_a_pickle():

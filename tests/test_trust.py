@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import write_tiny_config
 
-from zerotrain.checkpoint.manifest import checksum
+from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
@@ -35,8 +35,7 @@ def rewrite(checkpoint, file, content):
     torch.save(content, file)
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
-    entry = {"bytes": file.stat().st_size, "xxh3_64": checksum(file)}
-    manifest["files"][str(file.relative_to(checkpoint))] = entry
+    manifest["files"][str(file.relative_to(checkpoint))] = measure(file)
     path.write_text(json.dumps(manifest))
 
 

@@ -11,8 +11,7 @@
         wandb/                          what W&B writes, if it is on
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
-            step_00001000.ID.tmp        being written; ID has 32 random hexadecimal digits
-            step_00001000.ID.old        being removed
+            step_00001000.ID.tmp        being written or removed; ID has 32 hexadecimal digits
 
 Only exactly these names are ever read, renamed or removed: anything else in the folder is the
 user's. A link is removed as a link; what it points to is never touched.
@@ -22,7 +21,6 @@ Imports only the standard library, because agents on other hosts read the folder
 
 import re
 import shutil
-import uuid
 from pathlib import Path
 
 METRICS, LOCK = "metrics.jsonl", "run.lock"
@@ -43,13 +41,13 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def draft_path(folder: Path, step: int, save_id: str) -> Path:
-    """The folder in which a checkpoint is written until it is complete.
+def temporary(checkpoint: Path, unique: str) -> Path:
+    """What a checkpoint is called while it is written or removed.
 
     Args:
-        save_id: 32 hexadecimal digits, so that no other run writes into the same folder.
+        unique: 32 hexadecimal digits, so that no other run uses the same folder.
     """
-    return folder / f"{checkpoint_name(step)}.{save_id}.tmp"
+    return checkpoint.with_name(f"{checkpoint.name}.{unique}.tmp")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -62,33 +60,19 @@ def list_complete(folder: Path) -> list[Path]:
     return [path for path in list_checkpoints(folder) if (path / COMPLETE).is_file()]
 
 
-def list_drafts(folder: Path) -> list[Path]:
-    """Checkpoints being written, or whose save was interrupted."""
+def list_temporary(folder: Path) -> list[Path]:
+    """Checkpoints that are being written or removed, or were when a run was killed."""
     return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.tmp")
 
 
-def list_hidden(folder: Path) -> list[Path]:
-    """Checkpoints being removed, or whose removal was interrupted."""
-    return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.old")
-
-
-def hide_checkpoint(path: Path) -> Path:
-    """Rename a checkpoint before it is removed, so that an interrupted removal does not leave a
-    checkpoint with COMPLETE and missing files.
-    """
-    return path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.old"))
-
-
 def remove(path: Path) -> None:
-    """Remove one of the folders listed above. If it is a link, only the link is removed.
-
-    Raises:
-        OSError: it cannot be removed.
+    """Remove one of the folders listed above, as far as possible: another process may have one of
+    its files open over NFS. If it is a link, only the link is removed.
     """
     if path.is_symlink():
-        path.unlink()
+        path.unlink(missing_ok=True)
     else:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def take_requests(output_dir: str | Path) -> list[bool]:

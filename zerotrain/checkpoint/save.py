@@ -10,57 +10,53 @@
 It is written as step_00001000.ID.tmp and renamed when complete. Every rank writes its own file and
 computes its checksum: at once, or with checkpoint.async_save from a copy while the loop continues.
 
-With checkpoint.node_local each node has such a folder on its own disk, with the shards of its own
-ranks only. These parts of one save have the same save_id in their manifests, and are usable only
-together.
+Nodes without a shared disk need no setting. On each disk, the rank that has made the folder owns
+it: it writes everything but the other ranks' files, whose entries are in every manifest. So each
+node has the files of its own ranks, and together they are the checkpoint.
 """
 
 import json
 import os
 import shutil
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
-from zerotrain.checkpoint.after_save import ENDING_SECONDS, AfterSave
-from zerotrain.checkpoint.find import inspect_part
+from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.manifest import measure
-from zerotrain.checkpoint.nodes import Nodes
 from zerotrain.checkpoint.run_folder import (
     COMPLETE,
     MANIFEST,
     SHARDS,
+    TRAINER_STATE,
     checkpoint_name,
     checkpoints_folder,
-    draft_path,
-    hide_checkpoint,
     list_complete,
-    list_drafts,
-    list_hidden,
+    list_temporary,
     remove,
+    temporary,
 )
-from zerotrain.checkpoint.shards import Shard, collect, shard_name
+from zerotrain.checkpoint.shards import collect, shard_name
 from zerotrain.checkpoint.start import Resume, Start
-from zerotrain.checkpoint.state import TrainerState, lowest_first, read_state, write_state
-from zerotrain.config.schema import CheckpointConfig
+from zerotrain.checkpoint.state import TrainerState, write_state
 from zerotrain.model.load import LoadedModel
-from zerotrain.runtime.agreement import gather_json
+from zerotrain.model.setup import Setup
+from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import RunFailed, UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree
+from zerotrain.runtime.process_group import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-    from transformers import PreTrainedTokenizerBase
 
-WAIT_SECONDS = 0.5  # between two looks at whether checkpoint.after_save has ended
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
@@ -69,44 +65,42 @@ class SaveError(RunFailed):
 
 
 class Saver:
-    """Writes checkpoints of one run into its output folder on every node, and removes old ones.
+    """Writes checkpoints of one run into its output folder, and removes old ones.
 
-    Every method but is_due() and stop() is called by all ranks together. Nothing is written or
-    removed once the folder's lock is lost.
+    Every method but is_due() is called by all ranks together. Nothing is written or removed once
+    the folder's lock is lost.
     """
 
     def __init__(
         self,
         engine: "DeepSpeedEngine",
         loaded: LoadedModel,
-        tokenizer: "PreTrainedTokenizerBase",
-        nodes: Nodes,
-        config: CheckpointConfig,
+        setup: Setup,
+        ranks: Ranks,
+        lock: RunLock,
         start: Start,
         log: Callable[[str, dict[str, Any]], None],
     ) -> None:
         """
         Args:
+            lock: of the output folder; rank 0 holds it.
             start: of the run; the checkpoint that it resumes from is never removed.
             log: is called with "save" and its values when a checkpoint is complete.
         """
-        self.engine, self.loaded, self.tokenizer = engine, loaded, tokenizer
-        self.nodes, self.ranks = nodes, nodes.ranks
-        self.folder = checkpoints_folder(nodes.lock.folder)
-        self.config, self.log = config, log
-        self.last_step = start.progress.step
-        """The step from which the run would continue if it were started again."""
-        self._resumed = {start.checkpoint.name} if isinstance(start, Resume) else set()
-        self._eval_losses: dict[str, float | None] | None = None  # of the usable checkpoints
-        self._after_save = AfterSave(config.after_save, nodes) if config.after_save else None
-        self._buffers: list[torch.Tensor] = []
+        self.engine, self.loaded, self.tokenizer = engine, loaded, setup.tokenizer
+        self.config = setup.config.checkpoint
+        self.ranks, self.lock, self.log = ranks, lock, log
+        self.folder = checkpoints_folder(lock.folder)
+        self._resumed = start.checkpoint if isinstance(start, Resume) else None
+        self._copies: dict[str, Any] | None = None
         self._last_began = time.monotonic()
         self._blocked_seconds = 0.0
-        self._pending: tuple[TrainerState, Path, str] | None = None  # with its draft and save_id
+        # of the pending save
+        self._pending: tuple[Path, TrainerState] | None = None
+        self._owns_disk = False
         self._writer: threading.Thread | None = None
-        self._removal: threading.Thread | None = None
-        self._written: dict[str, Any] = {}
-        self._error: str | None = None
+        self._entry: dict[str, Any] = {}
+        self._error: UserError | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step` finished steps. It may depend on the clock of this rank, so
@@ -122,30 +116,22 @@ class Saver:
         save.
 
         Raises:
-            SaveError: it cannot be written and checkpoint.on_failed_save is stop.
+            SaveError: it cannot be written.
         """
         self.finish()
         self._last_began = time.monotonic()
-        shard = collect(self.engine, self.nodes.is_first, self.loaded.base)
-        needed = sum(tensor.nbytes for flat in shard.flats for tensor in flat.values())
-        gathered = gather_json(self.ranks, [needed, uuid.uuid4().hex])
-        save_id = gathered[0][1]
-        draft = draft_path(self.folder, state.progress.step, save_id)
-        self._pending = state, draft, save_id
-        needed_here = sum(gathered[rank][0] for rank in self.nodes.members[self.nodes.here])
-        try:
-            self._on_each_node(lambda: self._prepare(draft, state, needed_here))
-        except UserError as error:
-            self._error = str(error)
-        else:
-            if self.config.async_save:
-                shard = self._copy(shard)
-            self._writer = threading.Thread(
-                target=self._write, args=(draft, shard), name="checkpoint-writer"
-            )
-            self._writer.start()
+        save_id = gather_json(self.ranks, uuid.uuid4().hex)[0]
+        draft = temporary(self.folder / checkpoint_name(state.progress.step), save_id)
+        self._create_on_each_disk(draft, state)
+        content = vars(collect(self.engine, self._owns_disk, self.loaded.base))
+        if self.config.async_save:
+            content = self._copy(content)
+        path = draft / shard_name(self.ranks.rank)
+        self._writer = threading.Thread(target=self._write, args=(path, content))
+        self._writer.start()
+        self._pending = draft, state
         self._blocked_seconds = time.monotonic() - self._last_began
-        if self._error is not None or not self.config.async_save:
+        if not self.config.async_save:
             self.finish()
 
     @property
@@ -153,7 +139,7 @@ class Saver:
         """Whether this rank's file of a pending save is on disk, so that finish() would not wait
         for it.
         """
-        return self._pending is not None and not (self._writer and self._writer.is_alive())
+        return self._pending is not None and not self._writer.is_alive()
 
     def finish(self) -> None:
         """Wait for the pending save, if any, and make it complete.
@@ -164,83 +150,65 @@ class Saver:
         if self._pending is None:
             return
         began = time.monotonic()
-        (state, draft, save_id), self._pending = self._pending, None
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        gathered = gather_json(self.ranks, [self._written, self._error])
-        self._written, self._error = {}, None
-        try:
-            errors = [error for _, error in gathered if error is not None]
-            if errors:
-                raise UserError(errors[0])
-            files = {}
-            for rank in self.nodes.members[self.nodes.here]:
-                files |= gathered[rank][0]
-            self._on_each_node(lambda: self._seal(draft, state, save_id, files))
-            # all nodes have written theirs; the checkpoint is usable once all have renamed it
-            self._on_each_node(lambda: self._publish(draft, state))
-        except UserError as error:
-            self._give_up(draft, state, str(error))
-            return
-        self.last_step = state.progress.step
+        (draft, state), self._pending = self._pending, None
+        self._writer.join()
+        self._run(draft, self._raise_error)
+        entries = gather_json(self.ranks, self._entry)
+        self._run(draft, lambda: self._seal(draft, state, entries))
+        # the owners of all disks have sealed theirs; it is usable once all have renamed it
+        self._run(draft, lambda: self._publish(draft, state))
         seconds = self._blocked_seconds + time.monotonic() - began
-        self.log("save", {"step": self.last_step, "save_seconds": seconds})
-
-    def close(self) -> None:
-        """finish(), and wait until old checkpoints are removed and checkpoint.after_save has ended;
-        in a preempted run only as long as there is time.
-
-        Raises:
-            SaveError: as save().
-        """
-        self.finish()
-        if self._removal is not None:
-            self._removal.join()
-        is_told = False
-        while self._after_save is not None:  # all ranks wait: launchers expect them to end together
-            mine = [bool(self._after_save.in_use), self.ranks.stop.seconds_left]
-            of_ranks = gather_json(self.ranks, mine)
-            if not any(is_running for is_running, _ in of_ranks):
-                return
-            if min(seconds_left for _, seconds_left in of_ranks) < ENDING_SECONDS:
-                return self.stop()
-            if self.ranks.is_first and not is_told:
-                print("waiting for checkpoint.after_save", flush=True)
-            is_told = True
-            time.sleep(WAIT_SECONDS)
-
-    def stop(self) -> None:
-        """Stop the command of checkpoint.after_save on this rank."""
-        if self._after_save is not None:
-            self._after_save.stop()
+        self.log("save", {"step": state.progress.step, "save_seconds": seconds})
 
     # The steps of a save
 
-    def _on_each_node(self, work: Callable[[], None]) -> None:
-        """Nodes.run_on_each_node, unless the lock is lost; every error is one of the save."""
+    def _run(self, draft: Path, work: Callable[[], None]) -> None:
+        """Run `work` on all ranks; if it fails on one of them, remove the draft and raise SaveError
+        on all.
+        """
 
         def with_lock() -> None:
-            self.nodes.lock.check()
             try:
+                self.lock.check()
                 work()
             except UserError:
                 raise
             except Exception as error:
                 raise UserError(describe(error)) from error
 
-        self.nodes.run_on_each_node(with_lock)
+        try:
+            run_on_all_ranks(self.ranks, with_lock)
+        except UserError as error:
+            if self._owns_disk:
+                remove(draft)
+            raise SaveError(
+                f"{draft.name.split('.')[0]} could not be saved in {self.folder}: {error}; older "
+                "checkpoints are complete"
+            ) from error
 
-    def _prepare(self, draft: Path, state: TrainerState, needed_bytes: int) -> None:
-        """Create the draft with its small files, after checking that the disk has room."""
-        if self._removal is not None:
-            self._removal.join()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove([*list_drafts(self.folder), *list_hidden(self.folder)])  # of interrupted runs
-        free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < needed_bytes:
-            raise OSError(f"it needs {needed_bytes:,} bytes, the disk has {free_bytes:,} free")
-        (draft / SHARDS).mkdir(parents=True)
+    def _create_on_each_disk(self, draft: Path, state: TrainerState) -> None:
+        """Create the draft with its small files: rank 0, then the first rank of every other node
+        that does not see it.
+        """
+        is_first = self.ranks.is_first
+        self._owns_disk = False
+        for is_turn in (is_first, self.ranks.local_rank == 0 and not is_first):
+            self._run(draft, (lambda: self._create(draft, state)) if is_turn else (lambda: None))
+
+    def _create(self, draft: Path, state: TrainerState) -> None:
+        try:
+            (draft / SHARDS).mkdir(parents=True)
+        except FileExistsError:
+            return
+        self._owns_disk = True
+        if not (self.ranks.is_first or list_complete(self.folder)):
+            print(
+                f"WARNING: {socket.gethostname()} does not share {self.folder} with rank 0: it "
+                "keeps the files of its own ranks; gather_checkpoint.py combines those of all nodes"
+            )
+        for left in list_temporary(self.folder):  # by interrupted runs
+            if left != draft:
+                remove(left)
         model = self.engine.module
         model.config.save_pretrained(draft / "model")
         if model.can_generate():
@@ -250,55 +218,57 @@ class Saver:
             (draft / "model" / name).write_text(text, encoding="utf-8")
         write_state(draft, state)
 
-    def _copy(self, shard: Shard) -> Shard:
-        """`shard` with copies of its tensors in CPU memory, which is allocated once, and pinned if
-        there is a GPU.
+    def _copy(self, content: dict[str, Any]) -> dict[str, Any]:
+        """`content` with copies of its tensors in CPU memory, which is allocated once, and pinned
+        if there is a GPU.
         """
         on_gpu = torch.cuda.is_initialized()  # not is_available: a CPU run leaves GPUs alone
-        tensors = [tensor for flat in shard.flats for tensor in flat.values()]
-        if not self._buffers:
-            self._buffers = [torch.empty_like(t, device="cpu", pin_memory=on_gpu) for t in tensors]
-        for buffer, tensor in zip(self._buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+
+        def allocate(value: Any) -> Any:
+            if not torch.is_tensor(value):
+                return None
+            return torch.empty_like(value, device="cpu", pin_memory=on_gpu)
+
+        def copy(value: Any, buffer: torch.Tensor | None) -> Any:
+            return value if buffer is None else buffer.copy_(value, non_blocking=True)
+
+        if self._copies is None:
+            self._copies = tree_map(allocate, content)
+        copied = tree_map(copy, content, self._copies)
         if on_gpu:
             torch.cuda.synchronize()
-        copies = iter(self._buffers)
-        return replace(
-            shard,
-            flats=[{key: next(copies) for key in flat} for flat in shard.flats],
-            buffers={name: buffer.clone() for name, buffer in shard.buffers.items()},
-        )
+        return copied
 
-    def _write(self, draft: Path, shard: Shard) -> None:
-        """Write this rank's file. Runs in a thread; sets self._written or self._error."""
-        name = shard_name(self.ranks.rank)
-        content = {**vars(shard), "fragments": [tuple(at) for at in shard.fragments]}
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
+        """Write this rank's file. Runs in a thread."""
         try:
             torch.serialization.set_crc32_options(False)  # 4 x as slow as writing
-            torch.save(content, draft / name)
-            sync_folder(draft / name)  # other hosts cannot sync what this one has not written yet
-            self._written = {name: measure(draft / name)}
+            torch.save(content, path)
+            sync_folder(path)  # other hosts cannot sync what this one has not written yet
+            self._entry = measure(path)
         except Exception as error:  # reported to the other ranks, whatever it is
-            here = self.nodes.label(self.nodes.here)
-            self._error = f"{here}{describe(error)} (rank {self.ranks.rank})"
+            free = shutil.disk_usage(path.parent).free
+            self._error = UserError(f"{describe(error)}; the disk has {free:,} bytes free")
 
-    def _seal(self, draft: Path, state: TrainerState, save_id: str, files: dict[str, Any]) -> None:
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _seal(self, draft: Path, state: TrainerState, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""
-        for path in draft.rglob("*"):
-            name = str(path.relative_to(draft))
-            if path.is_file() and name not in files:  # small files of _prepare
-                files[name] = measure(path)
+        if not self._owns_disk:
+            return
+        files = {shard_name(rank): entry for rank, entry in enumerate(entries)}
+        for path in (draft / TRAINER_STATE, *draft.glob("model/**/*")):
+            if path.is_file():
+                files[str(path.relative_to(draft))] = measure(path)
         made_by = {
-            "save_id": save_id,
             "world_size": state.run.world_size,
             "zero_stage": state.run.zero_stage,
-            "optimizer": type(self.engine.basic_optimizer).__name__,
-            "plan_hash": state.run.plan_hash,
             "config_hash": state.run.config_hash,
-            "commits": state.run.commits,
             "versions": {name: version(name) for name in PACKAGES},
         }
-        manifest = {"made_by": made_by, "files": dict(sorted(files.items()))}
+        manifest = {"save_id": draft.name, "made_by": made_by, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
         sync_tree(draft)
         (draft / COMPLETE).write_text("complete\n")
@@ -306,65 +276,36 @@ class Saver:
 
     def _publish(self, draft: Path, state: TrainerState) -> None:
         """Rename the draft to a checkpoint, and remove those that are no longer kept."""
+        if not self._owns_disk:
+            return
         target = self.folder / checkpoint_name(state.progress.step)
-        replaced = []
+        doomed = []
         if os.path.lexists(target):  # written before the run was resumed from an earlier step
-            replaced = [hide_checkpoint(target)]
+            doomed.append(_hide(target))
         os.replace(draft, target)
         sync_folder(self.folder)
-        if self._after_save is not None:
-            self._after_save.start(target)
-        doomed = [*replaced, *self._rotate(state)]
-        self._removal = threading.Thread(target=self._remove, args=(doomed,))  # 5 GB take a second
-        self._removal.start()
+        kept = self._kept(state)
+        doomed += [_hide(path) for path in list_complete(self.folder) if path not in kept]
+        # in a thread, since 5 GB take a second
+        threading.Thread(target=lambda: [remove(path) for path in doomed]).start()
 
-    def _rotate(self, state: TrainerState) -> list[Path]:
-        """Hide the checkpoints that checkpoint.keep_last, keep_every_steps and keep_best do not
-        keep. Damaged ones do not count, and stay.
-        """
-        if self._eval_losses is None:
-            usable = (path for path in list_complete(self.folder) if inspect_part(path)[0] is None)
-            self._eval_losses = {p.name: read_state(p).progress.eval_loss for p in usable}
-        losses, config = self._eval_losses, self.config
-        losses[checkpoint_name(state.progress.step)] = state.progress.eval_loss
-        scored = [name for name, loss in losses.items() if loss is not None]
-        best = sorted(scored, key=lambda name: (lowest_first(losses[name]), name))
-        kept = {*self._resumed, *sorted(losses)[-config.keep_last :], *best[: config.keep_best]}
-        kept.add(checkpoint_name(state.progress.step))
+    def _kept(self, state: TrainerState) -> set[Path]:
+        """The checkpoints that are kept once that of `state` is complete."""
+        config, best = self.config, state.progress.best
+        complete = list_complete(self.folder)
+        kept = {*complete[-config.keep_last :], self._resumed}
+        kept.add(self.folder / checkpoint_name(state.progress.step))
+        if config.keep_best and best is not None:
+            kept.add(self.folder / checkpoint_name(best.step))
         if config.keep_every_steps:
-            kept |= {
-                n for n in losses if int(n.removeprefix("step_")) % config.keep_every_steps == 0
-            }
-        if self._after_save is not None:
-            kept |= self._after_save.in_use
-        hidden = []
-        for name in set(losses) - kept:
-            del losses[name]
-            try:
-                hidden.append(hide_checkpoint(self.folder / name))
-            except OSError as error:
-                self._warn_left(self.folder / name, error)
-        return hidden
+            for path in complete:
+                if int(path.name.removeprefix("step_")) % config.keep_every_steps == 0:
+                    kept.add(path)
+        return kept
 
-    def _remove(self, doomed: Iterable[Path]) -> None:
-        for path in doomed:
-            try:
-                remove(path)
-            except OSError as error:  # e.g. a file that another process has open over NFS
-                self._warn_left(path, error)
 
-    def _warn_left(self, path: Path, error: OSError) -> None:
-        print(f"WARNING: {path} cannot be removed ({describe(error)}); it is left", flush=True)
-
-    def _give_up(self, draft: Path, state: TrainerState, error: str) -> None:
-        line = f"checkpoint of step {state.progress.step:,} in {self.folder} failed: {error}"
-        if self.nodes.is_first:
-            shutil.rmtree(draft, ignore_errors=True)
-        dist.barrier(group=self.ranks.control)
-        if self.config.on_failed_save == "stop":
-            raise SaveError(
-                f"{line}; older checkpoints are complete; make room, or set "
-                "checkpoint.on_failed_save continue, and start again"
-            )
-        if self.ranks.is_first:
-            print(f"WARNING: {line}; continuing without it", flush=True)
+def _hide(checkpoint: Path) -> Path:
+    """Rename a checkpoint before it is removed, so that an interrupted removal does not leave one
+    with COMPLETE and missing files.
+    """
+    return checkpoint.rename(temporary(checkpoint, uuid.uuid4().hex))

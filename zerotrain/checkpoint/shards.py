@@ -1,93 +1,86 @@
-"""What each rank writes into a checkpoint, and the reader that puts parameters together again.
+"""What each rank writes into a checkpoint, and how it gets into an engine of any layout.
 
 DeepSpeed keeps fp32 weights and AdamW's moments in flat tensors, whose layout depends on ZeRO
-stage, precision and world size. Each rank's file has its flat tensors and, for each fragment of a
-parameter in them, the parameter's name and place. So a checkpoint is read into a run of any layout,
-without a conversion; where the layout is the same, each rank reads its own file only.
+stage, precision and world size. Each rank's file has its part of each parameter by the parameter's
+name, as views of these tensors, which torch.save writes once. So a checkpoint is loaded into a run
+of any layout without a conversion; where the layout is the same, each rank reads its own file only.
 
 Reading runs no code of the checkpoint's: torch unpickles only tensors and plain types, and only
 files that the manifest names are opened.
 """
 
-import re
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from torch import nn
+from pydantic import ConfigDict, TypeAdapter
 
-from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import SHARDS
+from zerotrain.model.base import Base, is_same_base
+from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rng_state
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+Part = tuple[int, dict[str, torch.Tensor]]
+"""Consecutive elements of a flattened parameter: the number of the first one, and a tensor of them
+for each state; of a frozen weight only `fp32`, in its own precision.
+"""
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
-Count = Annotated[int, Field(ge=0)]
-Shape = tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The content of one rank's file."""
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # tensors
+
+    parts: dict[str, Part]
+    """Those of the parameters that this rank holds elements of."""
+    states: list[str]
+    """`fp32` and those of the optimizer, such as AdamW's moments."""
+    shapes: dict[str, list[int]]
+    """Of all parameters of the model."""
+    trained: list[str]
+    buffers: dict[str, torch.Tensor]
+    """The persistent ones."""
+    updates: int
+    """For AdamW's bias correction."""
+    loss_scaler: dict[str, Any]
+    """LOSS_SCALER, of fp16."""
+    base: Base | None
+    """The files that have the frozen weights; None: the checkpoint has them."""
+    rng: dict[str, Any]
+    """zerotrain.runtime.seeding.rng_state."""
+
+
+def shard_name(rank: int) -> str:
+    return f"{SHARDS}/rank_{rank:05d}.pt"
+
+
+# --------------------------------------------------------------------------------------------------
+# Of a running engine
 
 
 class Fragment(NamedTuple):
     """Consecutive elements of a parameter in a flat tensor. All numbers count elements."""
 
     name: str
-    shape: Shape  # of the whole parameter
-    flat: Count  # index of the flat tensor
-    offset: Count  # first element in the flat tensor
-    start: Count  # first element in the flattened parameter
-    numel: Count
+    flat: torch.Tensor
+    offset: int  # first element in the flat tensor
+    start: int  # first element in the flattened parameter
+    numel: int
 
-
-@dataclass
-class Shard:
-    """The content of one rank's file."""
-
-    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # tensors
-
-    fragments: list[Fragment]
-    flats: list[dict[str, torch.Tensor]]
-    """Of each flat tensor its `states`; of a frozen weight only `fp32`, in its own precision."""
-    states: list[str]
-    """Of each trained parameter: `fp32` and the optimizer's, such as AdamW's moments."""
-    parameters: dict[str, tuple[Shape, Literal["trained", "frozen", "left out"]]]
-    """Of the whole model; frozen weights that the model's files have are left out."""
-    buffers: dict[str, torch.Tensor]
-    """The persistent ones."""
-    optimizer: str
-    updates: Count
-    """For AdamW's bias correction."""
-    loss_scaler: dict[str, float]
-    """LOSS_SCALER, of fp16."""
-    counters: dict[str, int]
-    base: dict[str, str | None] | None
-    """zerotrain.model.base.describe_base of the files that have what is left out."""
-    rng: dict[str, Any]
-    """zerotrain.runtime.seeding.rng_state."""
-
-    def check(self) -> None:
-        """Raise ValueError if a fragment does not lie in its flat tensor."""
-        tensors = [tensor for flat in self.flats for tensor in flat.values()]
-        for tensor in (*tensors, *self.buffers.values()):
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise ValueError("a tensor has no elements in the file")
-        for at in self.fragments:
-            if at.start + at.numel > prod(at.shape):
-                raise ValueError(f"{at.name} has {prod(at.shape):,} elements")
-            sizes = [tensor.numel() for tensor in self.flats[at.flat].values()]
-            if not sizes or at.offset + at.numel > min(sizes):
-                raise ValueError(f"{at.name} is not in its flat tensor")
-
-
-# --------------------------------------------------------------------------------------------------
-# Of a running engine
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor that is laid out as `flat`."""
+        return flat.detach().view(-1)[self.offset : self.offset + self.numel]
 
 
 def flat_weights(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
@@ -109,9 +102,9 @@ def optimizer_state(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, 
     return engine.basic_optimizer.state[flat]
 
 
-def shape_of(p: torch.Tensor) -> tuple[int, ...]:
+def shape_of(p: torch.Tensor) -> list[int]:
     """Of the whole parameter, which ZeRO-3 partitions."""
-    return tuple(getattr(p, "ds_shape", p.shape))
+    return list(getattr(p, "ds_shape", p.shape))
 
 
 def partition(p: torch.Tensor) -> tuple[int, int]:
@@ -122,95 +115,81 @@ def partition(p: torch.Tensor) -> tuple[int, int]:
 
 
 def fragments(engine: "DeepSpeedEngine") -> list[Fragment]:
-    """What this rank's flat_weights hold."""
+    """What this rank's flat_weights hold, at most one fragment of each parameter."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    found: list[Fragment] = []
-
-    def add(p: torch.Tensor, *where: int) -> None:
-        found.append(Fragment(engine.param_names[p], shape_of(p), *where))
-
+    names, flats = engine.param_names, flat_weights(engine)
+    found = []
     if stage in (1, 2):  # each group concatenated, then partitioned
         groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
-        for flat, group in enumerate(groups):
+        for flat, group in zip(flats, groups, strict=True):
             for p in group:
                 if (at := p._hp_mapping) is not None:
                     in_flat, in_parameter = at.hp_fragment_address, at.lp_fragment_address
-                    add(p, flat, in_flat.start, in_parameter.start, in_flat.numel)
+                    where = in_flat.start, in_parameter.start, in_flat.numel
+                    found.append(Fragment(names[p], flat, *where))
     elif stage == 3 or hasattr(optimizer, "fp32_groups_flat"):
         # stage 3: each parameter partitioned into equal parts, the last ones padded;
         # stage 0 in 16 bits with FusedAdam: each group concatenated
-        for flat, group in enumerate(optimizer.fp16_groups):
+        for flat, group in zip(flats, optimizer.fp16_groups, strict=True):
             offset = 0
             for p in group:
                 start, numel = partition(p) if stage == 3 else (0, p.numel())
-                add(p, flat, offset, start, numel)
+                found.append(Fragment(names[p], flat, offset, start, numel))
                 offset += p.ds_tensor.ds_numel if stage == 3 else numel
     else:
         groups = getattr(optimizer, "fp16_groups", None) or [
             group["params"] for group in engine.basic_optimizer.param_groups
         ]
-        for flat, p in enumerate(p for group in groups for p in group):
-            add(p, flat, 0, 0, p.numel())
+        parameters = [p for group in groups for p in group]
+        for flat, p in zip(flats, parameters, strict=True):
+            found.append(Fragment(names[p], flat, 0, 0, p.numel()))
     return found
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    saved = module.state_dict()
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+def frozen_part(p: torch.Tensor, stage: int) -> tuple[int, torch.Tensor]:
+    """This rank's first element of a flattened frozen parameter, and its elements."""
+    if stage < 3:
+        return 0, p.detach().view(-1)
+    start, numel = partition(p)
+    return start, p.ds_tensor.detach().view(-1)[:numel]
 
 
 @torch.no_grad()
-def collect(
-    engine: "DeepSpeedEngine", has_whole: bool, base: dict[str, str | None] | None
-) -> Shard:
+def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Shard:
     """What this rank has to save; tensors are those in use, not copies.
 
     Args:
-        has_whole: save what is not partitioned, which one rank of each node does.
-        base: of the weights of the model; frozen ones are then left out.
+        has_whole: save what is not partitioned, which one rank does for each disk.
+        base: the files that have the frozen weights, which are then left out.
     """
     stage = engine.zero_optimization_stage()
-    places, flats, updates, states = [], [], 0, ["fp32"]
+    updates, states = 0, ["fp32"]
     for flat in flat_weights(engine):
         state = optimizer_state(engine, flat)
         updates = max(updates, int(state.get("step", 0)))
-        of_elements = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.shape == flat.shape
-        }
-        states = max(states, ["fp32", *of_elements], key=len)
-        flats.append({"fp32": flat.detach(), **of_elements})
-    if stage > 0 or has_whole:
-        places = fragments(engine)
-    else:
-        flats = []
+        moments = [k for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape]
+        states = max(states, ["fp32", *moments], key=len)
+    parts: dict[str, Part] = {}
+    for at in fragments(engine) if stage > 0 or has_whole else ():
+        tensors = {"fp32": at.flat, **optimizer_state(engine, at.flat)}
+        parts[at.name] = at.start, {key: at.of(tensors[key]) for key in states}
     parameters = dict(engine.module.named_parameters())
-    kinds = {
-        name: "trained" if p.requires_grad else "frozen" if base is None else "left out"
-        for name, p in parameters.items()
-    }
     for name, p in parameters.items():
-        if kinds[name] == "frozen" and (stage == 3 or has_whole):
-            weight = p.detach()
-            start = 0
-            if stage == 3:
-                start, numel = partition(p)
-                weight = p.ds_tensor.detach().view(-1)[:numel].clone()
-            places.append(Fragment(name, shape_of(p), len(flats), 0, start, weight.numel()))
-            flats.append({"fp32": weight})
+        if base is None and not p.requires_grad and (stage == 3 or has_whole):
+            start, weight = frozen_part(p, stage)
+            # a clone, since torch.save would write all that its ZeRO-3 storage has
+            parts[name] = start, {"fp32": weight.clone() if stage == 3 else weight}
+    in_state = engine.module.state_dict()
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
-        fragments=places,
-        flats=flats,
+        parts=parts,
         states=states,
-        parameters={name: (shape_of(p), kinds[name]) for name, p in parameters.items()},
-        buffers=persistent_buffers(engine.module),
-        optimizer=type(engine.basic_optimizer).__name__,
+        shapes={name: shape_of(p) for name, p in parameters.items()},
+        trained=[name for name, p in parameters.items() if p.requires_grad],
+        buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
         updates=updates,
         loss_scaler={name: scaler[name] for name in LOSS_SCALER if name in scaler},
-        counters={name: getattr(engine, name) for name in COUNTERS},
-        base=base if "left out" in kinds.values() else None,
+        base=base,
         rng=rng_state(),
     )
 
@@ -219,132 +198,189 @@ def collect(
 # Of a checkpoint
 
 
-def shard_name(rank: int) -> str:
-    return f"{SHARDS}/rank_{rank:05d}.pt"
+class Shards:
+    """The ranks' files of a checkpoint. They are memory-mapped: only what is used is read.
+
+    Every method raises UserError if a file is missing or cannot be read.
+    """
+
+    def __init__(self, checkpoint: Path, rank: int = 0) -> None:
+        """`rank`: whose file is looked into first."""
+        self.checkpoint = checkpoint
+        files = read_manifest(checkpoint).files
+        self.world_size = sum(name.startswith(f"{SHARDS}/") for name in files)
+        ranks = range(self.world_size)
+        self._ranks = [*ranks[rank : rank + 1], *ranks[:rank], *ranks[rank + 1 :]]
+        self._shards: dict[int, Shard] = {}
+        self.first = self._shard(self._ranks[0])
+
+    def holds(self, name: str) -> bool:
+        """Whether the weight is in the checkpoint, and not only in the files of `first.base`."""
+        return self.first.base is None or name in self.first.trained
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter in fp32 and its shape, on the CPU."""
+        shape = self.first.shapes[name]
+        return self.read(name, "fp32", 0, prod(shape)).view(shape)
+
+    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
+        Do not modify them: they may be the mapped file.
+        """
+        found, position = [torch.empty(0)], start
+        while position < start + numel:
+            first, values = self._part_at(name, key, position)
+            values = values[position - first : start + numel - first].float()
+            found.append(values)
+            position += len(values)
+        return found[-1] if len(found) < 3 else torch.cat(found)
+
+    def _part_at(self, name: str, key: str, position: int) -> tuple[int, torch.Tensor]:
+        """The part of a flattened state that has an element, and the number of its first one."""
+        for rank in self._ranks:
+            start, tensors = self._shard(rank).parts.get(name, (0, {}))
+            if key in tensors and start <= position < start + len(tensors[key]):
+                return start, tensors[key]
+        raise UserError(f"{self.checkpoint}: {key} of {name} is missing; use another checkpoint")
+
+    def _shard(self, rank: int) -> Shard:
+        if rank not in self._shards:
+            self._shards[rank] = read_shard(self.checkpoint, shard_name(rank))
+        return self._shards[rank]
 
 
-def load_safely(path: Path) -> Any:
-    """A file of torch.save that may come from anybody, memory-mapped.
+def read_shard(checkpoint: Path, name: str) -> Shard:
+    """A file of a checkpoint that may come from anybody, memory-mapped.
 
     Raises:
-        UserError: it cannot be read, or holds anything but tensors and plain types.
+        UserError: it is missing, or holds anything but the tensors and plain types of a Shard.
     """
+    path = checkpoint / name
     try:
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        stat_inside(checkpoint, name)
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        return TypeAdapter(Shard).validate_python(content)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path} is on another node; resume with the same ranks on the same nodes, or combine "
+            "what all nodes have with scripts/gather_checkpoint.py"
+        ) from error
     except UnpicklingError as error:
         raise UserError(
             f"{path} holds something other than tensors and plain types, which could run code when "
             "it is read; use another checkpoint"
         ) from error
     except Exception as error:  # whatever torch raises for a damaged file
-        why = describe(error)
-        raise UserError(f"{path} cannot be read ({why}); use another checkpoint") from error
+        raise UserError(
+            f"{path} cannot be read ({describe(error)[:200]}); use another checkpoint"
+        ) from error
 
 
-@lru_cache
-def _shape_of_a_file() -> TypeAdapter:
-    return TypeAdapter(Shard)
+@torch.no_grad()
+def load_shards(
+    engine: "DeepSpeedEngine", shards: Shards, ranks: Ranks, base: Base | None, weights_only: bool
+) -> Base | None:
+    """Load weights and buffers, and unless `weights_only` AdamW's state; called by all ranks.
+    Parameter groups keep this run's settings. What the checkpoint leaves out stays as it was read
+    from the model's files, `base`.
 
+    Returns:
+        The files that hold the frozen weights from now on; None: checkpoints have to hold them.
 
-class Shards:
-    """The ranks' files of a checkpoint. They are memory-mapped: only what is used is read.
-
-    Every method raises UserError if a file is missing, cannot be read, or has another shape.
+    Raises:
+        UserError: the checkpoint is of another model, or damaged.
     """
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    run_on_all_ranks(ranks, lambda: check_model(engine, shards, base, weights_only))
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()  # releases all gathered parameters
+    run_on_all_ranks(ranks, lambda: _fill(engine, shards, weights_only))
+    # from the fp32 weights to those that the model computes with
+    if stage == 3:
+        flats = flat_weights(engine)
+        for weights, flat in zip(optimizer.fp16_partitioned_groups_flat, flats, strict=True):
+            weights.copy_(flat)
+        optimizer.checkpoint_event_epilogue()
+    elif stage > 0:
+        optimizer.update_lp_params()
+    frozen = (name for name, p in engine.module.named_parameters() if not p.requires_grad)
+    return None if any(map(shards.holds, frozen)) else base
 
-    def __init__(self, checkpoint: Path, rank: int = 0) -> None:
-        """`rank`: whose file is looked into first, where it exists."""
-        self.checkpoint = checkpoint
-        try:
-            names = read_manifest(checkpoint).files
-        except (OSError, ValueError) as error:
-            raise UserError(f"{checkpoint}: {describe(error)}; use another checkpoint") from error
-        found = [re.fullmatch(rf"{SHARDS}/rank_([0-9]{{5,7}})\.pt", name) for name in names]
-        self.ranks = sorted((int(name[1]) for name in found if name), key=lambda r: (r != rank, r))
-        if not self.ranks:
-            raise UserError(f"{checkpoint}: its manifest names no weights; use another checkpoint")
-        self._files: dict[int, tuple[Shard, dict[str, list[Fragment]]]] = {}
 
-    @cached_property
-    def first(self) -> Shard:
-        """The file that is looked into first."""
-        return self._file(self.ranks[0])[0]
+def check_model(
+    engine: "DeepSpeedEngine", shards: Shards, base: Base | None, weights_only: bool
+) -> None:
+    """Check that a checkpoint is of the engine's model.
 
-    @property
-    def trained(self) -> list[str]:
-        """Names of the parameters that an optimizer updated."""
-        return [name for name, (_, kind) in self.first.parameters.items() if kind == "trained"]
+    Args:
+        base: the files that the engine's weights were read from.
 
-    @property
-    def read_from(self) -> dict[str, str | None] | None:
-        """describe_base of the files that hold the weights that are left out, if any are."""
-        base = self.first.base
-        if base is not None and not (base.get("name_or_path") and {*base} >= {"fingerprint"}):
-            raise UserError(f"{self.checkpoint} names no base model; use another checkpoint")
-        return base
-
-    def holds(self, name: str) -> bool:
-        """Whether the weight is in the checkpoint, and not only in the files of `read_from`."""
-        return self.first.parameters[name][1] != "left out"
-
-    def missing(self) -> list[str]:
-        """Names of the frozen weights that it does not hold."""
-        return [name for name in self.first.parameters if not self.holds(name)]
-
-    def names(self) -> list[str]:
-        """Names of all parameters as in named_parameters(), which lists tied ones once."""
-        return list(self.first.parameters)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.first.parameters[name][0]
-
-    def weight(self, name: str) -> torch.Tensor:
-        """A parameter in fp32 and its shape, on the CPU."""
-        shape = self.shape(name)
-        return self.read(name, "fp32", 0, prod(shape)).view(shape)
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers."""
-        return self.first.buffers
-
-    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
-        Do not modify them: they may be the mapped file.
-        """
-        parts: dict[int, torch.Tensor] = {}
-        missing = numel
-        for rank in self.ranks if numel else ():
-            shard, places = self._file(rank)
-            for at in places.get(name, ()):
-                first, end = max(start, at.start), min(start + numel, at.start + at.numel)
-                if first < end and first not in parts and key in shard.flats[at.flat]:
-                    begin = at.offset + first - at.start
-                    values = shard.flats[at.flat][key].flatten()
-                    parts[first] = values[begin : begin + end - first].float()
-                    missing -= end - first
-            if missing <= 0:
-                break
-        if missing:
+    Raises:
+        UserError: names the first parameter that differs.
+    """
+    checkpoint, saved = shards.checkpoint, shards.first
+    parameters = dict(engine.module.named_parameters())
+    shapes = {name: shape_of(p) for name, p in parameters.items()}
+    for name in (*shapes, *saved.shapes):
+        if saved.shapes.get(name) != shapes.get(name):
             raise UserError(
-                f"{self.checkpoint}: {key} of {name} is not, or not once, in the files of its "
-                f"{len(self.ranks)} ranks here: a damaged checkpoint, or one of several nodes', "
-                "which gather_checkpoint.py combines"
+                f"{checkpoint} is of another model: {name} is {saved.shapes.get(name, 'missing')}, "
+                f"in this run {shapes.get(name, 'missing')}; if only model.lora differs, export it "
+                "(scripts/export.py) and set model.name_or_path to the export"
             )
-        values = [parts[first] for first in sorted(parts)]
-        return values[0] if len(values) == 1 else torch.cat([torch.empty(0), *values])
+    trained = {name for name, p in parameters.items() if p.requires_grad}
+    if not weights_only and (other := trained.symmetric_difference(saved.trained)):
+        raise UserError(
+            f"{checkpoint} was saved with other trained parameters: {min(other)}; resume with the "
+            "same model.trainable"
+        )
+    left_out = not all(map(shards.holds, saved.shapes))
+    if left_out and (base is None or not is_same_base(saved.base, base)):
+        raise UserError(
+            f"{checkpoint} has only the weights that were trained; the others are those of "
+            f"{saved.base['name_or_path']}, and this run has other weights; set "
+            "model.name_or_path and model.revision to that model"
+        )
 
-    def _file(self, rank: int) -> tuple[Shard, dict[str, list[Fragment]]]:
-        if rank not in self._files:
-            path = self.checkpoint / shard_name(rank)
-            content = load_safely(path)
-            try:
-                shard = _shape_of_a_file().validate_python(content)
-                shard.check()
-            except (ValidationError, ValueError, IndexError) as error:
-                line = describe(error)[:200]
-                raise UserError(f"{path} is damaged: {line}; use another checkpoint") from error
-            places: dict[str, list[Fragment]] = {}
-            for at in shard.fragments:
-                places.setdefault(at.name, []).append(at)
-            self._files[rank] = shard, places
-        return self._files[rank]
+
+def _fill(engine: "DeepSpeedEngine", shards: Shards, weights_only: bool) -> None:
+    """Copy this rank's part of everything, without communication."""
+    stage, saved = engine.zero_optimization_stage(), shards.first
+    parameters = dict(engine.module.named_parameters())
+    restores_optimizer = not weights_only and saved.updates > 0
+    if restores_optimizer:
+        for flat in flat_weights(engine):
+            _prepare_state(engine, flat, saved)
+    for at in fragments(engine):
+        tensors = {"fp32": at.flat}
+        if restores_optimizer:
+            tensors |= optimizer_state(engine, at.flat)
+        for key in saved.states if restores_optimizer else ["fp32"]:
+            if shards.holds(at.name):
+                at.of(tensors[key]).copy_(shards.read(at.name, key, at.start, at.numel))
+        if stage == 0:
+            parameters[at.name].view(-1).copy_(at.of(at.flat))
+    for name, p in parameters.items():
+        if not p.requires_grad and shards.holds(name):
+            start, weight = frozen_part(p, stage)
+            weight.copy_(shards.read(name, "fp32", start, len(weight)))
+    for name, values in saved.buffers.items():
+        engine.module.get_buffer(name).copy_(values)
+    if engine.fp16_enabled() and not weights_only:
+        vars(engine.optimizer.loss_scaler).update(saved.loss_scaler)
+
+
+def _prepare_state(engine: "DeepSpeedEngine", flat: torch.Tensor, saved: Shard) -> None:
+    """Make the optimizer's state of a flat tensor, which torch makes at the first update, and set
+    the number of updates.
+    """
+    state, optimizer = optimizer_state(engine, flat), engine.basic_optimizer
+    state["step"] = saved.updates
+    if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's have a number
+        on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+        state["step"] = torch.tensor(
+            float(saved.updates), device=flat.device if on_device else "cpu"
+        )
+    for key in saved.states[1:]:
+        if key not in state:
+            state[key] = torch.zeros_like(flat)

@@ -1,20 +1,23 @@
 """Where a run starts: fresh, with the weights of a checkpoint, or resumed from one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zerotrain.checkpoint.find import find_checkpoint
-from zerotrain.checkpoint.load import load_shards
-from zerotrain.checkpoint.nodes import Nodes
-from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
-from zerotrain.checkpoint.shards import Shards
+from zerotrain.checkpoint.manifest import inspect
+from zerotrain.checkpoint.run_folder import (
+    COMPLETE,
+    checkpoints_folder,
+    list_checkpoints,
+)
+from zerotrain.checkpoint.shards import Shards, load_shards
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
 from zerotrain.model.base import Base
-from zerotrain.runtime.agreement import run_on_all_ranks
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
+from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
 
@@ -23,15 +26,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Start:
+class Fresh:
+    """At step 0, with the weights of the model's files, or random ones."""
+
     plan: DataPlan
     """The training plan from here on."""
     progress: Progress = field(default_factory=Progress)
-
-
-@dataclass(frozen=True)
-class Fresh(_Start):
-    """At step 0, with the weights of the model's files, or random ones."""
 
     def load(
         self, engine: "DeepSpeedEngine", ranks: Ranks, seed: int, base: Base | None
@@ -48,10 +48,12 @@ class Fresh(_Start):
 
 
 @dataclass(frozen=True)
-class Weights(_Start):
+class Weights:
     """At step 0, with the weights of a checkpoint."""
 
-    checkpoint: Path = Path()
+    plan: DataPlan
+    checkpoint: Path
+    progress: Progress = field(default_factory=Progress)
 
     def load(
         self, engine: "DeepSpeedEngine", ranks: Ranks, seed: int, base: Base | None
@@ -61,31 +63,19 @@ class Weights(_Start):
 
 
 @dataclass(frozen=True)
-class Resume(_Start):
+class Resume:
     """At the step of a checkpoint, with its weights, optimizer and RNG states."""
 
-    checkpoint: Path = Path()
-    world_size: int = 1
-    """Of the run that saved it."""
+    plan: DataPlan
+    checkpoint: Path
+    progress: Progress
 
     def load(
         self, engine: "DeepSpeedEngine", ranks: Ranks, seed: int, base: Base | None
     ) -> Base | None:
         shards = run_on_all_ranks(ranks, lambda: Shards(self.checkpoint, ranks.rank))
         base = load_shards(engine, shards, ranks, base, weights_only=False)
-
-        def restore() -> bool:
-            if self.world_size != ranks.world_size:
-                return False
-            try:
-                return set_rng_state(shards.first.rng)
-            except Exception as error:  # a file of the wrong shape
-                raise UserError(
-                    f"{self.checkpoint}: the random states of rank {ranks.rank} cannot be used "
-                    f"({describe(error)}); use another checkpoint"
-                ) from error
-
-        if not run_on_all_ranks(ranks, restore):
+        if shards.world_size != ranks.world_size or not set_rng_state(shards.first.rng):
             # another seed than at step 0, whose random numbers would be repeated
             seed_everything(rank_seed(seed, ranks.rank, self.progress.step))
         return base
@@ -94,7 +84,7 @@ class Resume(_Start):
 Start = Fresh | Weights | Resume
 
 
-def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nodes) -> Start:
+def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ranks) -> Start:
     """Decide where the run starts, for all ranks, before anything is loaded or written.
 
     Args:
@@ -105,35 +95,99 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, nodes: Nod
             the rest of the epoch cannot be determined.
     """
 
-    def show(line: str) -> None:
-        if nodes.ranks.is_first:
-            print(line, flush=True)
+    settings, folder = config.checkpoint, checkpoints_folder(config.output_dir)
+    views = gather_json(ranks, see(settings, folder) if ranks.local_rank == 0 else None)
+    nodes = [view for view in views if view is not None]
 
-    settings = _settings(config, nodes)
-    checkpoint, passed_over = find_checkpoint(
-        settings, checkpoints_folder(config.output_dir), nodes.run_on_each_node
-    )
-    for line in passed_over:
-        show(line)
-    if checkpoint is None:
-        return Fresh(plan)
-    saved = read_state(checkpoint)
-    if settings.weights_only:
-        if saved.run.lora and identity.lora and saved.run.lora != identity.lora:
-            raise UserError(
-                f"checkpoint.weights_only: {checkpoint} has adapters with model.lora "
-                f"{saved.run.lora}; keep it, or export the checkpoint and train the export"
-            )
-        show(f"starting with the weights of {checkpoint}: step {saved.progress.step:,}")
-        return Weights(plan, checkpoint=checkpoint)
-    check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
-    show(f"resuming from {checkpoint}: step {saved.progress.step:,}")
-    was = (saved.run.world_size, saved.run.zero_stage)
-    if was != (identity.world_size, identity.zero_stage):
-        show("it was saved by {:,} ranks at ZeRO stage {}".format(*was))
-    plan = continue_plan(plan, saved.run.plan, saved.progress.plan_start, saved.progress.step)
-    progress = replace(saved.progress, plan_start=plan.start)
-    return Resume(plan, progress, checkpoint, saved.run.world_size)
+    def decide() -> tuple[Start, list[str]]:
+        checkpoint, lines = find_checkpoint(settings, folder, nodes)
+        if checkpoint is None:
+            return Fresh(plan), lines
+        saved = read_state(checkpoint)
+        step = saved.progress.step
+        if settings.weights_only and checkpoint == Path(settings.resume):
+            check_same_adapters(checkpoint, saved.run, identity)
+            lines.append(f"starting with the weights of {checkpoint}: step {step:,}")
+            return Weights(plan, checkpoint), lines
+        check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
+        lines.append(f"resuming from {checkpoint}: step {step:,}")
+        rest = continue_plan(plan, saved.run.plan, saved.progress.plan_start, step)
+        return Resume(rest, checkpoint, replace(saved.progress, plan_start=rest.start)), lines
+
+    start, lines = run_on_all_ranks(ranks, decide)
+    if ranks.is_first:
+        for line in lines:
+            print(line, flush=True)
+    return start
+
+
+def see(settings: CheckpointConfig, folder: Path) -> dict[str, Any]:
+    """What this node has of each checkpoint that a run may start from; see manifest.inspect."""
+    given = [] if settings.resume == "auto" else [Path(settings.resume)]
+    return {str(path): inspect(path) for path in (*list_checkpoints(folder), *given)}
+
+
+def find_checkpoint(
+    settings: CheckpointConfig, folder: Path, views: Sequence[dict[str, Any]]
+) -> tuple[Path | None, list[str]]:
+    """The newest usable checkpoint in `folder`, otherwise that of checkpoint.resume, and a line for
+    each one that is skipped.
+
+    Args:
+        views: what see() returned on each node.
+
+    Raises:
+        UserError: the given path is not a usable checkpoint, or is in `folder`, which has a later
+            one; or there are checkpoints, and none is usable.
+    """
+    paths = {path for view in views for path in view if Path(path).parent == folder}
+    skipped, newest = [], None
+    for path in sorted(paths, reverse=True):
+        problem = _problem(path, views)
+        if problem is None:
+            newest = Path(path)
+            break
+        skipped.append(f"skipping {path}: {problem}")
+    given = Path(settings.resume)
+    if settings.resume == "auto":
+        if paths and newest is None:
+            cure = "restore one, or remove them to start at step 0"
+            raise UserError(f"no usable checkpoint in {folder}: {'; '.join(skipped)}; {cure}")
+    elif newest is None:
+        if problem := _problem(settings.resume, views):
+            raise UserError(f"checkpoint.resume: {given} is not a usable checkpoint: {problem}")
+        newest = given
+    elif given.resolve().parent == folder.resolve() and (
+        settings.weights_only or given.name != newest.name
+    ):
+        raise UserError(
+            f"checkpoint.resume: {given} is in output_dir, which has the later {newest.name}; "
+            "choose another output_dir, or remove the later ones"
+        )
+    return newest, skipped
+
+
+def _problem(path: str, views: Sequence[dict[str, Any]]) -> str | None:
+    """Why a checkpoint cannot be used; None if it can. Nodes without a shared disk have the files
+    of their own ranks only, so each file has to be right on one node.
+    """
+    found = [view.get(path, (None, {COMPLETE: "is missing"})) for view in views]
+    everywhere = set.intersection(*(set(problems) for _, problems in found))
+    if everywhere:
+        name = min(everywhere)
+        return f"{name} {found[0][1][name]}"
+    if len({save_id for save_id, _ in found}) > 1:
+        return "not all nodes have the same save of it"
+    return None
+
+
+def check_same_adapters(checkpoint: Path, saved: RunIdentity, now: RunIdentity) -> None:
+    """Raise UserError if a checkpoint has other adapters than this run."""
+    if saved.lora and now.lora and saved.lora != now.lora:
+        raise UserError(
+            f"checkpoint.weights_only: {checkpoint} has adapters with model.lora {saved.lora}; "
+            "keep it, or export the checkpoint and train the export"
+        )
 
 
 def check_resumable(
@@ -164,20 +218,3 @@ def check_resumable(
             f"{checkpoint}: {key} was {was}, this run's is {is_now.get(key)}; resume with the old "
             f"one, or {fix}"
         )
-
-
-def _settings(config: Config, nodes: Nodes) -> CheckpointConfig:
-    """config.checkpoint. A run with weights_only that has written checkpoints of its own resumes
-    from those.
-    """
-    settings, folder = config.checkpoint, checkpoints_folder(config.output_dir)
-    if not settings.weights_only:
-        return settings
-    if Path(settings.resume).resolve().parent == folder.resolve():
-        raise UserError(
-            f"checkpoint.weights_only: {settings.resume} is in this output_dir, which would "
-            "have two runs; choose another output_dir"
-        )
-    if any(nodes.run_on_each_node(lambda: bool(list_complete(folder))).values()):
-        return replace(settings, resume="auto", weights_only=False)
-    return settings

@@ -5,10 +5,9 @@ import math
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import xxhash
-from pydantic import Field
 
 from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
@@ -16,11 +15,9 @@ from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.model.guard import GuardState
-from zerotrain.model.hub import commits
 from zerotrain.model.optimizer import optimization_of
 from zerotrain.model.setup import Setup
 
-MAX_WORLD_SIZE = 1 << 20  # in a state that is read: far above any job's, small enough for a set
 # What of RunIdentity.compared() may change with checkpoint.allow_plan_change
 FOLLOWS_PLAN = (
     "train.global_batch_size", "train.global_batch_tokens",
@@ -32,17 +29,14 @@ FOLLOWS_PLAN = (
 class RunIdentity:
     """What a run is: constant from start to end, and compared when the run is resumed."""
 
-    plan_hash: str
     plan: PlanRecord
     config_hash: str
     """xxh3 of the run config, in hexadecimal."""
-    world_size: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)]
+    world_size: int
     zero_stage: int
     precision: Literal["fp32", "bf16", "fp16"]
     optimization: dict[str, Any]
     """Settings that a resumed run has to share, by run config key."""
-    commits: dict[str, str] = field(default_factory=dict)
-    """What comes from the hub, see model.hub.commits; not compared."""
 
     @property
     def lora(self) -> dict[str, Any] | None:
@@ -64,14 +58,12 @@ class RunIdentity:
         """The identity of a run whose training plan is `plan`."""
         config = setup.config
         return cls(
-            plan_hash=plan.content_hash(),
             plan=PlanRecord.of(plan),
             config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,
             optimization=optimization_of(config, plan.mean_batch),
-            commits=commits(config),
         )
 
 
@@ -88,7 +80,7 @@ class Best:
 class Progress:
     """How far a run has progressed. `step` is its position in the data: epochs follow from it."""
 
-    step: Annotated[int, Field(ge=0)] = 0
+    step: int = 0
     """Finished optimizer steps."""
     examples: int = 0
     tokens: int = 0
@@ -134,6 +126,6 @@ def read_state(checkpoint: Path) -> TrainerState:
     """The trainer state of a checkpoint.
 
     Raises:
-        OSError, ValueError: it cannot be read, or has another shape.
+        UserError: it cannot be read, or has another shape.
     """
     return read_json(checkpoint, TRAINER_STATE, TrainerState)

@@ -99,10 +99,6 @@ def _merged(
     )
     for name in ("bf16", "fp16"):
         fill(f"{name}.enabled", precision == name, f"the run's precision is {precision}")
-    # With it, the first rank of each node writes the weights file that all ranks of the node load.
-    node_local = config.checkpoint.node_local
-    of_node = f"checkpoint.node_local is {json.dumps(node_local)}"
-    fill("checkpoint.use_node_local_storage", node_local, of_node)
 
     optimizer = merged.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": True}})
     params = optimizer.setdefault("params", {})

@@ -302,30 +302,19 @@ class CheckpointConfig(Section):
     """Complete checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_every_steps: NonNegativeInt = 0
     """Never delete checkpoints whose step is a multiple of this; 0: none."""
-    keep_best: NonNegativeInt = 0
-    """Also keep this many checkpoints with the best eval_loss at their step; an evaluation that
-    is better than all before is followed by a save.
+    keep_best: bool = False
+    """Also keep the checkpoint of the evaluation with the best eval_loss; one that is better than
+    all before is followed by a save.
     """
     async_save: bool = False
     """Write from a copy in CPU memory while training continues; needs memory for that copy."""
-    on_failed_save: Literal["stop", "continue"] = "stop"
-    """When a save fails, e.g. on a full disk: stop: end the run; continue: warn and train on."""
-    after_save: str | None = None
-    """A command for sh that is run once a checkpoint is complete, for example to copy it: rclone
-    copy "$CHECKPOINT" remote:bucket/run/$(basename "$CHECKPOINT"). Training goes on meanwhile; a
-    failure is a warning. Its environment also has OUTPUT_DIR and STEP.
-    """
     allow_plan_change: bool = False
     """Resume although the global batch, the learning rate or its schedule changed. The rest of the
     epoch comes first, in steps of the new global batch.
     """
-    node_local: bool = False
-    """output_dir is on each node's own disk: every node holds its own ranks' shards of a
-    checkpoint. gather_checkpoint.py puts them together.
-    """
     resume: str = "auto"
-    """auto: resume from the newest complete checkpoint in output_dir, if any; none: start at step
-    0; or the checkpoint folder to resume from.
+    """auto: resume from the newest complete checkpoint in output_dir, if any; or the checkpoint
+    folder to resume from as long as output_dir has none.
     """
     weights_only: bool = False
     """Start at step 0 with the weights of the checkpoint folder given by resume, from any run of

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -16,7 +15,6 @@ from zerotrain.config.schema import (
 )
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.rank_env import rank_variables
-from zerotrain.runtime.redact import secret_in_command
 
 Check = Callable[[bool, str, str], None]  # holds, key, problem: raises UserError unless it holds
 
@@ -29,8 +27,6 @@ def check_config(config: Config, check: Check) -> None:
     """
     _check_train(config.train, check)
     data = config.data
-    if config.checkpoint.after_save is not None:
-        _check_after_save(config.checkpoint.after_save, check)
     check(
         not (data.eval_sources and data.eval_fraction),
         "data.eval_fraction",
@@ -38,7 +34,7 @@ def check_config(config: Config, check: Check) -> None:
     )
     _check_eval(config, check)
     check(
-        not config.checkpoint.weights_only or config.checkpoint.resume not in ("auto", "none"),
+        not config.checkpoint.weights_only or config.checkpoint.resume != "auto",
         "checkpoint.weights_only",
         "needs checkpoint.resume PATH, the checkpoint folder whose weights to start from",
     )
@@ -54,21 +50,6 @@ def check_config(config: Config, check: Check) -> None:
         Path(config.ds_config).is_file(),
         "ds_config",
         f"no such file: {config.ds_config}; ds_configs/README.md says which to take",
-    )
-
-
-def _check_after_save(command: str, check: Check) -> None:
-    key = "checkpoint.after_save"
-    check(command.strip() != "", key, "is empty; give a command, or leave the key out")
-    check("\0" not in command, key, "has a null character")
-    parsed = subprocess.run(["/bin/sh", "-n", "-c", command], capture_output=True, text=True)
-    check(parsed.returncode == 0, key, f"sh cannot read it: {' '.join(parsed.stderr.split())}")
-    secret = secret_in_command(command)
-    check(
-        secret is None,
-        key,
-        f"gives a secret to {secret}, and the config is written to the run folder and to W&B; put "
-        "the secret into the environment, or into the file where the program looks for it",
     )
 
 
@@ -175,7 +156,7 @@ def check_folders(config: Config) -> None:
         UserError: one of the two is not so.
     """
     resume = Path(config.checkpoint.resume)
-    if config.checkpoint.resume not in ("auto", "none") and not resume.is_dir():
+    if config.checkpoint.resume != "auto" and not resume.is_dir():
         raise UserError(f"checkpoint.resume: no such folder: {resume}")
     folder = Path(config.output_dir).absolute()
     while not folder.exists() and not folder.is_symlink():

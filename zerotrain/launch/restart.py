@@ -26,9 +26,7 @@ def prepare_restart(
         RunFailed: no host is healthy, the job needs all hosts, or it was stopped.
     """
     config = job.config
-    needs_all = config is not None and (
-        config.checkpoint.node_local or config.distributed.world_size is not None
-    )
+    needs_all = config is not None and config.distributed.world_size is not None
     deadline = time.monotonic() + wait_seconds
     printed = ""
     while True:

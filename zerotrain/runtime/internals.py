@@ -35,12 +35,12 @@ INTERNALS = {
         deepspeed.launcher.runner: fetch_hostfile
     """,
     "zerotrain/checkpoint/shards.py": """
-        deepspeed.runtime.engine: param_names basic_optimizer global_steps global_samples
-            skipped_steps
+        deepspeed.runtime.engine: param_names basic_optimizer
         deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
-            backup_optimizer
+            backup_optimizer checkpoint_event_prologue checkpoint_event_epilogue
+            fp16_partitioned_groups_flat
         deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
-        deepspeed.runtime.zero.stage_1_and_2: bit16_groups
+        deepspeed.runtime.zero.stage_1_and_2: bit16_groups update_lp_params
         deepspeed.runtime.bf16_optimizer: bf16_groups
         deepspeed.utils.tensor_fragment: hp_fragment_address lp_fragment_address start
             numel
@@ -50,10 +50,8 @@ INTERNALS = {
         deepspeed.runtime.fp16.fused_optimizer: fp16_groups fp32_groups_flat
         deepspeed.runtime.fp16.unfused_optimizer: fp16_groups
     """,
-    "zerotrain/checkpoint/load.py": """
-        deepspeed.runtime.zero.stage3: checkpoint_event_prologue checkpoint_event_epilogue
-            fp16_partitioned_groups_flat
-        deepspeed.runtime.zero.stage_1_and_2: update_lp_params
+    "zerotrain/checkpoint/save.py": """
+        torch.utils._pytree: tree_map
     """,
     "zerotrain/model/engine.py": """
         deepspeed.runtime.engine: basic_optimizer

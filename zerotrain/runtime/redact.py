@@ -25,22 +25,6 @@ NAMED_SECRET = re.compile(
 MIN_SECRET = 6  # characters; to replace shorter values would garble a text
 
 
-def secret_in_command(command: str) -> str | None:
-    """The name of an option or variable of a command line to which a secret is given, `it` if there
-    is one without a name, None if there is none. A value with a `$` is not there to be read.
-    """
-    for option, variable, value in re.findall(
-        r"(?:--?([\w-]+)[= ]\s*|\b(\w+)=)([^\s-]\S*)", command
-    ):
-        if SECRET_NAME.fullmatch(option or variable) and "$" not in value:
-            return option or variable
-    for match in SECRET_TEXT.finditer(command):
-        is_user = command[: match.start()].endswith("://") and ":" not in match[0]
-        if not is_user and "$" not in match[0]:
-            return "it"
-    return None
-
-
 def redactor(*environments: Mapping[str, str]) -> Callable[[str], str]:
     """A function that replaces secrets in a text, also the values of those of `environments`."""
     named = [item for environment in environments for item in environment.items()]

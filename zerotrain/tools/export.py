@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.checkpoint.find import checkpoint_problem
-from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.checkpoint.run_folder import checkpoint_name
+from zerotrain.checkpoint.manifest import checkpoint_problem, read_manifest
+from zerotrain.checkpoint.run_folder import checkpoint_name, checkpoints_folder, list_checkpoints
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.config.schema import LoraConfig, ModelConfig
@@ -66,7 +65,7 @@ def export_checkpoint(
     _check_memory(shards, working)
     with new_folder(out) as draft:
         _copy(small_files, draft)
-        if shards.missing():
+        if not all(map(shards.holds, shards.first.shapes)):
             model = _load_base(shards, run, base).to(working)
         else:
             model = _empty_model(draft, working)
@@ -116,7 +115,7 @@ def export_adapter(
         (draft / "config.json").unlink()  # that of the base model
         _insert_adapters(model, run, shards)
         model.peft_config[ADAPTER].save_pretrained(draft)
-        trained = {name: shards.weight(name) for name in shards.trained}
+        trained = {name: shards.weight(name) for name in shards.first.trained}
         named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
         weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
         save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
@@ -140,7 +139,7 @@ def _copy(files: list[Path], folder: Path) -> None:
 
 
 def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
-    needed = sum(prod(shards.shape(name)) for name in shards.names()) * dtype.itemsize
+    needed = sum(map(prod, shards.first.shapes.values())) * dtype.itemsize
     free, _ = available_memory()
     if needed > free:
         raise UserError(
@@ -172,7 +171,7 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None) -> nn.Module:
     Raises:
         UserError: it cannot be loaded, or has other weights.
     """
-    was = shards.read_from
+    was = shards.first.base
     name, revision = (base, None) if base else (was["name_or_path"], was["revision"])
     fix = f"give the model that {was['name_or_path']} was during the run with --base"
     dtype = DTYPES[run.precision]
@@ -192,7 +191,7 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
     """Insert the adapters of a run, if it has some, into a model."""
     if run.lora is None:
         return None
-    base = shards.read_from or {"name_or_path": "", "revision": None}
+    base = shards.first.base or {"name_or_path": "", "revision": None}
     try:
         lora = LoraConfig(**run.lora)
         config = ModelConfig(base["name_or_path"], revision=base["revision"], lora=lora)
@@ -213,7 +212,7 @@ def _fill(model: nn.Module, shards: Shards) -> None:
     Raises:
         UserError: the model has other parameters.
     """
-    parameters, names = dict(model.named_parameters()), set(shards.names())
+    parameters, names = dict(model.named_parameters()), set(shards.first.shapes)
     if wrong := sorted(names.symmetric_difference(parameters)):
         raise UserError(
             f"the checkpoint does not fit {type(model).__name__}: one of them has no {wrong[0]}; "
@@ -221,7 +220,7 @@ def _fill(model: nn.Module, shards: Shards) -> None:
         )
     for name in filter(shards.holds, names):
         parameters[name].copy_(shards.weight(name))
-    for name, values in shards.buffers().items():
+    for name, values in shards.first.buffers.items():
         model.get_buffer(name).copy_(values)
 
 
@@ -241,6 +240,20 @@ def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
     return merged
 
 
+def newest_checkpoint(run_folder: Path) -> Path:
+    """The newest usable checkpoint of a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    for checkpoint in reversed(list_checkpoints(checkpoints_folder(run_folder))):
+        problem = checkpoint_problem(checkpoint)
+        if problem is None:
+            return checkpoint
+        print(f"skipping {checkpoint}: {problem}", flush=True)
+    raise UserError(f"{run_folder} has no usable checkpoint yet")
+
+
 def best_checkpoint(newest: Path) -> Path:
     """The checkpoint of the best evaluation of a run.
 
@@ -257,6 +270,6 @@ def best_checkpoint(newest: Path) -> Path:
     if problem := checkpoint_problem(found):
         raise UserError(
             f"the best evaluation was at step {best.step:,}, but {found} cannot be used: "
-            f"{problem}; checkpoint.keep_best: 1 keeps the best checkpoint"
+            f"{problem}; checkpoint.keep_best: true keeps the best checkpoint"
         )
     return found

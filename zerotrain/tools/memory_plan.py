@@ -47,7 +47,7 @@ class Memory:
     host: float
     """CPU memory of a node in training."""
     checkpoint: float
-    """On disk, of one checkpoint; with checkpoint.node_local of a node's part of it."""
+    """On disk, of one checkpoint."""
     checkpoints: int
     """On disk at a time: those that are kept and the one that is being written; without those of
     checkpoint.keep_every_steps.
@@ -120,8 +120,7 @@ def estimate_memory(
     # under ZeRO 3 the first rank alone reads the files
     loading = width * total * (local_ranks if stage < 3 else 1)
     saved = total if config.model.from_config else trained  # else frozen ones are in their files
-    part = local_ranks / ranks if config.checkpoint.node_local else 1
-    checkpoint = width * saved + part * updated * trained
+    checkpoint = width * saved + updated * trained
     checkpoints = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return Memory(states, backward, update, loading, local_ranks * host, checkpoint, checkpoints)
 

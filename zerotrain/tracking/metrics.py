@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.nodes import Nodes
 from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
@@ -106,7 +105,9 @@ def is_record_until(step: int, line: str) -> bool:
         return False
 
 
-def open_metrics(config: Config, start: Progress, total_steps: int, nodes: Nodes) -> Metrics:
+def open_metrics(
+    config: Config, start: Progress, total_steps: int, ranks: Ranks, lock: RunLock
+) -> Metrics:
     """The metrics of this rank; all ranks call it.
 
     Args:
@@ -116,16 +117,16 @@ def open_metrics(config: Config, start: Progress, total_steps: int, nodes: Nodes
         UserError: W&B rejects its settings; on every rank.
     """
     metrics, folder = Metrics([]), Path(config.output_dir)
-    cluster = describe_cluster(nodes.ranks)
+    cluster = describe_cluster(ranks)
 
     def open_sinks() -> None:
         metrics.sinks.append(ConsoleSink(start.step, total_steps))
-        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, nodes.lock))
+        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, lock))
         if config.tracking.wandb != "disabled":
             metrics.sinks.append(WandbSink(config, start, cluster))
         metrics.log("start", {"step": start.step, **cluster})
 
-    run_on_first_rank(nodes.ranks, open_sinks)
+    run_on_first_rank(ranks, open_sinks)
     return metrics
 
 
