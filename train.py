@@ -43,7 +43,7 @@ from zerotrain.config.validate import check_folders
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.engine import build_engine, check_engine
-from zerotrain.model.guard import Guard
+from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard
 from zerotrain.model.held_out import HeldOutSets
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
@@ -158,7 +158,7 @@ def build_run(
         schedule=schedule,
         engine=engine,
         loss=loss,
-        guard=Guard(config.guard, start.progress.guard, ranks),
+        guard=Guard(start.progress.guard, ranks),
         held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
         saver=Saver(engine, loaded, setup, ranks, lock, start, metrics.log),
         metrics=metrics,
@@ -280,13 +280,10 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
         if router is not None:
             loss = loss + router * router_scale
             losses[1, i] = router.detach()
-        if is_last:
-            of_step = sum_over_ranks(losses.sum(1))
-            loss = loss * run.guard.factor(of_step[0] / batch.plan.supervised_tokens)
         timer.mark("forward")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
-    loss, router_loss = of_step.tolist()
+    loss, router_loss = sum_over_ranks(losses.sum(1)).tolist()
     loss /= batch.plan.supervised_tokens
     grad_norm = run.guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
     timer.mark("optimizer")
@@ -322,13 +319,13 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
 def report_problem(run: Training, batch: StepBatch) -> None:
     """Report what the guard found in the last step. Raises RunFailed if the run has to stop."""
     run.reporter.report_problem(run.guard.problem, batch)
-    reason = run.guard.stop_reason()
-    if reason is not None:
+    in_a_row = run.guard.state.skipped_in_a_row
+    if in_a_row >= MAX_SKIPPED_IN_A_ROW:
         run.saver.finish()
         raise RunFailed(
-            f"step {batch.global_step + 1:,}: {run.guard.problem.reason}; {reason}. Check the rows "
-            f"listed in {METRICS}, lower train.learning_rate, or set checkpoint.resume to an "
-            "earlier checkpoint"
+            f"step {batch.global_step + 1:,}: {run.guard.problem.reason}; {in_a_row} steps in a "
+            f"row were skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or "
+            "set checkpoint.resume to an earlier checkpoint"
         )
 
 

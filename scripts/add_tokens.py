@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from zerotrain.runtime.errors import UserError, exit_on_error, some
-from zerotrain.runtime.host_memory import available_memory
+from zerotrain.tools.host_memory import available_memory
 from zerotrain.tools.new_folder import new_folder
 
 

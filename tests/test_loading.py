@@ -4,8 +4,6 @@ what the ranks hold is what the files have.    pytest tests/test_loading.py
 
 import json
 import re
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from zerotrain.config.parse import parse_command_line
-from zerotrain.model import host_memory
 from zerotrain.model.load import load_model_config
-from zerotrain.model.trained import Counts
 from zerotrain.model.weights import check_weights
 from zerotrain.runtime.errors import UserError
 
@@ -138,16 +134,3 @@ def test_ranks_hold_the_weights_of_the_files(
         expected = read(input_ids=TOKENS, use_cache=False).logits
     held = torch.load(tmp_path / "run" / "logits.pt")
     torch.testing.assert_close(held, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_model_too_large_for_the_memory_is_refused_before_it_is_read(tiny_config, monkeypatch):
-    config = parse_command_line(["--config", str(tiny_config())]).config
-    ds_config = {"zero_optimization": {"stage": 2}}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(host_memory, "available_memory", lambda: (3999, "MemAvailable"))
-    for parameters, fits in ((999, True), (1000, False)):  # two ranks read two bytes of each
-        setup = SimpleNamespace(
-            config=config, ds_config=ds_config, precision="bf16", counts=Counts(0, parameters)
-        )
-        with nullcontext() if fits else pytest.raises(UserError, match="of CPU memory"):
-            host_memory.check_host_memory(setup, SimpleNamespace(is_first=False))

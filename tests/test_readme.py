@@ -15,7 +15,7 @@ from zerotrain.config.parse import config_keys
 
 README = (REPO / "README.md").read_text()
 FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|data"
-SECTIONS = "model|data|train|eval|guard|checkpoint|tracking|distributed|profile"
+SECTIONS = "model|data|train|eval|checkpoint|tracking|distributed|profile"
 SHORT_DEMO = "--train.steps 25"
 
 

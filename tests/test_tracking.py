@@ -107,7 +107,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         began = time.monotonic()
         for step in (3, 4):
             sink.log("train", {"step": step, "loss": 1 / step})
-        sink.log("event", {"step": 4, "name": "loss_spike", "text": "loss 9"})
+        sink.log("event", {"step": 4, "name": "skipped_step", "text": "loss 9"})
         sink.log("generations", {"step": 4, "set": "dev", "rows": [ANSWER]})
         assert time.monotonic() - began < 1
         sink.close(0)
@@ -115,7 +115,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         wandb.teardown()
     [(name, rows)] = starts_of(folder)
     assert name == "earlier" and [row["step"] for row in rows] == [3, 4]
-    assert rows[1]["train/loss"] == 0.25 and rows[1]["event/loss_spike"] == 1
+    assert rows[1]["train/loss"] == 0.25 and rows[1]["event/skipped_step"] == 1
     [file] = folder.rglob("media/html/**/*.html")
     assert "&lt;/script&gt;" in file.read_text()
     assert_no_secret_in(folder)

@@ -280,16 +280,6 @@ class EvalConfig(Section):
 
 
 @dataclass(frozen=True)
-class GuardConfig(Section):
-    """Steps that must not spoil the weights: a loss or gradient that is not finite, whose update is
-    always skipped, and spikes of the loss.
-    """
-
-    on_spike: Literal["off", "warn", "skip", "stop"] = "warn"
-    """What to do about a loss far above the last ones: warn; skip the update; or stop before it."""
-
-
-@dataclass(frozen=True)
 class CheckpointConfig(Section):
     """When to save, which checkpoints to keep, and what to resume from."""
 
@@ -368,7 +358,6 @@ class Config(Section):
     ds_config: str = "ds_configs/zero2.json"
     """DeepSpeed config file: ZeRO stage, offload, communication."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -9,7 +9,6 @@ from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.blocks import change_blocks
 from zerotrain.model.experts import refuse_expert_lists
-from zerotrain.model.host_memory import check_host_memory
 from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import parameter_groups, reset_update_count
@@ -41,7 +40,6 @@ def build_engine(
         )
         if ranks.is_first and unused:
             print(unused, flush=True)
-        run_on_all_ranks(ranks, lambda: check_host_memory(setup, ranks))
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = run_on_all_ranks(

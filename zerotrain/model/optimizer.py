@@ -13,7 +13,6 @@ from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
     from torch.optim.lr_scheduler import LambdaLR
 
 
@@ -49,31 +48,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def apply_update(engine: "DeepSpeedEngine") -> tuple[float, bool]:
-    """engine.step(): clip, update the weights, zero the gradients. DeepSpeed skips an update whose
-    gradient is not finite, except at stage 0 in fp32, where it is skipped here.
-
-    Returns:
-        The global L2 norm before clipping, and whether the update was applied.
-    """
-    is_wrapped = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
-    if is_wrapped:
-        engine.step()
-        is_applied = engine.was_step_applied()
-        if not is_applied and getattr(engine.optimizer, "cpu_offload", False):
-            # stage 2: DeepSpeed keeps the gradients, and would add the next ones to NaN
-            engine.optimizer.averaged_gradients.clear()
-        return float(engine.get_global_grad_norm()), is_applied
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    is_finite = bool(norm.isfinite())
-    if is_finite:
-        engine.step()
-    else:
-        engine.zero_grad()
-    return float(norm), is_finite
 
 
 @dataclass(frozen=True)

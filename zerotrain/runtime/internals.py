@@ -59,8 +59,10 @@ INTERNALS = {
     "zerotrain/model/loss.py": """
         deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy
     """,
-    "zerotrain/model/optimizer.py": """
+    "zerotrain/model/guard.py": """
         deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
+    """,
+    "zerotrain/model/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape
     """,
 }

@@ -27,7 +27,7 @@ from zerotrain.model.hub import load_pretrained
 from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.runtime.host_memory import available_memory
+from zerotrain.tools.host_memory import available_memory
 from zerotrain.tools.new_folder import new_folder
 
 if TYPE_CHECKING:

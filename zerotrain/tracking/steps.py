@@ -136,9 +136,7 @@ class StepReporter:
         suspects = [micro_batches[i][rank] for rank, micro_steps in bad for i in micro_steps]
         examples = np.concatenate(suspects or [of for ranks in micro_batches for of in ranks])
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]
-        text = problem.reason + ("; the update is skipped" if problem.is_skipped else "")
-        name = "loss_spike" if problem.is_spike else "skipped_step"
-        self.report_event(name, text, rows=rows)
+        self.report_event("skipped_step", f"{problem.reason}; the update is skipped", rows=rows)
 
     def _compare_ranks(self) -> None:
         """Report what each rank has measured in the window, and which ones are slow."""
