@@ -17,7 +17,7 @@ run="runs/demo_$(date +%Y%m%d_%H%M%S)"
 echo "training on $ranks ranks; the first run also tokenizes the sample data (10 s)"
 deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning \
   train.py --config recipes/demo.yaml --output_dir "$run" "$@"
-echo "exporting the model and drawing the report"
+echo "exporting the model, drawing the report, answering the held-out questions"
 python scripts/export.py "$run" "$run/model"
-python scripts/report.py "$run" > /dev/null
-python scripts/demo_report.py "$run" "$run/model"
+python scripts/report.py "$run"
+python scripts/exact_match.py "$run/model" data/sample/eval.jsonl --show 1

@@ -1,10 +1,96 @@
-"""Ask a model the questions of chat rows and count the answers that match exactly.
+"""Count the answers of a model that match those of chat rows exactly.
 
-python scripts/exact_match.py MODEL_FOLDER data/sample/eval.jsonl [--show 3]
+    python scripts/exact_match.py MODEL_FOLDER data/sample/eval.jsonl [--show 3]
+
+The last assistant turn of each row is the expected answer; the model answers with greedy decoding.
+As for any other user of the model folder, its generation_config.json decides where an answer ends;
+an answer that does not end is wrong.
 """
 
-from zerotrain.runtime.errors import exit_on_error
-from zerotrain.tools.exact_match import main
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerotrain.config.schema import Source
+from zerotrain.data.scorers import exact_match
+from zerotrain.data.sources import parse_row, read_rows
+from zerotrain.runtime.errors import UserError, exit_on_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BATCH_ROWS = 64
+EXTRA_TOKENS = 16  # generated beyond the longest expected answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--show", type=int, default=0, help="number of answers to print")
+    args = parser.parse_args()
+    for path in (args.model, args.rows):
+        if not path.exists():
+            raise UserError(f"no such file or folder: {path}")
+    conversations = []
+    for _, row in read_rows(Source(path=str(args.rows))):
+        turns = parse_row(row, {}).get("messages", [])
+        if not turns or turns[-1].get("role") != "assistant":
+            raise UserError(
+                f"{args.rows}:{row.place}: not messages that end with the assistant's; give chats"
+            )
+        conversations.append(turns)
+
+    # slow to import, so after the arguments are checked
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from zerotrain.model.hub import load_pretrained
+    from zerotrain.tracking.console import quieten_libraries
+
+    quieten_libraries(is_first=True)
+    model = load_pretrained(AutoModelForCausalLM.from_pretrained, args.model)
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, args.model)
+    right = endless = 0
+    for start in range(0, len(conversations), BATCH_ROWS):
+        batch = conversations[start : start + BATCH_ROWS]
+        for i, (answer, has_ended) in enumerate(generate(model, tokenizer, batch), start):
+            *_, question, expected = conversations[i]
+            right += has_ended and exact_match("", expected["content"], answer) == 1
+            endless += not has_ended
+            if i < args.show:
+                print(f"question: {question['content']}\nexpected: {expected['content']}")
+                print(f"answer:   {answer}\n")
+    print(f"exact match: {right} of {len(conversations)} = {right / len(conversations):.1%}")
+    if endless:
+        ends = model.generation_config.eos_token_id
+        print(f"{endless} answers did not end (eos_token_id of generation_config.json: {ends})")
+
+
+def generate(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch: list[list[dict]]
+) -> list[tuple[str, bool]]:
+    """(answer, whether the model ended it) in place of the last turn of each conversation."""
+    import torch
+
+    tokenizer.padding_side = "left"  # generation continues on the right
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # the mask hides it
+    ends = torch.tensor(model.generation_config.eos_token_id, device=model.device)
+    longest = max(len(tokenizer(turns[-1]["content"])["input_ids"]) for turns in batch)
+    encoded = tokenizer.apply_chat_template(
+        [turns[:-1] for turns in batch],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(model.device)
+    with torch.inference_mode():
+        ids = model.generate(**encoded, do_sample=False, max_new_tokens=longest + EXTRA_TOKENS)
+    new = ids[:, encoded["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(new, skip_special_tokens=True)
+    return list(zip(answers, torch.isin(new, ends).any(1).tolist(), strict=True))
+
 
 if __name__ == "__main__":
     exit_on_error(main)

@@ -8,7 +8,7 @@ RUN_OR_CHECKPOINT is a folder on the hosts: a checkpoint, like runs/mine/checkpo
 or a run folder, of which the newest checkpoint is taken that is complete on every host. The files
 are copied by rsync over ssh and checked against the manifests, by size and checksum. The hosts only
 need rsync. COPIES is a folder here with one for each node, a copy of its disk, in which
-RUN_OR_CHECKPOINT is; deploy/skypilot.yaml keeps such copies in a bucket.
+RUN_OR_CHECKPOINT is.
 
 To resume from OUT, set checkpoint.resume to it; on hosts without a shared disk, copy it to each of
 them first: rsync -a OUT/ node-2:OUT/

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Run in the repository, or sourced as by demo.sh and test.sh: installs the requirements into .venv,
+# Run in the repository, or sourced, as by test.sh: installs the requirements into .venv,
 # unless that has been done, and puts .venv on PATH. An interrupted install is repeated.
-#   PYTHON=python3.12 ./scripts/demo.sh     makes .venv with another interpreter
-#   NO_LOCK=1 ./scripts/demo.sh             installs requirements.txt, without hashes
+#   PYTHON=python3.12 ./scripts/setup.sh    makes .venv with another interpreter
+#   NO_LOCK=1 ./scripts/setup.sh            installs requirements.txt, without hashes
 #
 # requirements.lock has the versions and hashes of everything but torch, which comes last, with the
 # CUDA packages of its build, from the one index that pip or uv is set up for, unless .venv has it

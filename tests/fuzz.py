@@ -337,7 +337,7 @@ def metrics_target() -> Target:
     return make, read
 
 
-TARGETS: dict[str, Callable[[], Target]] = {  # zerotrain/launch/ may have been deleted
+TARGETS: dict[str, Callable[[], Target]] = {  # hostfiles may have been left out
     **({"hostfile": hostfile_target} if find_spec("zerotrain.launch") else {}),
     "config": config_target,
     "rows": rows_target,

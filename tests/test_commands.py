@@ -1,13 +1,10 @@
 """The commands as users run them: exit codes, messages, files.    pytest tests/test_commands.py"""
 
 import re
-import sys
 import time
 
 import pytest
 from conftest import (
-    REPO,
-    SAMPLE,
     launch_command,
     logged,
     ranks_of,
@@ -159,18 +156,7 @@ def test_metrics_and_resolved_configs(forks, tiny_config, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# The exported model, the sample, the recipes
-
-
-def test_the_sample_is_what_its_script_writes(tmp_path):
-    finished = run([sys.executable, "data/sample/make_sample.py", tmp_path])
-    assert finished.code == 0, finished.output
-    counts = re.search(r"(\S+) training rows, (\S+) held-out rows, (\d+) tokens", finished.output)
-    readme = (REPO / "data" / "README.md").read_text()
-    assert all(count in readme for count in counts.groups()), "data/README.md states the counts"
-    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
-        shipped = SAMPLE / path.relative_to(tmp_path)
-        assert path.read_bytes() == shipped.read_bytes(), path.name
+# The DeepSpeed configs
 
 
 @pytest.mark.launch

@@ -22,7 +22,7 @@ NO_GIT = "/nonexistent"
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory, chat_rows):
-    """The smallest copy, which has rows of its own and another model, and two larger ones."""
+    """The smallest copy, which has rows of its own and another model, and larger ones."""
     template, folder = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("copies")
     for name in repository_files():
         (template / name).parent.mkdir(parents=True, exist_ok=True)
@@ -34,9 +34,12 @@ def copies(tmp_path_factory, chat_rows):
             "model": "my/model", "train_data": str(folder / "rows.jsonl"), "wandb_project": "",
         },
         "batch": {
-            "scheduler": "slurm", "nodes": 3, "keep": ["docs", "tests", "fuzz", "benchmarks"],
+            "scheduler": "slurm", "nodes": 3,
+            "keep": ["docs", "tests", "tools", "fuzz", "benchmarks"],
         },
         "cloud": {"scheduler": "kubernetes", "recipe": "llama-3.1-8b-lora"},
+        "pages": {"scheduler": "none", "keep": ["docs"]},
+        "hosts": {"scheduler": "ssh", "keep": ["tests"]},
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", NO_GIT)
@@ -74,17 +77,21 @@ def test_copies_have_what_was_asked_for(copies):
     assert re.findall(r"^(\S+) slots=8$", hostfile, re.MULTILINE) == ["node-1", "node-2", "node-3"]
 
 
-def test_the_smallest_copy_names_no_file_that_it_lacks(copies):
-    copy = copies / "small"
-    gone = left_out(copy)
-    names = {f for f in gone if "/" in f} | {"hostfile.example", "copier.yml", "zerotrain/launch/"}
-    for file in sorted(files_in(copy)):
+@pytest.mark.parametrize("name", ["small", "batch", "cloud", "pages", "hosts"])
+def test_a_copy_names_no_file_that_it_lacks(copies, name):
+    copy = copies / name
+    here, gone = files_in(copy), left_out(copy)
+    names = {f for f in gone if "/" in f} | {"hostfile.example", "copier.yml", "CONTRIBUTING.md"}
+    names |= {Path(f).name for f in gone if f.startswith(("docs/", "scripts/"))}
+    names |= {f"{Path(f).parent}/" for f in gone if "/" in f}
+    names = {n for n in names if not any(f == n or f.startswith(n) for f in here)}
+    modules = [f[:-3].replace("/", ".") for f in gone if f.endswith(".py")]
+    for file in sorted(here):
         if file.endswith((".lock", ".jsonl", ".jinja")) or file.startswith(".copier"):
             continue
         text = (copy / file).read_text()
-        found = [name for name in names if re.search(rf"(?<![\w/]){re.escape(name)}", text)]
-        modules = [f[:-3].replace("/", ".") for f in gone if f.endswith(".py")]
-        found += [name for name in modules if re.search(rf"import.*\b{name}\b|from {name} ", text)]
+        found = [n for n in names if re.search(rf"(?<![\w-])(?<!\w/){re.escape(n)}", text)]
+        found += [m for m in modules if re.search(rf"(import|-m) .*\b{m}\b|from {m} ", text)]
         assert not found, f"{file} names {found}, which this copy lacks"
 
 

@@ -180,8 +180,11 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
     export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [stop, end] and generation["temperature"] == 0.7
-    answers = forks.script("scripts/exact_match.py", out, file)
-    assert "4 of 4" in answers.output, answers.output
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    asked = [{"role": "user", "content": "bb"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
+    answer = tokenizer.decode(model.generate(**ids, do_sample=False, max_new_tokens=9)[0])
+    assert answer.endswith("yes<|stop|>")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def checkout(tmp_path):
 
 
 def set_up(folder: Path, uv: bool = False, **variables: str):
-    """Source setup.sh as demo.sh does, then import what it should have installed."""
+    """Source setup.sh as test.sh does, then import what it should have installed."""
     tools = {"pip": "PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1", "uv": "UV_NO_CONFIG=1 UV_OFFLINE=1"}
     settings = {
         "PIP_FIND_LINKS": folder / "wheels",

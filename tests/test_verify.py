@@ -83,8 +83,8 @@ def parsed(config_file):
 def check_requests(config_file):
     """The result for the requests of a config's training rows, answered in this process."""
     config, tokenizer, plan, _ = open_plans(parsed(config_file), 1)
-    prompts = verify.sample_prompts(plan.data, config, tokenizer, held_out=False)
-    served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.request))) for p in prompts]
+    prompts = verify.sample_requests(plan.data, config, tokenizer, held_out=False)
+    served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.arguments))) for p in prompts]
     return check_prompts(served, prompts, tokenizer)
 
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE.replace("PROMPT", ""))
     config = tiny_config(model__chat_template=str(template), data__eval_sources=None)
-    assert "requests of 20 rows" in check_requests(config), "of another day"
+    assert "requests give" in check_requests(config), "of another day"
     template.write_text(TEMPLATE.replace("PROMPT", "<think>"))
     with pytest.raises(VerificationFailed, match=r"jsonl:1: the prompt of message \d: served tok"):
         check_requests(config)

@@ -4,7 +4,7 @@
         resolved_config.yaml            the run config as it was used
         resolved_ds_config.json         the DeepSpeed config as it was used
         metrics.jsonl                   one line per start, step, evaluation, save, event ...
-        report.html                     drawn from it by scripts/report.py
+        report.html                     drawn from it
         run.lock                        held while a run writes here
         stop, save_now                  touched by a user: save and exit, or save
         profile/                        a trace of some steps of rank 0, if profile.start is set

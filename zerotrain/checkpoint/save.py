@@ -204,7 +204,7 @@ class Saver:
         if not (self.ranks.is_first or list_complete(self.folder)):
             print(
                 f"WARNING: {socket.gethostname()} does not share {self.folder} with rank 0: it "
-                "keeps the files of its own ranks; gather_checkpoint.py combines those of all nodes"
+                "keeps the files of its own ranks, and other nodes need them to resume elsewhere"
             )
         for left in list_temporary(self.folder):  # by interrupted runs
             if left != draft:

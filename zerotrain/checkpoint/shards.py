@@ -262,8 +262,8 @@ def read_shard(checkpoint: Path, name: str) -> Shard:
         return TypeAdapter(Shard).validate_python(content)
     except FileNotFoundError as error:
         raise UserError(
-            f"{path} is on another node; resume with the same ranks on the same nodes, or combine "
-            "what all nodes have with scripts/gather_checkpoint.py"
+            f"{path} is on another node; resume with the same ranks on the same nodes, or gather "
+            "the files of all nodes"
         ) from error
     except UnpicklingError as error:
         raise UserError(

@@ -339,7 +339,7 @@ class DistributedConfig(Section):
     error.
     """
     world_size: PositiveInt | None = None
-    """Refuse to run with another number of ranks. launch.sh checks this by itself."""
+    """Refuse to run with another number of ranks."""
     preempt_grace_seconds: Seconds = 120
     """A preempted rank that has not saved and exited after this time exits at once. DeepSpeed's own
     launcher kills its ranks after 30 s, whatever this is.

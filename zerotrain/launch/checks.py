@@ -1,4 +1,4 @@
-"""Preflight's checks of hosts: each compares the hosts' reports (report.py) in a few lines."""
+"""Preflight's checks of hosts: each compares their reports (zerotrain/launch/report.py)."""
 
 import json
 import statistics

@@ -146,8 +146,7 @@ def check_model_fits(
         raise UserError(
             f"model.tokenizer: {config.tokenizer_source[0]} has {ids:,} token ids, but the model's "
             f"vocabulary has {text.vocab_size:,}; use the tokenizer that belongs to the model, or "
-            "write a model with rows for its new tokens (scripts/add_tokens.py MODEL OUT "
-            "--tokenizer ...)"
+            "a model whose embeddings have rows for its new tokens"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < config.data.max_length:
