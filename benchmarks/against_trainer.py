@@ -181,6 +181,7 @@ def start_trainer(args: argparse.Namespace, strategy: str) -> list[dict[str, Any
 
 def run_trainer(args: argparse.Namespace) -> None:
     """One rank of Trainer; the first one writes the step records."""
+    import deepspeed
     import torch
     from transformers import (
         AutoConfig,
@@ -192,6 +193,8 @@ def run_trainer(args: argparse.Namespace) -> None:
         TrainingArguments,
     )
 
+    # as in train.py: on CPU DeepSpeed would compile a shared-memory all-reduce
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     world_size = int(os.environ["WORLD_SIZE"])
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
     examples = []

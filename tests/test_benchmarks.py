@@ -17,15 +17,13 @@ def bench(script, *args):
 
 
 @pytest.mark.launch
-def test_checks_of_a_gpu_pass_at_toy_size_and_are_continued(tmp_path):
-    names = ["environment", "dense_0.5b_4k", "resume"]
-    toy = ["--toy", "--out", tmp_path, "--minutes", 9, "--only", ",".join(names)]
+def test_a_check_of_a_gpu_passes_at_toy_size_and_is_not_repeated(tmp_path):
+    toy = ["--toy", "--out", tmp_path, "--minutes", 9, "--only", "dense_0.5b_4k"]
     done = bench("gpu.py", *toy)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == names and all(result["passed"] for result in results.values())
+    assert list(results) == ["dense_0.5b_4k"] and results["dense_0.5b_4k"]["passed"]
     assert results["dense_0.5b_4k"]["figures"]["tokens_per_s"] > 0
-    assert results["resume"]["figures"]["whole"] == results["resume"]["figures"]["resumed"]
     again = bench("gpu.py", *toy, "--continue")
     assert again.returncode == 0 and again.stdout == ""
     assert bench("gpu.py", "--out", tmp_path, "--only", "nothing").returncode == 2

@@ -11,7 +11,6 @@ from conftest import (
     read_metrics,
     run,
     start,
-    train,
     wait_until,
 )
 
@@ -51,19 +50,17 @@ def test_a_mistake_exits_2_with_one_line(forks, left_running, tiny_config, tmp_p
 
 
 @pytest.mark.launch
-def test_a_mistake_that_each_rank_finds_exits_2_through_the_launcher(tiny_config, left_running):
-    finished = train(tiny_config(), "--train.global_batch_size", "1", ranks=2)
-    assert finished.code == 2 and len(finished.errors) == 1, finished.output
-    assert not left_running()
-
-
-@pytest.mark.launch
-def test_a_missing_hostfile_is_no_reason_to_train_on_one_machine(tiny_config, tmp_path):
-    """DeepSpeed warns and starts the ranks on this host; train.py knows what was asked for."""
-    deepspeed, *rest = launch_command(["train.py", "--config", tiny_config()], 1)
+def test_a_missing_hostfile_is_no_reason_to_train_on_one_machine(
+    left_running, tiny_config, tmp_path
+):
+    """DeepSpeed warns and starts the ranks on this host; each of them knows what was asked for, and
+    one says so, with exit code 2 through the launcher.
+    """
+    deepspeed, *rest = launch_command(["train.py", "--config", tiny_config()], 2)
     finished = run([deepspeed, "--hostfile", tmp_path / "nowhere", *rest])
-    assert finished.code == 2, finished.output
+    assert finished.code == 2 and len(finished.errors) == 1, finished.output
     assert f"error: hostfile {tmp_path}/nowhere: cannot read it" in finished.errors[0]
+    assert not left_running()
 
 
 def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(forks, left_running, tiny_config):
@@ -135,7 +132,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
 
 
 def test_metrics_and_resolved_configs(forks, tiny_config, tmp_path):
-    """The two resolved configs alone start a run again, with torchrun."""
+    """The two resolved configs alone start a run again."""
     config = tiny_config(eval__every_steps=5)
     first = forks.train(config, ranks=2)
     assert first.code == 0, first.output
@@ -147,7 +144,7 @@ def test_metrics_and_resolved_configs(forks, tiny_config, tmp_path):
 
     resolved = tmp_path / "run" / "resolved_config.yaml"
     again = tmp_path / "again"
-    second = train(resolved, "--output_dir", again, ranks=2, launcher="torchrun")
+    second = forks.train(resolved, "--output_dir", again, ranks=2)
     assert second.code == 0, second.output
     assert [s["loss"] for s in read_metrics(again)] == [s["loss"] for s in steps]
 
@@ -159,30 +156,8 @@ def test_metrics_and_resolved_configs(forks, tiny_config, tmp_path):
 # The DeepSpeed configs
 
 
-@pytest.mark.launch
-def test_the_same_ds_configs_train_with_transformers_trainer(tmp_path, tiny_model):
+def test_the_same_ds_configs_train_with_transformers_trainer(forks, tiny_config):
     """Real two-rank Trainer runs (through accelerate) with files of ds_configs/."""
-    script = tmp_path / "trainer.py"
-    script.write_text(f"""
-import deepspeed, torch
-from accelerate.state import AcceleratorState
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiler needed
-deepspeed.init_distributed("gloo")  # Trainer does so itself, but not on CPU
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-rows = [dict(input_ids=torch.arange(2, 18), labels=torch.arange(2, 18)) for _ in range(16)]
-for stage in (2, 3):
-    AcceleratorState._reset_state()
-    args = TrainingArguments(r"{tmp_path}/out", deepspeed=f"ds_configs/zero{{stage}}.json",
-        max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1)
-    model = AutoModelForCausalLM.from_pretrained(r"{tiny_model}")
-    trainer = Trainer(model, args, train_dataset=rows)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0], losses
-    print("TRAINED", trainer.model_wrapped.zero_optimization_stage())
-torch.distributed.destroy_process_group()
-""")
-    finished = run(launch_command([script], 2, "torchrun"))
+    finished = forks.train(tiny_config(), ranks=2, module="trainer")
     assert finished.code == 0, finished.output
     assert "TRAINED 2" in finished.output and "TRAINED 3" in finished.output, finished.output

@@ -1,7 +1,6 @@
 """Launching on real hosts: environment, exit codes, lost hosts.    pytest tests/test_launch.py"""
 
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -206,23 +205,6 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
     assert not left_on(hosts, str(script))
 
 
-@needs_hosts
-def test_bare_deepspeed_on_a_hostfile(hosts, hostfile, tiny_config, tmp_path):
-    """Without launch.sh, from the first host, as in DeepSpeed's README."""
-    config = tiny_config(distributed={"world_size": 2})
-    (tmp_path / "env").write_text("DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n")
-    deepspeed = [
-        "env", "-C", REPO, f"PDSH_SSH_ARGS_APPEND=-F {hosts.ssh_config}", "DS_ACCELERATOR=cpu",
-        f"DS_ENV_FILE={tmp_path}/env", sys.executable.replace("python", "deepspeed"),
-        "--hostfile", hostfile, "--master_addr", "node-1", "--master_port", "29572",
-        "--no_ssh_check", "train.py", "--config", config, "--dry_run",
-    ]  # fmt: skip
-    command = hosts.ssh(1, shlex.join(map(str, deepspeed)))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"ranks +2 on cpu", done.stdout)
-
-
 SLEEP = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -271,9 +253,10 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
         time.sleep(max(0, began + 10 - time.monotonic()) if case == "a link is cut" else 0)
         hosts.mend(2)
         assert line in log.read_text()
+        looked = time.monotonic()
         while left := left_on(hosts, str(script)):
-            assert time.monotonic() < began + 14, left  # 10, and some for this test's own polling
-            time.sleep(0.2)
+            assert looked < began + 14, left  # 10, and some for signals
+            looked = time.monotonic()
         assert other.poll() is None, "another job's process"
     finally:
         process.kill()
@@ -293,9 +276,10 @@ def at_step(folder, step):
 
 
 @needs_hosts
-def test_preempted_under_launch_and_resumed_under_torchrun_by_hand(
+def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
     forks, hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
 ):
+    """DeepSpeed's launcher from the first host, as in its README."""
     config = tiny_config(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=30,
         eval__every_steps=7, checkpoint={"every_steps": 5},
@@ -309,23 +293,24 @@ def test_preempted_under_launch_and_resumed_under_torchrun_by_hand(
     )
     wait_until(at_step(tmp_path / "run", 10), process)
     process.terminate()
-    assert process.wait(60) == 75, log.read_text()
+    assert process.wait(200) == 75, log.read_text()
     done = losses_of(tmp_path / "run")[-1][0]
     assert 10 <= done < 30 and at_step(tmp_path / "run", done)()
     assert not left_on(hosts, str(config))
 
-    by_hand = [
-        subprocess.Popen(hosts.ssh(i, shlex.join([
-            "env", "-C", str(REPO), "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1",
-            "GLOO_SOCKET_IFNAME=eth0", "HF_HUB_OFFLINE=1",
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank",
-            str(i - 1), "--nproc_per_node", "1", "--master_addr", "node-1", "--master_port",
-            "29571", "train.py", "--config", str(config),
-        ])), stdout=(tmp_path / f"log{i}").open("w"), stderr=subprocess.STDOUT)
-        for i in (1, 2)
+    (tmp_path / "env").write_text(
+        "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"
+    )
+    deepspeed = [
+        "env", "-C", REPO, f"PDSH_SSH_ARGS_APPEND=-F {hosts.ssh_config}", "DS_ACCELERATOR=cpu",
+        f"DS_ENV_FILE={tmp_path}/env", sys.executable.replace("python", "deepspeed"),
+        "--hostfile", hostfile, "--master_addr", "node-1", "--master_port", "29572",
+        "--no_ssh_check", "train.py", "--config", config,
     ]  # fmt: skip
-    codes = [p.wait(200) for p in by_hand]
-    assert codes == [0, 0], (tmp_path / "log1").read_text()
+    command = hosts.ssh(1, shlex.join(map(str, deepspeed)))
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming from" in resumed.stdout
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole"), "bit for bit"
     assert not left_on(hosts, str(config))
 
@@ -360,9 +345,10 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
         hosts.kill(2)
         lost_at = time.monotonic()
         wait_until(printed("launch: node-2 is lost"), process)
+        looked = time.monotonic()
         while first & ranks_of_node_1():
-            time.sleep(0.2)
-        assert time.monotonic() - lost_at < 30 + 3, "--heartbeat_seconds, and some for polling"
+            assert looked - lost_at < 30 + 3, "--heartbeat_seconds, and some for signals"
+            looked = time.monotonic()
         wait_until(printed("launch: continuing on node-1"), process)
         hosts.mend(2)
         hosts.boot(2)

@@ -41,7 +41,7 @@ def hostfile(hosts, tmp_path, disks):
     for i, disk in enumerate(disks.each, start=1):
         hosts.boot(i, {disk: disks.at})
     path = tmp_path / "hostfile"
-    path.write_text("node-1 slots=2\nnode-2 slots=1\n")
+    path.write_text("node-1 slots=1\nnode-2 slots=1\n")
     return path
 
 
@@ -52,7 +52,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=12,
         eval__every_steps=4, checkpoint={"every_steps": 2},
     )  # fmt: skip
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=3)
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
     assert whole.code == 0, whole.output
     log, ssh_args = tmp_path / "log", f"-F {hosts.ssh_config}"
     command = [REPO / "scripts/launch.sh", "--hostfile", hostfile, "--ssh_args", ssh_args,
