@@ -8,5 +8,5 @@ source scripts/setup.sh
 export WANDB_MODE=offline
 ruff check .
 ruff format --check .
-# five on two cores: launchers and hosts wait much of the time
-python -m pytest -n 5 --dist loadfile --no-loadscope-reorder "$@"
+# four on two cores: launchers and hosts wait much of the time
+python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"

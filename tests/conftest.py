@@ -285,17 +285,6 @@ def left_running(forks):
             process.kill()
 
 
-def ranks_of(launcher) -> list[psutil.Process]:
-    """The processes of the ranks that a local launcher has started, in rank order."""
-    found = {}
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            env = process.environ()
-            if "train.py" in " ".join(process.cmdline()) and "RANK" in env:
-                found.setdefault(int(env["RANK"]), process)
-    return [found[rank] for rank in sorted(found)]
-
-
 def wait_until(happened, process, seconds=300):
     """Poll `happened()` while `process` runs."""
     deadline = time.monotonic() + seconds

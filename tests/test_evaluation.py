@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from conftest import logged, ranks_of, read_metrics, start, wait_until, write_rows
+from conftest import logged, read_metrics, write_rows
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.data.scorers import exact_match
@@ -110,18 +110,12 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     assert [line["step"] for line in read_metrics(folder)] == [1, 2]
 
 
-@pytest.mark.launch
-def test_ctrl_c_says_what_is_saved_and_how_to_continue(tiny_config, tmp_path):
-    """Under the launcher, which a terminal interrupts together with its ranks."""
+def test_ctrl_c_says_what_is_saved_and_how_to_continue(forks, tiny_config, tmp_path):
+    """A terminal interrupts all ranks."""
     config, folder = tiny_config(train__epochs=None, train__steps=10_000), tmp_path / "run"
-    with (tmp_path / "log").open("w") as log:
-        flags = ["--checkpoint.every_steps", 4]
-        process = start(config, *flags, ranks=2, stdout=log)
-    wait_until(lambda: list_complete(folder / "checkpoints"), process)
-    ranks = ranks_of(process)
-    for each in ranks:
-        each.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    process.wait(60)
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "interrupted" in line]
+    run = forks.start(config, "--checkpoint.every_steps", 4, ranks=2)
+    run.until(lambda: list_complete(folder / "checkpoints"))
+    for rank in (0, 1):
+        run.kill(rank, signal.SIGINT)
+    lines = [line for line in run.wait().output.splitlines() if "interrupted" in line]
     assert len(lines) == 1 and f"last checkpoint: {folder}/checkpoints/step_" in lines[0], lines
