@@ -143,7 +143,7 @@ def launch_command(script_and_args, ranks, launcher="deepspeed"):
     return [sys.executable, *args]
 
 
-def run(command, timeout=300, cwd=REPO) -> Finished:
+def run(command, timeout=500, cwd=REPO) -> Finished:
     """Run a command to its end; at the time-out it is killed with everything it has started."""
     process = subprocess.Popen(
         [str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
@@ -156,12 +156,6 @@ def run(command, timeout=300, cwd=REPO) -> Finished:
         output, _ = process.communicate()
         pytest.fail(f"still running after {timeout} s: {command}\n{output[-4000:]}")
     return Finished(process.returncode, output)
-
-
-def train(config_file, *flags, ranks=1, launcher="deepspeed", timeout=300) -> Finished:
-    """Run train.py with a launcher."""
-    args = ["train.py", "--config", config_file, *flags]
-    return run(launch_command(args, ranks, launcher), timeout)
 
 
 def start(
@@ -187,7 +181,7 @@ class Forked:
         code = next((code for code in codes if code), 0)
         return Finished(code, self.log.read_text())
 
-    def until(self, happened, seconds=300) -> None:
+    def until(self, happened, seconds=500) -> None:
         """Poll `happened()` every 2 ms."""
         deadline = time.monotonic() + seconds
         while not happened():
@@ -212,7 +206,7 @@ class ForkServer:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(200)
 
     def ask(self, request: dict) -> dict:
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -285,7 +279,7 @@ def left_running(forks):
             process.kill()
 
 
-def wait_until(happened, process, seconds=300):
+def wait_until(happened, process, seconds=500):
     """Poll `happened()` while `process` runs."""
     deadline = time.monotonic() + seconds
     while not happened():

@@ -114,7 +114,7 @@ class Hosts:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while not self.answers(i):
             assert time.monotonic() < deadline, f"node-{i} does not come up"
             time.sleep(0.1)
@@ -224,7 +224,7 @@ def start(hosts, log, *command, **variables) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def run(hosts, log, *command, timeout=150, **variables) -> Finished:
+def run(hosts, log, *command, timeout=500, **variables) -> Finished:
     """A command run to its end."""
     process = start(hosts, log, *command, **variables)
     try:

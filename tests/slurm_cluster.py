@@ -96,7 +96,7 @@ class Cluster:
                 start_new_session=True,
                 preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
             )  # fmt: skip
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while self.run("sinfo", "--noheader", "--format=%D %T", check=False) != "2 idle":
             if time.monotonic() > deadline:
                 logs = [p.read_text()[-2000:] for p in sorted(self.folder.glob("*.log"))]

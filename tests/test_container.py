@@ -41,7 +41,7 @@ def buildah(tmp_path):
     storage = "--root", tmp_path / "root", "--runroot", tmp_path / "runroot"
     options = ["--storage-driver", "vfs", *storage]
 
-    def run(*args, timeout=60):
+    def run(*args, timeout=300):
         done = subprocess.run(
             ["buildah", *options, *args], cwd=REPO, capture_output=True, text=True, timeout=timeout
         )

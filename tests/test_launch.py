@@ -140,7 +140,7 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
         wait_until((tmp_path / "started_term_1").exists, wrapper)
         time.sleep(0.5)
         wrapper.terminate()
-    output, _ = wrapper.communicate(timeout=60)
+    output, _ = wrapper.communicate(timeout=200)
     assert wrapper.returncode == code
     assert ("rank 1 ended with exit code" in output) == (kind == "killed")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
@@ -249,7 +249,7 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
         act, expected, line = ENDINGS[case]
         began = time.monotonic()
         act(hosts, process)
-        assert process.wait(60) == expected, log.read_text()
+        assert process.wait(200) == expected, log.read_text()
         time.sleep(max(0, began + 10 - time.monotonic()) if case == "a link is cut" else 0)
         hosts.mend(2)
         assert line in log.read_text()

@@ -66,7 +66,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     assert failed == {"code:", "data:", "disk:"}, found.output
     assert "node-1:" not in found.output and "train.py" in found.output
     hosts.boot(2)
-    good = preflight("--timeout", "30")
+    good = preflight("--timeout", "200")
     assert good.code == 0, good.output
     for measured in ("all ranks:", "node-1 - node-2:", "matmul of rank 1 on node-2:"):
         assert measured in good.output, good.output

@@ -132,7 +132,7 @@ def test_the_page_in_a_browser_is_drawn_and_runs_no_text_of_a_run(tmp_path):
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
          f"--user-data-dir={tmp_path}/profile", "--dump-dom",
          f"file://{page}"],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=500, check=True,
     ).stdout  # fmt: skip
     assert f"<title>{tmp_path}/a/run&lt;b&gt; · {tmp_path}/b/run&lt;b&gt;</title>" in shown
     assert shown.count('class="main-svg"') >= 5 and "<img" not in shown.partition("<h1>")[2]

@@ -13,12 +13,12 @@ SCRIPT = REPO / "scripts" / "scaling_test.py"
 
 @needs_hosts
 def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_config):
-    """Two hosts that send 10 Mbit/s, so that the gradients of a step, 0.2 MB, take 0.1 s and more;
+    """Two hosts that send 4 Mbit/s, so that the gradients of a step, 0.2 MB, take 0.4 s and more;
     and a third one that does not exist.
     """
     for i in (1, 2):
         namespaces.sh(
-            f"ip netns exec {namespaces.TAG}{i} tc qdisc add dev eth0 root tbf rate 10mbit "
+            f"ip netns exec {namespaces.TAG}{i} tc qdisc add dev eth0 root tbf rate 4mbit "
             "burst 32kbit latency 400ms"
         )
     (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\nnode-9 slots=1\n")

@@ -48,7 +48,8 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     assert slow["ranks"] == [1] and name in slow["text"] and slow["step"] == 4 * WINDOWS
     windows = read_metrics(run, "ranks")
     assert [w["step"] for w in windows] == [4, 8, 12, 16, 20]
-    assert windows[-1]["data_seconds"][0] < 0.05 < windows[-1]["data_seconds"][1]
+    waits = windows[-1]["data_seconds"]
+    assert waits[1] > 0.05 and waits[1] > waits[0]
     for step in read_metrics(run):
         phases = ("data", "forward", "backward", "optimizer")
         parts = sum(step[f"{phase}_seconds"] for phase in phases)

@@ -184,7 +184,7 @@ def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer,
         process.start()
         return process
 
-    killed, deadline = start(), time.monotonic() + 60
+    killed, deadline = start(), time.monotonic() + 200
     while not list(cache.glob(".*.tmp/examples.arrow")):
         assert killed.is_alive() and time.monotonic() < deadline
     killed.kill()
