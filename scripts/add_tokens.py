@@ -13,7 +13,7 @@ memory, in its own precision. For a tokenizer to which tokens have been added el
 import argparse
 from pathlib import Path
 
-from zerotrain.runtime.errors import UserError, exit_on_error, some
+from zerotrain.runtime.errors import UserError, exit_on_error, listed
 from zerotrain.tools.host_memory import available_memory
 from zerotrain.tools.new_folder import new_folder
 
@@ -58,7 +58,7 @@ def main() -> None:
     if lost:
         raise UserError(
             f"{args.model} has weights that its causal language model does not use, and a copy "
-            f"would lack: {some(lost)}; use a text model of its family"
+            f"would lack: {listed(lost)}; use a text model of its family"
         )
     needed, (free, _) = sum(p.nbytes for p in skeleton.parameters()), available_memory()
     if needed > free:

@@ -50,8 +50,8 @@ def main() -> None:
         hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
         names = [host.name for host in hosts]
         copy, source = rsync_from(ssh_command(args.ssh_args)), args.source.absolute()
-    with new_folder(args.out) as draft, TemporaryDirectory() as asked:
-        chosen = gather(copy, names, source, Path(asked), draft)
+    with new_folder(args.out) as draft, TemporaryDirectory() as small_files:
+        chosen = gather(copy, names, source, Path(small_files), draft)
     print(f"{chosen} -> {args.out}", flush=True)
 
 

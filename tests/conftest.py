@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -109,7 +110,14 @@ def repository_files() -> list[str]:
         made = {".venv", "runs", "wandb", "__pycache__", ".cache", ".pytest_cache", ".ruff_cache"}
         files = [path.relative_to(REPO) for path in REPO.rglob("*")]
         names = [str(f) for f in files if not made & set(f.parts) and "egg-info" not in str(f)]
-    return [name for name in names if (REPO / name).is_file()]
+    return [n for n in names if (REPO / n).is_file() or (REPO / n).is_symlink()]
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy the repository's files into a folder."""
+    for name in repository_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, folder / name, follow_symlinks=False)
 
 
 def environment() -> dict[str, str]:

@@ -95,7 +95,7 @@ def to_json(tree: Any) -> bytes:
     return json.dumps(tree, default=str).encode()
 
 
-def some(rng: random.Random, change: Callable, value: Any, *more: Any) -> Any:
+def with_changes(rng: random.Random, change: Callable, value: Any, *more: Any) -> Any:
     """`value` after no, one or two changes."""
     for _ in range(rng.randrange(3)):
         value = change(rng, value, *more)
@@ -116,7 +116,7 @@ def hostfile_target() -> Target:
             assert not host.name.startswith("-") and ".." not in host.name, host.name
             assert len(host.slots) <= 65536
 
-    return lambda rng: {"hostfile": some(rng, damaged, content)}, read
+    return lambda rng: {"hostfile": with_changes(rng, damaged, content)}, read
 
 
 def config_target() -> Target:
@@ -132,11 +132,11 @@ def config_target() -> Target:
     bomb = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i},' * 9}]\n" for i in range(9))
 
     def make(rng: random.Random) -> Files:
-        text = yaml.safe_dump(some(rng, changed, tree)).encode("utf-8", "surrogatepass")
+        text = yaml.safe_dump(with_changes(rng, changed, tree)).encode("utf-8", "surrogatepass")
         if rng.random() < 0.3:
             text = damaged(rng, text)
         text = bomb.encode() + text if rng.random() < 0.02 else text
-        return {"config.yaml": text, "ds.json": to_json(some(rng, changed, ds_tree))}
+        return {"config.yaml": text, "ds.json": to_json(with_changes(rng, changed, ds_tree))}
 
     def read(folder: Path) -> None:
         config = parse_command_line(["--config", "config.yaml"]).config
@@ -181,14 +181,14 @@ def rows_target() -> Target:
         binary += [("rows.arrow", arrow.getvalue()), ("rows.parquet", parquet.getvalue())]
 
     def make(rng: random.Random) -> Files:
-        row = some(rng, changed, rng.choice(ROWS))
+        row = with_changes(rng, changed, rng.choice(ROWS))
         name, content = rng.choice([
             ("rows.jsonl", to_json(row) + b"\n"), ("rows.json", to_json([row] * 2)),
             ("rows.csv", b"prompt,completion\n" + to_json(row) + b',"2"\n'), rng.choice(binary),
         ])  # fmt: skip
-        content = some(rng, damaged, content)
+        content = with_changes(rng, damaged, content)
         if rng.random() < 0.3 and name.endswith(("jsonl", "json", "csv")):
-            content = some(rng, damaged, gzip.compress(content, 1, mtime=0))
+            content = with_changes(rng, damaged, gzip.compress(content, 1, mtime=0))
             name += ".gz"
         return {name: content}
 
@@ -245,7 +245,7 @@ def state_target() -> Target:
     shards = {f"shards/rank_0000{rank}.pt": b"rank" for rank in range(2)}
 
     def make(rng: random.Random) -> Files:
-        files = {**shards, "trainer_state.json": to_json(some(rng, changed, STATE))}
+        files = {**shards, "trainer_state.json": to_json(with_changes(rng, changed, STATE))}
         manifest = manifest_of(files)
         if rng.random() < 0.3:
             manifest = changed(rng, manifest)
@@ -284,7 +284,7 @@ def shards_target() -> Target:
     def make(rng: random.Random) -> Files:
         out = io.BytesIO()
         try:
-            torch.save(some(rng, changed, whole, odd), out)
+            torch.save(with_changes(rng, changed, whole, odd), out)
         except RecursionError:  # DEEP
             torch.save(whole, out)
         content = damaged(rng, out.getvalue()) if rng.random() < 0.4 else out.getvalue()
@@ -322,7 +322,7 @@ def metrics_target() -> Target:
     ]  # fmt: skip
 
     def make(rng: random.Random) -> Files:
-        chosen = [some(rng, changed, record) for record in rng.sample(records, 2)]
+        chosen = [with_changes(rng, changed, record) for record in rng.sample(records, 2)]
         content = b"\n".join(map(to_json, [records[0], *chosen]))
         content = damaged(rng, content) if rng.random() < 0.3 else content
         configs = {"resolved_config.yaml": b"{}", "resolved_ds_config.json": b"{}"}

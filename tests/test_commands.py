@@ -1,10 +1,12 @@
 """The commands as users run them: exit codes, messages, files.    pytest tests/test_commands.py"""
 
 import re
+import sys
 import time
 
 import pytest
 from conftest import (
+    REPO,
     launch_command,
     logged,
     read_metrics,
@@ -46,6 +48,13 @@ def test_a_mistake_exits_2_with_one_line(forks, left_running, tiny_config, tmp_p
     assert "Traceback" not in finished.output
     assert not (tmp_path / "run").exists(), "nothing half-written"
     assert not left_running()
+
+
+def test_a_python_without_the_packages_is_told_where_they_are():
+    for script in ("train.py", *sorted((REPO / "scripts").glob("*.py"))):
+        finished = run([sys.executable, "-E", "-S", script])
+        assert finished.code == 2 and len(finished.output.splitlines()) == 1, finished.output
+        assert ".venv/bin/python" in finished.output and "scripts/setup.sh" in finished.output
 
 
 @pytest.mark.launch

@@ -4,12 +4,11 @@ pytest tests/test_readme.py
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO, environment, read_metrics, repository_files
+from conftest import REPO, copy_repository, environment, read_metrics, repository_files
 
 from zerotrain.config.parse import config_keys
 
@@ -46,9 +45,7 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
     and there is no dry run before the other run.
     """
     copy = tmp_path / "copy"
-    for name in repository_files():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPO / name, copy / name)
+    copy_repository(copy)
     venv = Path(os.environ.get("VIRTUAL_ENV", ""))
     if not (venv / "installed").exists():
         pytest.skip("needs the .venv that ./scripts/test.sh creates")
@@ -56,8 +53,8 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
     (tmp_path / "home").mkdir()
     held_out = copy / "data" / "sample" / "eval.jsonl"
     held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:HELD_OUT]))
-    # the package of .venv is a link to the checkout that made it
-    env = {**environment(), "HOME": str(tmp_path / "home"), "PYTHONPATH": str(copy)}
+    packages = [p for p in environment()["PYTHONPATH"].split(os.pathsep) if Path(p) != REPO]
+    env = {**environment(), "HOME": str(tmp_path / "home"), "PYTHONPATH": ":".join(packages)}
     for name in ("DS_ACCELERATOR", "HF_HUB_OFFLINE"):
         env.pop(name)
     blocks = re.findall(r"^```bash\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)

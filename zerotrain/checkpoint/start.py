@@ -151,8 +151,8 @@ def find_checkpoint(
     given = Path(settings.resume)
     if settings.resume == "auto":
         if paths and newest is None:
-            cure = "restore one, or remove them to start at step 0"
-            raise UserError(f"no usable checkpoint in {folder}: {'; '.join(skipped)}; {cure}")
+            fix = "restore one, or remove them to start at step 0"
+            raise UserError(f"no usable checkpoint in {folder}: {'; '.join(skipped)}; {fix}")
     elif newest is None:
         if problem := _problem(settings.resume, views):
             raise UserError(f"checkpoint.resume: {given} is not a usable checkpoint: {problem}")

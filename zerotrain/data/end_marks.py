@@ -7,7 +7,7 @@ import numpy as np
 
 from zerotrain.data.render import mask_method
 from zerotrain.data.turns import ANSWER, DATE, USER, asks_for_date, chat_template
-from zerotrain.runtime.errors import UserError, some
+from zerotrain.runtime.errors import UserError, listed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,7 +50,7 @@ def describe_masks(
         vocabulary = tokenizer.get_vocab()
         others = [m for m in dict.fromkeys(MARK.findall(template)) if m not in vocabulary]
         if others:
-            shown = some(others, SHOWN_MARKS)
+            shown = listed(others, SHOWN_MARKS)
             method.append(
                 f"marks that the tokenizer does not have as tokens, so plain text: {shown}"
             )

@@ -43,7 +43,7 @@ def collect(job: Job) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
     """The reports of the hosts that can be reached, and what is wrong with the others."""
     argv = job.command[1:] if job.config is not None else None
 
-    def ask(host: Host) -> dict[str, Any] | str:
+    def report_of(host: Host) -> dict[str, Any] | str:
         arguments = ["-m", "zerotrain.launch.report"]
         command = remote_command(job.ssh, host.name, arguments)
         try:
@@ -64,7 +64,9 @@ def collect(job: Job) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
         return {**reported, "ahead_seconds": reported["clock"] - time.time()}
 
     with ThreadPoolExecutor(64) as pool:
-        answers = dict(zip([h.name for h in job.hosts], pool.map(ask, job.hosts), strict=True))
+        answers = dict(
+            zip([h.name for h in job.hosts], pool.map(report_of, job.hosts), strict=True)
+        )
     reports = {host: answer for host, answer in answers.items() if isinstance(answer, dict)}
     lost = [Finding(h, "ssh", answer) for h, answer in answers.items() if isinstance(answer, str)]
     return reports, lost

@@ -38,7 +38,7 @@ ERROR = re.compile(r"(?:\[rank \d+ @ [^]]*\] )?(error: .+|[A-Za-z_][\w.]*(?:Erro
 
 
 @dataclass(frozen=True)
-class Ending:
+class Outcome:
     """How a job ended."""
 
     code: int
@@ -81,21 +81,21 @@ class Connection:
             self.process.stdin.close()
 
 
-class Start:
-    """One start of a job: connects to its hosts, runs it, and ends it on all of them."""
+class Attempt:
+    """One attempt at a job: connects to its hosts, runs it, and ends it on all of them."""
 
     def __init__(self, job: Job, events: queue.SimpleQueue) -> None:
         self.job, self.events = job, events
         self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 6)
         self.connections = [Connection(host, job.ssh, events) for host in job.hosts]
         self.running = set(self.connections)
-        self.failures: list[tuple[int, Ending]] = []  # with their priorities
+        self.failures: list[tuple[int, Outcome]] = []  # with their priorities
         self.stop_signal: int | None = None
         self.has_started = False
         self.next_ping = 0.0
         self.mistakes: set[str] = set()  # lines that begin with `error: `
 
-    def run(self) -> Ending:
+    def run(self) -> Outcome:
         """Run the job to its end.
 
         Raises:
@@ -104,7 +104,7 @@ class Start:
         try:
             self.connect()
             if self.stop_signal is not None:
-                return Ending(exit_code_of_signal(self.stop_signal), "stopped", True)
+                return Outcome(exit_code_of_signal(self.stop_signal), "stopped", True)
             self.start_ranks()
             while self.running and not self.failures:
                 self.handle_event(PING_SECONDS)
@@ -181,10 +181,10 @@ class Start:
             if code == 255:
                 why = "its ssh connection has ended, or its node wrapper was killed"
                 cause = f"{source.host.name} is lost: {why}"
-                self.failures.append((0, Ending(EXIT_FAILURE, cause)))
+                self.failures.append((0, Outcome(EXIT_FAILURE, cause)))
             elif code not in (0, EXIT_PREEMPTED):  # or the wrapper has printed the cause
                 cause = f"{source.host.name}: {source.last_line}"
-                self.failures.append((4, Ending(code, cause)))
+                self.failures.append((4, Outcome(code, cause)))
         elif value.startswith(READY):
             source.greeting = json.loads(value.removeprefix(READY))
         elif value:
@@ -214,9 +214,9 @@ class Start:
             because = f": {source.last_error}" if source.last_error and not by_signal else ""
             cause = f"{source.host.name}: {line.removeprefix('node: ')}{because}"
             priority = 1 if by_signal else 2 if code == EXIT_USER_MISTAKE else 3
-            self.failures.append((priority, Ending(code, cause)))
+            self.failures.append((priority, Outcome(code, cause)))
 
-    def end(self) -> Ending:
+    def end(self) -> Outcome:
         """Stop what is left, and find the cause among the failures that arrive until then."""
         for connection in self.running:
             connection.close()
@@ -225,15 +225,15 @@ class Start:
             self.handle_event(0.2)
         stopped = self.stop_signal is not None
         if self.failures:
-            _, ending = min(self.failures, key=lambda failure: failure[0])
+            _, outcome = min(self.failures, key=lambda failure: failure[0])
             if stopped:
-                return Ending(exit_code_of_signal(self.stop_signal), ending.cause, True)
-            return ending
+                return Outcome(exit_code_of_signal(self.stop_signal), outcome.cause, True)
+            return outcome
         preempted = any(c.process.returncode == EXIT_PREEMPTED for c in self.connections)
         if preempted:
             cause = "preempted and saved; the same command resumes"
-            return Ending(EXIT_PREEMPTED, cause, stopped)
-        return Ending(0, "", stopped)
+            return Outcome(EXIT_PREEMPTED, cause, stopped)
+        return Outcome(0, "", stopped)
 
 
 def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> int:
@@ -246,31 +246,31 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
     events: queue.SimpleQueue = queue.SimpleQueue()
     stopped = threading.Event()
 
-    def notice(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         stopped.set()
         events.put((None, number))
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, notice)
+        signal.signal(number, on_signal)
     now, restarts, saved = job, 0, None
     while True:
         try:
-            ending = Start(now, events).run()
+            outcome = Attempt(now, events).run()
         except UserError as error:
             if restarts == 0:
                 raise
-            ending = Ending(EXIT_FAILURE, str(error))
-        if ending.cause:
-            line = f"launch: {ending.cause} (exit code {ending.code})"
+            outcome = Outcome(EXIT_FAILURE, str(error))
+        if outcome.cause:
+            line = f"launch: {outcome.cause} (exit code {outcome.code})"
             print(line, file=sys.stderr, flush=True)
-        is_over = ending.stopped_by_user or ending.code in (0, EXIT_USER_MISTAKE)
+        is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
         if is_over or max_restarts == 0:
-            return ending.code
+            return outcome.code
         before = saved
         now, saved = prepare_restart(job, restart_wait_seconds, stopped)
         restarts = 1 if saved != before else restarts + 1
         if restarts > max_restarts:
-            return ending.code
+            return outcome.code
         print(f"launch: restart from {saved or 'the beginning'}", flush=True)
 
 

@@ -110,7 +110,7 @@ def gpus() -> list[dict[str, Any]]:
     """
     import pynvml
 
-    def ask(question: Callable[..., Any], *arguments: Any) -> Any:
+    def query(question: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return question(*arguments)
         except pynvml.NVMLError:  # this GPU does not support it
@@ -129,13 +129,13 @@ def gpus() -> list[dict[str, Any]]:
     found = []
     for number in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
-        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, gpu)
-        reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
+        memory = query(pynvml.nvmlDeviceGetMemoryInfo, gpu)
+        reasons = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
         found.append(
             {
                 "name": str(pynvml.nvmlDeviceGetName(gpu)),
                 "used_bytes": memory.used if memory else 0,
-                "ecc_errors": ask(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *ecc) or 0,
+                "ecc_errors": query(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *ecc) or 0,
                 "throttle": [name for name, mask in faults.items() if reasons & mask],
             }
         )

@@ -25,7 +25,7 @@ from zerotrain.model.base import Base, describe_base, processor_files, weight_fi
 from zerotrain.model.hub import first_line, load_pretrained
 from zerotrain.model.trained import choose_trained
 from zerotrain.runtime.errors import UserError
-from zerotrain.runtime.progress import say
+from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,7 +137,7 @@ def load_model(
             )
         else:
             gib = sum(file.stat().st_size for file in weight_files(name, revision)) / 2**30
-            say(f"loading {gib:,.2f} GiB of weights from {name}")  # ZeRO-3 shows no progress
+            print_line(f"loading {gib:,.2f} GiB of weights from {name}")  # ZeRO-3 shows no progress
             model = load_pretrained(
                 AutoModelForCausalLM.from_pretrained,
                 name,

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import freeze_other_parts, other_parts
 from zerotrain.model.hub import first_line
-from zerotrain.runtime.errors import UserError, some
+from zerotrain.runtime.errors import UserError, listed
 
 NAMES_SHOWN = 8
 ADAPTER = "default"  # peft's name of the adapters
@@ -103,8 +103,8 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     if settings.target_parameters or settings.rank_pattern:
         raise UserError(
             f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
-            f"{some(sorted(settings.target_parameters))}, which are experts or a router and cannot "
-            "have adapters; name only layers such as [q_proj, k_proj, v_proj, o_proj]"
+            f"{listed(sorted(settings.target_parameters))}, which are experts or a router and "
+            "cannot have adapters; name only layers such as [q_proj, k_proj, v_proj, o_proj]"
         )
     return adapters
 
@@ -158,4 +158,4 @@ def _unknown(wanted: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.6)
     if near:
         return f"{wanted}; did you mean {' or '.join(near)}?"
-    return f"{wanted}; its names have {some(known, NAMES_SHOWN)}"
+    return f"{wanted}; its names have {listed(known, NAMES_SHOWN)}"

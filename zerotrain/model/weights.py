@@ -13,7 +13,7 @@ from zerotrain.config.schema import Config
 from zerotrain.model.architecture import is_multimodal
 from zerotrain.model.base import processor_files, weight_files
 from zerotrain.model.hub import load_pretrained
-from zerotrain.runtime.errors import UserError, some
+from zerotrain.runtime.errors import UserError, listed
 
 # Masks and tables that older versions of transformers saved with the weights.
 NO_WEIGHTS = re.compile(
@@ -49,7 +49,7 @@ def check_weights(config: Config, model_config: PretrainedConfig) -> str | None:
         processor_files(name, revision, fetch=True)
     if not unused:
         return None
-    return f"{name}: {len(unused):,} tensors in its files are not used: {some(unused)}"
+    return f"{name}: {len(unused):,} tensors in its files are not used: {listed(unused)}"
 
 
 def load_skeleton(
@@ -91,7 +91,7 @@ def refuse_missing(name: str, missing: Iterable[str]) -> None:
     if missing := sorted(missing):
         raise UserError(
             f"model.name_or_path: {name} has no weights for {len(missing):,} of the model's "
-            f"tensors: {some(missing)}; they would start from random values: complete the files, "
+            f"tensors: {listed(missing)}; they would start from random values: complete the files, "
             "or set model.from_config to true to train from random weights"
         )
 

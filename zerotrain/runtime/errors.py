@@ -65,7 +65,7 @@ def describe(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def some(names: Sequence[object], shown: int = 3) -> str:
+def listed(names: Sequence[object], shown: int = 3) -> str:
     """The first `shown` of names, for a message."""
     return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
 

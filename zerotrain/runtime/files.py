@@ -55,8 +55,8 @@ def explain(error: OSError, key: str, folder: Path) -> str:
     has the files of both.
     """
     if not isinstance(error, PermissionError):
-        cure = f"make room there, or set {key} to a folder on another disk"
-        return f"{key}: cannot write {folder}: {describe(error)}; {cure}"
+        fix = f"make room there, or set {key} to a folder on another disk"
+        return f"{key}: cannot write {folder}: {describe(error)}; {fix}"
     path = Path(error.filename or folder)
     while not _is_seen(path) and path != path.parent:
         path = path.parent

@@ -13,7 +13,7 @@ from zerotrain.runtime.rank_env import rank_variables
 LINE_SECONDS = 10.0
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on standard error if this is rank 0."""
     if _is_first():
         print(text, file=sys.stderr, flush=True)
@@ -48,7 +48,7 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
         if not is_terminal and time.monotonic() >= line_due:
             line_due += LINE_SECONDS
             of_total = "" if total is None else f" of {total:,}"
-            say(f"{what}: {done:,}{of_total} {unit}")
+            print_line(f"{what}: {done:,}{of_total} {unit}")
 
     with bar:
         yield report

@@ -11,7 +11,7 @@ from zerotrain.checkpoint.manifest import checkpoint_problem, read_manifest
 from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST, STEP, checkpoints_folder
 from zerotrain.runtime.errors import UserError
 
-AT_ONCE = 16  # hosts that are contacted at the same time
+MAX_CONNECTIONS = 16  # hosts that are contacted at the same time
 Copy = Callable[..., None]
 """copy(host, its folder, a folder here, *options of rsync)"""
 
@@ -43,13 +43,13 @@ def _rsync(host: str, source: list[str], here: Path, options: Sequence[str]) -> 
         raise UserError(f"{host}: {lines[0]} (rsync ended with code {finished.returncode})")
 
 
-def gather(copy: Copy, hosts: Sequence[str], source: Path, asked: Path, draft: Path) -> Path:
+def gather(copy: Copy, hosts: Sequence[str], source: Path, small_files: Path, draft: Path) -> Path:
     """Fill `draft`, an empty folder, with the checkpoint that the hosts have at `source`.
 
     Args:
         source: a checkpoint, or a run folder, of which the newest checkpoint is taken that is
             complete on every host.
-        asked: an empty folder for the manifests of each host's checkpoints.
+        small_files: an empty folder for the manifests of each host's checkpoints.
 
     Returns:
         The checkpoint's folder on the hosts.
@@ -63,17 +63,17 @@ def gather(copy: Copy, hosts: Sequence[str], source: Path, asked: Path, draft: P
     wanted = source.name if is_checkpoint else "step_" + 8 * "[0-9]"
     small = [f"--include=/{wanted}/{name}" for name in (COMPLETE, MANIFEST)]
 
-    def ask(host: str) -> None:
-        (asked / host).mkdir()
-        copy(host, folder, asked / host, "-r", f"--include=/{wanted}/", *small, "--exclude=*")
+    def copy_small_files(host: str) -> None:
+        (small_files / host).mkdir()
+        copy(host, folder, small_files / host, "-r", f"--include=/{wanted}/", *small, "--exclude=*")
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(ask, hosts))
-    for name in sorted({path.name for path in asked.glob("*/step_*")}, reverse=True):
-        lacking = [host for host in hosts if not (asked / host / name / COMPLETE).is_file()]
+    with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
+        list(pool.map(copy_small_files, hosts))
+    for name in sorted({path.name for path in small_files.glob("*/step_*")}, reverse=True):
+        lacking = [host for host in hosts if not (small_files / host / name / COMPLETE).is_file()]
         if lacking:
             print(f"skipping {folder / name}: not complete on {lacking[0]}", flush=True)
-        elif len({read_manifest(asked / host / name).save_id for host in hosts}) > 1:
+        elif len({read_manifest(small_files / host / name).save_id for host in hosts}) > 1:
             print(f"skipping {folder / name}: the hosts have different saves", flush=True)
         else:
             break

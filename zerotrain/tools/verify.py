@@ -85,7 +85,7 @@ def verify_export(
     if expected is not None:
         for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True):
             questions["examples"].append([ids.tolist(), np.flatnonzero(mask).tolist()])
-    answers = _ask(folder, questions)
+    answers = _answers(folder, questions)
 
     result = {"weights": f"{answers['architecture']}, {answers['dtype']}: all are found"}
     if names := answers["missing"] + answers["unexpected"]:
@@ -109,7 +109,7 @@ def verify_export(
     return {**result, "end tokens": f"generate() stops at {', '.join(ends) or 'none'}"}
 
 
-def _ask(folder: Path, questions: dict[str, Any]) -> dict[str, Any]:
+def _answers(folder: Path, questions: dict[str, Any]) -> dict[str, Any]:
     """The answers of a process that has only the folder."""
     finished = subprocess.run(
         [sys.executable, "-I", __file__, str(folder.resolve())],
