@@ -1,20 +1,18 @@
 """Estimate the memory that a run needs, before any GPU is rented.
 
     python scripts/memory.py --config recipes/llama-3.1-8b.yaml [--nodes 1 --gpus 8]
-        [--gpu_memory_gib 80] [--write] [--section.key value ...]
+        [--gpu_memory_gib 80] [--section.key value ...]
 
 Prints the parts of a GPU's memory with their arithmetic, CPU memory per node and disk per
 checkpoint; zerotrain/tools/memory_plan.py has the formulas and what they leave out. It needs
 neither GPU nor weights: a model's sizes come from recipes/shapes.json, its folder, or its
 config.json on the hub.
-Nodes and GPUs are those in the recipe's head comment, unless given; --write renews the memory lines
-there.
+Nodes and GPUs are those in the recipe's head comment, unless given.
 """
 
 import argparse
 import json
 import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 SHAPES = Path(__file__).resolve().parent.parent / "recipes" / "shapes.json"
 CLUSTER = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
-HEAD_MEMORY = re.compile(r"^#   memory .*\n(#       .*\n)*", re.MULTILINE)
 SPARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
 
 
@@ -59,22 +56,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus", type=int, help="of each node")
     parser.add_argument("--gpu_memory_gib", type=int, help="of each GPU, e.g. 80")
-    parser.add_argument("--write", action="store_true", help="renew the lines in FILE")
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/memory.py").config
-    text = Path(args.config).read_text(encoding="utf-8")
-    stated = cluster_of(text) or Cluster(1, 1, 80)
+    stated = cluster_of(Path(args.config).read_text(encoding="utf-8")) or Cluster(1, 1, 80)
     given = {name: value for name in vars(stated) if (value := getattr(args, name)) is not None}
     cluster = Cluster(**{**vars(stated), **given})
     if min(vars(cluster).values()) < 1:
         raise UserError("--nodes, --gpus and --gpu_memory_gib are positive numbers")
 
     memory, skeleton = plan(config, cluster)
-    if args.write:
-        if not HEAD_MEMORY.search(text):
-            raise UserError(f"{args.config}: --write needs a head comment with a memory line")
-        text = HEAD_MEMORY.sub(lambda _: head_lines(memory), text, count=1)
-        Path(args.config).write_text(text, encoding="utf-8")
     print(table(config, cluster, memory, skeleton))
 
 
@@ -115,24 +105,6 @@ def cluster_of(text: str) -> Cluster | None:
     return Cluster(*map(int, found.groups())) if found else None
 
 
-def head_lines(memory: "Memory") -> str:
-    """The memory lines of a recipe's head comment."""
-    parts = ", ".join(f"{p.name} {p.size / GIB:.1f}" for p in (*memory.states, *memory.backward))
-    text = f"{memory.peak / GIB:.1f} GiB per GPU at the peak ({parts}); {_on_disk_and_cpu(memory)}"
-    return textwrap.fill(
-        text, 100, initial_indent="#   memory     ", subsequent_indent="#              ",
-        break_on_hyphens=False,
-    ) + "\n"  # fmt: skip
-
-
-def _on_disk_and_cpu(memory: "Memory") -> str:
-    return (
-        f"CPU memory per node {memory.loading / GIB:.0f} GiB while loading, "
-        f"{memory.host / GIB:.0f} GiB in training; {memory.checkpoint / GIB:.0f} GiB of disk per "
-        f"checkpoint, {memory.checkpoints} at a time"
-    )
-
-
 def table(config: "Config", cluster: Cluster, memory: "Memory", skeleton: "nn.Module") -> str:
     """The parts with their arithmetic, the peak, and whether it fits."""
     total = sum(p.numel() for p in skeleton.parameters())
@@ -149,7 +121,9 @@ def table(config: "Config", cluster: Cluster, memory: "Memory", skeleton: "nn.Mo
         f"  {memory.update.name:<14}{memory.update.size / GIB:8.1f} GiB   {memory.update.how}",
         f"  {'peak':<14}{memory.peak / GIB:8.1f} GiB",
         "",
-        _on_disk_and_cpu(memory),
+        f"CPU memory per node {memory.loading / GIB:.0f} GiB while loading, "
+        f"{memory.host / GIB:.0f} GiB in training",
+        f"disk {memory.checkpoint / GIB:.0f} GiB per checkpoint, {memory.checkpoints} at a time",
     ]
     room = cluster.gpu_memory_gib * SPARE
     if memory.peak / GIB <= room:

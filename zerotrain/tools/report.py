@@ -45,7 +45,7 @@ STEP_KEYS = ("time", *(key for keys in CHARTS.values() for key in keys))
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecords:
     """A run that is still training, has ended, or died at any moment."""
 
     name: str
@@ -58,7 +58,7 @@ class Run:
     """What is missing or cannot be read."""
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecords:
     """Raises UserError: it is not a run folder."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     problems, configs, unreadable = [], "", 0
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
         except (OSError, ValueError) as error:
             problems.append(describe(error))
     last = {kind: of_kind[-MAX_RECORDS:] for kind, of_kind in records.items()}
-    return Run(str(folder), series, last, configs, problems)
+    return RunRecords(str(folder), series, last, configs, problems)
 
 
 def report_page(folders: Sequence[Path]) -> str:
@@ -131,7 +131,7 @@ def report_page(folders: Sequence[Path]) -> str:
     return Template(template).substitute(title=title, plotly=get_plotlyjs(), body="\n".join(body))
 
 
-def summary(run: Run) -> dict[str, str]:
+def summary(run: RunRecords) -> dict[str, str]:
     """What a person asks first."""
     facts, starts = {"steps": "none is finished"}, run.records.get("start", [])
     if "loss" in run.series:
@@ -157,7 +157,7 @@ def summary(run: Run) -> dict[str, str]:
     return facts
 
 
-def charts(runs: Sequence[Run]) -> Iterator[str]:
+def charts(runs: Sequence[RunRecords]) -> Iterator[str]:
     restarts = [start["step"] for run in runs for start in run.records.get("start", [])[1:]]
     for heading, keys in CHARTS.items():
         parts = []
@@ -187,7 +187,7 @@ def thin(points: pd.Series) -> pd.Series:
     return points.loc[sorted({*bins.idxmin(), *bins.idxmax()})]
 
 
-def heat_maps(run: Run) -> Iterator[str]:
+def heat_maps(run: RunRecords) -> Iterator[str]:
     """One row per rank and one column per comparison of the ranks."""
     for key, title, limits in (
         ("probe_seconds", "Matrix products on each rank alone, times the median rank", (0.5, 1.5)),
