@@ -164,7 +164,8 @@ def check_global_batch(plan: DataPlan, train: "TrainConfig") -> None:
 def check_fits(plan: DataPlan) -> None:
     """Raise UserError if the longest example exceeds the budget."""
     longest = int(np.argmax(plan.data.lengths))
-    tokens, limit = plan.budget.padded(plan.data.lengths[longest]), plan.budget.micro_batch_tokens
+    tokens = plan.budget.padded(plan.data.lengths[longest])
+    limit = plan.budget.micro_batch_tokens
     if tokens > limit:
         raise UserError(
             f"{plan.data.place_of(longest)}: the example has {tokens:,} tokens (padded), over "
