@@ -13,8 +13,9 @@ memory, in its own precision. For a tokenizer to which tokens have been added el
 import argparse
 from pathlib import Path
 
+import psutil
+
 from zerotrain.runtime.errors import UserError, exit_on_error, listed
-from zerotrain.tools.host_memory import available_memory
 from zerotrain.tools.new_folder import new_folder
 
 
@@ -60,7 +61,7 @@ def main() -> None:
             f"{args.model} has weights that its causal language model does not use, and a copy "
             f"would lack: {listed(lost)}; use a text model of its family"
         )
-    needed, (free, _) = sum(p.nbytes for p in skeleton.parameters()), available_memory()
+    needed, free = sum(p.nbytes for p in skeleton.parameters()), psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"{args.model} needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "

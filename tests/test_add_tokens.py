@@ -102,7 +102,7 @@ def test_a_larger_tokenizer_and_mistakes(command, tmp_path, tiny_model, tiny_con
     larger.save_pretrained(tmp_path / "larger")
     file = tiny_config(model__tokenizer=str(tmp_path / "larger"))
     config = parse_command_line(["--config", str(file)]).config
-    with pytest.raises(UserError, match=r"has 400 token ids, .* 320; .*scripts/add_tokens.py"):
+    with pytest.raises(UserError, match=r"has 400 token ids, .* 320; .*rows for its new tokens"):
         check_model_fits(
             config, meta_model(load_model_config(config), False), load_tokenizer(config)
         )

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -27,7 +28,6 @@ from zerotrain.model.hub import load_pretrained
 from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.tools.host_memory import available_memory
 from zerotrain.tools.new_folder import new_folder
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _copy(files: list[Path], folder: Path) -> None:
 
 def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
     needed = sum(map(prod, shards.first.shapes.values())) * dtype.itemsize
-    free, _ = available_memory()
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"the export needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "
