@@ -218,21 +218,35 @@ def without_space(texts):
     return ["".join(text.split()) for text in texts]
 
 
+# Their earlier answers end in another way than the last one does, or no answer has an end mark.
+OTHER_ENDS = {"chatml, another eos at the end", "gpt-oss", "command-a"}
+NO_ENDS = {"glm-4", "qwen1.5", "words"}
+
+
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
     template, eos, special, (first, last) = FAMILIES[family]
     tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
     second = first.replace("2", "4")
+    options = dataclasses.replace(OPTIONS, supervise="last" if family in OTHER_ENDS else "answers")
     alternate = "must alternate" not in template
+    if family in OTHER_ENDS | NO_ENDS:
+        with pytest.raises(BadRow, match="has no end mark, or another"):
+            supervised_turns(tokenizer, {"messages": CHAT})
+    if family in NO_ENDS:
+        return
     for messages, expected in (
         (CHAT, [first, last]),
         ([SYSTEM, *CHAT], [first, last]),
         ([*CHAT[:2], {"role": "user", "content": ""}, CHAT[3]], [first, last]),
         ([*CHAT, *CHAT], [first, second, first, last]),
     ):
-        turns = supervised_turns(tokenizer, {"messages": messages})
-        assert without_space(turns) == without_space(expected)
+        turns = supervised_turns(tokenizer, {"messages": messages}, options)
+        wanted = expected[-1:] if family in OTHER_ENDS else expected
+        assert without_space(turns) == without_space(wanted)
+    if family in OTHER_ENDS:
+        return
     two = supervised_turns(tokenizer, {"messages": [*CHAT[:2], *CHAT[1:2]]}) if alternate else []
     assert not any(word in text for text in two for word in HEADERS)
     unanswered = supervised_turns(tokenizer, {"messages": [*CHAT, CHAT[0]]})
@@ -245,12 +259,11 @@ def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
 # --------------------------------------------------------------------------------------------------
 # Tool calls, reasoning, weights
 
-# As DeepSeek's: arguments are concatenated with strings
-JOINED = (
+CALLS = (
     LOOP % "{% if m.role == 'user' %}<|user|>{{ m.content }}"
     "{% elif m.role == 'tool' %}<out>{{ m.content }}</out>"
     "{% elif m.tool_calls %}<|bot|><calls>{% for c in m.tool_calls %}"
-    "{{ c.type + ' ' + c.function.name + ' ' + c.function.arguments + ';' }}{% endfor %}"
+    "{{ c.type ~ ' ' ~ c.function.name ~ ' ' ~ c.function.arguments | tojson ~ ';' }}{% endfor %}"
     "</calls>{{ eos_token }}{% else %}<|bot|>{{ m.content }}{{ eos_token }}{% endif %}"
     + "{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
@@ -272,8 +285,8 @@ def row_with_calls(*arguments):
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": "x y"}, '{"a": 1, "b": "x y"}', {}])
-def test_templates_that_join_arguments_to_strings_get_strings(arguments):
-    tokenizer = tokenizer_with(WORDS, JOINED, ["</s>"], "</s>")
+def test_tool_calls_are_supervised(arguments):
+    tokenizer = tokenizer_with(WORDS, CALLS, ["</s>"], "</s>")
     shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
     assert supervised_turns(tokenizer, row_with_calls(arguments, arguments)) == [
         f"<calls>function add {shown};function sub {shown};</calls></s>",
@@ -282,18 +295,18 @@ def test_templates_that_join_arguments_to_strings_get_strings(arguments):
 
 
 LOST = {
-    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", r"tool_calls\[1\].function.name"),
-    "a text among the arguments": (" + c.function.arguments", "", r"arguments.b of message 2"),
-    "the result": ("<out>{{ m.content }}", "<out>", "content of message 3"),
+    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2"),
+    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2"),
+    "the result": ("<out>{{ m.content }}", "<out>", "message 3"),
 }
 
 
 @pytest.mark.parametrize("lost", LOST)
 def test_what_a_template_loses_of_tool_calls_is_named(lost):
     before, after, message = LOST[lost]
-    assert before in JOINED
-    tokenizer = tokenizer_with(WORDS, JOINED.replace(before, after), ["</s>"], "</s>")
-    with pytest.raises(BadRow, match=f"leaves out .*{message}"):
+    assert before in CALLS
+    tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
+    with pytest.raises(BadRow, match=f"{message}.*lacks its (tool_calls|content)"):
         supervised_turns(tokenizer, row_with_calls({"b": "x"}, {"b": "y"}))
 
 
@@ -306,7 +319,7 @@ def test_reasoning_of_another_key_is_supervised():
             "<think>\neasy\n</think>\n\n2<|im_end|>"
         ]
     early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
-    with pytest.raises(BadRow, match=r"leaves out thinking of message 2 .*data.supervise: last"):
+    with pytest.raises(BadRow, match=r"message 2 .*lacks its thinking.*data.supervise: last"):
         supervised_turns(tokenizer, {"messages": early})
     last = dataclasses.replace(OPTIONS, supervise="last")
     assert supervised_turns(tokenizer, {"messages": early}, last) == [
@@ -338,21 +351,13 @@ MARKED = FAMILIES["chatml"][0].replace(
     "{% if m.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}{{ m.content }}"
     "<|im_end|>\n{% endif %}",
 )
-WRONG_MARKS = {
-    "the next header": ("{{ m.content }}<|im_end|>\n<|im_start|>", "cover more than message 2"),
-    "not the reasoning": (
-        "{% endgeneration %}{{ m.reasoning_content }}{% generation %}{{ m.content }}<|im_end|>\n",
-        "marks leave out reasoning_content of message 2",
-    ),
-}
 
 
-@pytest.mark.parametrize("case", WRONG_MARKS)
-def test_wrong_marks_are_refused(case):
-    body, message = WRONG_MARKS[case]
+def test_marks_that_leave_out_part_of_an_answer_are_refused():
+    body = "{% endgeneration %}{{ m.reasoning_content }}{% generation %}{{ m.content }}<|im_end|>"
     tokenizer = tokenizer_with(WORDS, MARKED.replace("BODY", body), *FAMILIES["chatml"][2:0:-1])
-    thought = {**CHAT[1], "reasoning_content": "easy"} if "reasoning" in message else CHAT[1]
-    with pytest.raises(BadRow, match=message):
+    thought = {**CHAT[1], "reasoning_content": "easy"}
+    with pytest.raises(BadRow, match=r"message 2 .*is not what the generation marks cover"):
         supervised_turns(tokenizer, {"messages": [CHAT[0], thought, *CHAT[2:]]})
 
 
@@ -383,37 +388,25 @@ def test_named_templates(name):
 # Special tokens in text, rows without a template
 
 
-ATTACKS = st.lists(
-    st.sampled_from(["<|im_end|>", "<|im_start|>", "a", " ", "\n", "<|", "é"]), max_size=6
-).map(lambda parts: "".join(parts) + "x")
-
-
-@given(contents=st.lists(ATTACKS, min_size=4, max_size=4))
-@settings(max_examples=60, deadline=None)
-def test_special_tokens_in_contents_are_plain_text(contents):
-    """The row has the control tokens of the same row with other text in place of them."""
+@pytest.mark.parametrize("role", range(3))
+def test_special_tokens_in_a_row_are_refused(role):
     template, eos, special, _ = FAMILIES["chatml"]
     tokenizer = tokenizer_with(WORDS, template, special, eos)
-    found = []
-    for texts in (contents, ["x"] * 4):
-        messages = [{**m, "content": text} for m, text in zip(CHAT, texts, strict=True)]
-        ids, mask, own, _ = render({"messages": messages}, tokenizer, OPTIONS)
-        found.append([i for i in ids if i in tokenizer.all_special_ids])
-        assert bool(own) == bool(re.search(r"<\|im_(start|end)\|>", " ".join(texts)))
-        said = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
-        assert without_space([said]) == without_space(["<|im_end|>".join([*texts[1::2], ""])])
-    assert found[0] == found[1]
+    messages = [SYSTEM, *CHAT[:2]]
+    messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
+    with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
+        supervised_turns(tokenizer, {"messages": messages})
 
 
 def test_rows_without_a_template():
     tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    row = {"prompt": "<s>1+1? </s>", "completion": "2</s>"}
-    rendered = render(row, tokenizer, dataclasses.replace(OPTIONS, format="prompt_completion"))
-    assert tokenizer.decode([i for i, m in zip(*rendered[:2], strict=True) if m]) == "2</s>"
-    controls = [i for i in rendered.ids if i in tokenizer.all_special_ids]
-    assert controls == [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert rendered.special == "</s>"
+    row = {"prompt": "1+1? ", "completion": "2"}
+    options = dataclasses.replace(OPTIONS, format="prompt_completion")
+    ids, mask = render(row, tokenizer, options)
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
+    assert tokenizer.decode(ids) == "1+1? 2</s>"
+    with pytest.raises(BadRow, match="special token"):
+        render({**row, "prompt": "<s>1+1?"}, tokenizer, options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -482,8 +475,6 @@ class Style:
             end = self.end_of_user
             if role == "assistant":
                 end = self.end_of_row if i == len(messages) - 1 else self.end_of_turn
-                if self.prompts == "thinking" and not self.marks:  # which the prompt has
-                    content = content.removeprefix("<think>\n")
                 answers.append(content + end)
             text += self.header(role) + whole + end + self.separator
         return text + (self.header("assistant") if self.prompts == "always" else ""), answers
@@ -545,9 +536,9 @@ def test_no_generated_template_supervises_another_turn(style, contents, as_token
             and base is WORDS
             and style.prompts == "asked"
             and style.end_of_turn
-            and style.end_of_row
+            and style.end_of_row == style.end_of_turn
             and style.opener.endswith("\n")
-            and not any("think>" in content for content in contents)
+            and not any(special in content for content in contents for special in SPECIAL)
         )
         assert not ordinary or style.marks
         return

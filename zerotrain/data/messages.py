@@ -14,7 +14,6 @@ row, message, tool call or content part is either used or meta-data; any other m
 """
 
 import json
-from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from zerotrain.data.sources import (
@@ -24,7 +23,6 @@ from zerotrain.data.sources import (
     OPTIONAL_KEYS,
     BadRow,
     json_type,
-    strings_in,
 )
 
 if TYPE_CHECKING:
@@ -47,38 +45,21 @@ METADATA_KEYS = """
 """
 METADATA = {*METADATA_KEYS.split(), "", "unnamed: 0"}  # the last two: the pandas index in CSV
 
+# Keys that repeat the others: UltraChat has the first message as prompt, Alpaca the rendered text.
+REPEATED_KEYS = {"messages": {"prompt"}, "instruction": {"text"}}
+
 ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-    "tool": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-    "function": "function",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "bot", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
+    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
     "ipython": "ipython",
 }
-REASONING_KEYS = ("reasoning_content", "thinking")
-WEIGHT_KEYS = ("weight", "train", "training", "loss")  # used by OpenAI, axolotl (two), ms-swift
-CARRIED_KEYS = ("name", "tool_call_id", *REASONING_KEYS)
-MESSAGE_KEYS = frozenset(
-    ("role", "content", "tool_calls", "function_call", *CARRIED_KEYS, *WEIGHT_KEYS)
-)
-SHAREGPT_KEYS = {"from": "role", "value": "content"}
-CONTENT_KEYS = frozenset(("content", "tool_calls", "function_call"))
-CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments"))
-FUNCTION_KEYS = frozenset(("name", "arguments"))
-PART_KEYS = frozenset(("type", "text"))
-TEXT_PARTS = ("text", "input_text", "output_text")
+RENAMED_KEYS = {"from": "role", "value": "content"}  # of ShareGPT
+TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
+MESSAGE_KEYS = {"role", "content", "tool_calls", "weight", *TEXT_KEYS}
+CALL_KEYS = {"id", "type", "function", "name", "arguments"}
 EMPTY = (None, "", [], {})
 
 
@@ -90,164 +71,120 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
             content that needs a chat template, but none is used.
     """
     kind = options.format
-    known = {*FORMAT_KEYS[kind], *OPTIONAL_KEYS[kind]}
-    for key in FORMAT_KEYS[kind]:
-        if key not in row:
-            raise BadRow("missing key", f"key {key!r} is missing, which {kind} rows need")
-        if row[key] is None:
-            raise BadRow("null", f"key {key!r} is null")
-    extra = [key for key in _unknown(row, known) if not _repeats(key, row, known)]
-    if extra:
-        if isinstance(row.get("label"), bool):
-            raise BadRow(
-                "needs another loss",
-                "`label` says whether the answer is a good one (KTO), and training would be on the "
-                "bad ones too: jq -c 'select(.label) | del(.label)' OLD > NEW keeps the good ones",
-            )
-        raise _refused(extra, f"a row of the format {kind}")
+    required, optional = FORMAT_KEYS[kind], OPTIONAL_KEYS[kind]
+    missing = [key for key in required if row.get(key) is None]
+    if missing:
+        raise BadRow("missing key", f"key {missing[0]!r} is missing, which {kind} rows need")
+    if isinstance(row.get("label"), bool):
+        raise BadRow(
+            "needs another loss",
+            "`label` says whether the answer is a good one (KTO), and training would be on the "
+            "bad ones too: jq -c 'select(.label) | del(.label)' OLD > NEW keeps the good ones",
+        )
+    known = {*required, *optional, *REPEATED_KEYS.get(kind, ())}
+    row = _known(row, known, f"a row of the format {kind}", options)
     if kind == "text":
-        return {"text": _string(row, "text")}
+        return {"text": _string(row, "text", "the row")}
     if kind in CHAT_FORMATS:
-        return _with_tools(row, _messages(row, options))
-    question, answer = FORMAT_KEYS[kind]
-    prompt, completion = _string(row, question), _string(row, answer)
-    if kind == "instruction" and row.get("input") not in EMPTY:
-        prompt += f"\n\n{_string(row, 'input')}"
-    if not completion.strip():
-        raise BadRow("empty answer", "the answer is empty")
-    if options.as_chat:
-        turns = [{"role": "user", "content": prompt}]
-        turns += [{"role": "assistant", "content": completion}]
-        return _with_tools(row, _with_system(row, turns))
-    for key in ("system", "tools"):
-        if row.get(key) not in EMPTY:
-            raise BadRow(
-                "needs a chat template",
-                f"key {key!r} needs a chat template: set data.as_chat: true, or leave it out with "
-                f"data.ignore_keys: [{key}]",
-            )
-    return {"prompt": prompt if kind == "prompt_completion" else f"{prompt}\n\n",
-            "completion": completion}  # fmt: skip
+        turns = [turn for key in required for turn in _turns(row, key, options)]
+        if all(turn["role"] != "assistant" or turn.get("weight") == 0 for turn in turns):
+            raise BadRow("empty answer", "no message is of an assistant with a weight other than 0")
+    else:
+        prompt, completion = (_string(row, key, "the row") for key in required)
+        if "input" in row:
+            prompt += f"\n\n{_string(row, 'input', 'the row')}"
+        if not completion.strip():
+            raise BadRow("empty answer", "the answer is empty")
+        if not options.as_chat:
+            if not row.keys().isdisjoint(("system", "tools")):
+                raise BadRow(
+                    "needs a chat template", "system and tools of a row need data.as_chat: true"
+                )
+            gap = "\n\n" if kind == "instruction" else ""
+            return {"prompt": prompt + gap, "completion": completion}
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    if "system" in row:
+        if turns[0]["role"] == "system":
+            problem = "it has a system turn and `system`; data.ignore_keys: [system] helps"
+            raise BadRow("doubled key", problem)
+        turns = [{"role": "system", "content": _string(row, "system", "the row")}, *turns]
+    return {
+        "messages": turns,
+        **({"tools": _objects(row, "tools", "the row")} if "tools" in row else {}),
+    }
 
 
-def _messages(row: dict[str, Any], options: "RenderOptions") -> list[dict[str, Any]]:
-    """The turns of a chat row in the form described above, starting with `system`, if any."""
+def _turns(row: dict[str, Any], key: str, options: "RenderOptions") -> list[dict[str, Any]]:
+    messages = _objects(row, key, "the row")
     turns = []
-    for key in FORMAT_KEYS[options.format]:
-        found = parsed(row[key])
-        if not isinstance(found, list) or not found:
-            raise BadRow("wrong type", f"key {key!r} is not a list of messages, written as JSON")
-        for number, message in enumerate(found, start=1):
-            where = f"message {number} of {len(found)}"
-            if not isinstance(message, dict):
-                raise BadRow("wrong type", f"{where} of {key!r} is {json_type(message)}")
-            turn = _message(message, where, options)
-            if key == "prompt" and turn["role"] == "assistant":
-                turn["weight"] = 0  # as in TRL: only the completion carries loss
-            turns.append(turn)
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
-    if all(turn.get("weight") == 0 for turn in answers):
-        raise BadRow("empty answer", "no message is of an assistant with a weight other than 0")
-    return _with_system(row, turns)
+    for number, message in enumerate(messages, start=1):
+        turn = _message(message, f"message {number} of {len(messages)}", options)
+        if key == "prompt" and turn["role"] == "assistant":
+            turn["weight"] = 0  # as in TRL: only the completion carries loss
+        turns.append(turn)
+    return turns
 
 
 def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> dict[str, Any]:
     renames = {options.columns[key]: key for key in MESSAGE_COLUMNS if key in options.columns}
-    renames = {**SHAREGPT_KEYS, **renames}
-    given, message = message, {renames.get(key, key): value for key, value in message.items()}
-    if len(message) < len(given):
-        raise BadRow("doubled key", f"{where} has two keys for one of role and content")
-    if "role" not in message or not message.keys() & CONTENT_KEYS:
+    renames = {**RENAMED_KEYS, **renames}
+    renamed = {renames.get(key, key): value for key, value in message.items()}
+    if len(renamed) < len(message) or "role" not in renamed:
         raise BadRow(
             "missing key",
-            f"{where} has the keys {', '.join(message)} but needs role and content; "
-            "data.columns: {role: KEY, content: KEY} names the file's",
+            f"{where} has the keys {', '.join(message)} but needs one for role and one for "
+            "content; data.columns: {role: KEY, content: KEY} names the file's",
         )
-    message = _known(message, MESSAGE_KEYS, where, options)
-    role = _role(message.get("role"), where, options)
-    where = f"{where} ({role})"
-    content, calls = message.get("content"), message.get("tool_calls")
-    if "function_call" in message:
-        if calls is not None:
-            raise BadRow("wrong type", f"{where} has both tool_calls and function_call")
-        calls = [message["function_call"]]
-    if role == "function_call":
-        calls = parsed(content)
-        calls = [calls] if isinstance(calls, dict) else calls
-        content, role = None, "assistant"
-    if content is None and calls is None:
-        raise BadRow("null", f"{where} has no content")
-    turn = {"role": role, "content": _content(content, where, options)}
-    if calls is not None:
-        turn["tool_calls"] = _tool_calls(calls, where, options)
-    elif role == "assistant" and not turn["content"].strip():
-        raise BadRow("empty answer", f"{where} is empty")
-    for key in CARRIED_KEYS:
-        if key in message:
-            turn[key] = _string(message, key, f"{where}: ")
-    weights = [message[key] for key in WEIGHT_KEYS if key in message]
-    if any(w not in (0, 1) or w != weights[0] or (w and role != "assistant") for w in weights):
-        raise BadRow(
-            "wrong type", f"{where}: the weight must be 0 or 1, and only assistant turns carry loss"
-        )
-    if weights and role == "assistant":
-        turn["weight"] = int(weights[0])
-    return turn
-
-
-def _role(role: Any, where: str, options: "RenderOptions") -> str:
-    if not isinstance(role, str):
-        raise BadRow("wrong type", f"the role of {where} is {json_type(role)}, not a string")
-    if role in options.roles:
-        return options.roles[role]
-    if role.lower() not in ROLES:
+    turn = _known(renamed, MESSAGE_KEYS, where, options)
+    given = str(turn.get("role"))
+    role = options.roles.get(given) or ROLES.get(given.lower())
+    if role is None:
         raise BadRow(
             "unknown role",
-            f"{where} has the unknown role {role!r} (known: {', '.join(ROLES)}); "
-            f"map it to one of these with data.roles: {{{role!r}: ...}}",
+            f"{where} has the unknown role {given!r} (known: {', '.join(ROLES)}); "
+            f"map it to one of these with data.roles: {{{given!r}: ...}}",
         )
-    return ROLES[role.lower()]
+    where = f"{where} ({role})"
+    if role == "function_call":
+        role = "assistant"
+        turn["tool_calls"] = turn.pop("content", None)
+    turn = {**turn, "role": role, "content": _content(turn.get("content", ""), where, options)}
+    if "tool_calls" in turn:
+        calls = _objects(turn, "tool_calls", where)
+        turn["tool_calls"] = [_tool_call(call, where, options) for call in calls]
+    elif "content" not in renamed or (role == "assistant" and not turn["content"].strip()):
+        raise BadRow("empty answer", f"{where} is empty")
+    for key in TEXT_KEYS & turn.keys():
+        _string(turn, key, where)
+    if turn.get("weight", 1) not in (0, 1):
+        raise BadRow("wrong type", f"{where}: the weight must be 0 or 1")
+    if role != "assistant":
+        turn.pop("weight", None)
+    return turn
 
 
 def _content(content: Any, where: str, options: "RenderOptions") -> str:
     """The content of a message as text; the texts of a list of parts are concatenated."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise BadRow("wrong type", f"the content of {where} is {json_type(content)}, not a string")
+    parts = content if isinstance(content, list) else [content]
     texts = []
-    for number, part in enumerate(content, start=1):
-        of = f"part {number} of the content of {where}"
+    for part in parts:
         part = {"text": part} if isinstance(part, str) else part
-        if not isinstance(part, dict):
-            raise BadRow("wrong type", f"{of} is {json_type(part)}, not an object or string")
-        if part.get("type", "text") not in TEXT_PARTS:
-            problem = f"{of} is of type {part['type']!r}; only text can be trained on"
-            raise BadRow("not text", problem)
-        texts.append(_string(_known(part, PART_KEYS, of, options), "text", f"{of}: "))
+        if not isinstance(part, dict) or part.get("type", "text") != "text":
+            raise BadRow("not text", f"the content of {where} is not text, or not only text")
+        part = _known(part, {"type", "text"}, f"the content of {where}", options)
+        texts.append(_string({"text": "", **part}, "text", f"the content of {where}"))
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, where: str, options: "RenderOptions") -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: templates write arguments as JSON, and would
+def _tool_call(call: dict[str, Any], where: str, options: "RenderOptions") -> dict[str, Any]:
+    """A tool call with its arguments as an object: templates write arguments as JSON, and would
     quote OpenAI's form, JSON in a string, once more.
     """
-    calls = parsed(calls)
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRow("wrong type", f"the tool calls of {where} are not a list of objects")
-    checked = []
-    for number, call in enumerate(calls, start=1):
-        of = f"tool call {number} of {where}"
-        call = _known(call, CALL_KEYS, of, options)
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow("wrong type", f"{of} has no function with a name")
-        if function is not call:
-            function = _known(function, FUNCTION_KEYS, f"the function of {of}", options)
-        if "arguments" in function:
-            function = {**function, "arguments": parsed(function["arguments"])}
-        checked.append({**call, "function": function} if "function" in call else function)
-    return checked
+    call = _known(call, CALL_KEYS, f"a tool call of {where}", options)
+    if "function" in call:
+        return {**call, "function": _tool_call(parsed(call["function"]), where, options)}
+    _string(call, "name", f"a tool call of {where}")
+    return {**call, "arguments": parsed(call.get("arguments", {}))}
 
 
 def parsed(value: Any) -> Any:
@@ -260,86 +197,36 @@ def parsed(value: Any) -> Any:
     return value
 
 
-# --------------------------------------------------------------------------------------------------
-# Keys
-
-
-def _unknown(found: dict[str, Any], known: Set[str]) -> list[str]:
-    """The keys that are neither known nor meta-data and have a value."""
-    return [
-        key
-        for key, value in found.items()
-        if key not in known and key.lower() not in METADATA and value not in EMPTY
-    ]
-
-
 def _known(
-    found: dict[str, Any], known: Set[str], where: str, options: "RenderOptions"
+    found: dict[str, Any], known: set[str], where: str, options: "RenderOptions"
 ) -> dict[str, Any]:
-    """The known keys that have a value; an empty content counts as one.
+    """The known keys that have a value.
 
     Raises:
         BadRow: there are other keys that are not meta-data.
     """
-    found = {k: v for k, v in found.items() if k not in options.ignore_keys}
-    if extra := _unknown(found, known):
-        raise _refused(extra, where)
-    kept = ("content", "text", "arguments")
-    return {k: v for k, v in found.items() if k in known and (k in kept or v not in EMPTY)}
-
-
-def _refused(keys: list[str], where: str) -> BadRow:
-    names = ", ".join(key if key.isidentifier() else repr(key) for key in keys)
-    return BadRow(
-        "unknown key",
-        f"{where}: {names} would not be trained on; data.ignore_keys: [{names}] leaves out what "
-        "is not to be learned, data.columns renames what is",
-    )
-
-
-def _repeats(key: str, row: dict[str, Any], known: Set[str]) -> bool:
-    """Whether a key repeats the row's known keys: one of their strings (`prompt` next to
-    `messages`) or all of them (Alpaca's `text`).
-    """
-    value = row[key]
-    if not isinstance(value, str):
-        return False
-    used = [
-        text.strip()
-        for name in known
-        for text in strings_in(parsed(row.get(name)))
-        if text.strip() and text not in ROLES
-    ]
-    return value.strip() in used or (key == "text" and all(text in value for text in used))
-
-
-def _string(found: dict[str, Any], key: str, where: str = "") -> str:
-    value = found.get(key)
-    if isinstance(value, str):
-        return value
-    raise BadRow("wrong type", f"{where}key {key!r} is {json_type(value)}, not a string")
-
-
-def _with_system(row: dict[str, Any], turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns, preceded by the row's `system` unless they start with it."""
-    if row.get("system") in EMPTY:
-        return turns
-    system = {"role": "system", "content": _string(row, "system")}
-    if turns[0]["role"] != "system":
-        return [system, *turns]
-    if turns[0] != system:
+    found = {k: v for k, v in found.items() if k not in options.ignore_keys and v not in EMPTY}
+    if extra := [key for key in found if key not in known and key.lower() not in METADATA]:
+        names = ", ".join(extra)
         raise BadRow(
-            "doubled key",
-            "it has a system turn and a different text in key 'system'; data.ignore_keys: [system] "
-            "leaves out the latter",
+            "unknown key",
+            f"{where}: {names} would not be trained on; data.ignore_keys: [{names}] leaves out "
+            "what is not to be learned, data.columns renames what is",
         )
-    return turns
+    return {key: value for key, value in found.items() if key in known}
 
 
-def _with_tools(row: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    tools = parsed(row.get("tools"))
-    if tools in EMPTY:
-        return {"messages": turns}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("wrong type", "key 'tools' is not a list of objects")
-    return {"messages": turns, "tools": tools}
+def _string(found: dict[str, Any], key: str, where: str) -> str:
+    value = found.get(key, "")
+    if not isinstance(value, str):
+        raise BadRow("wrong type", f"{where}: {key!r} is {json_type(value)}, not a string")
+    return value
+
+
+def _objects(found: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    """A list of objects, or one object, which may be JSON in a string."""
+    value = parsed(found.get(key))
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
+        raise BadRow("wrong type", f"{where}: {key!r} is not a list of objects, nor that as JSON")
+    return value

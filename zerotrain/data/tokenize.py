@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import DataConfig, Source
 
-CACHE_VERSION = 10  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 11  # increase it when the same input is to give another cache than before
 BATCH_ROWS, BATCH_CHARACTERS = 500, 1 << 24  # at most so much is tokenized at a time
 MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
@@ -180,8 +180,6 @@ class TokenizedBatch:
     columns: dict[str, list] = field(default_factory=lambda: {name: [] for name in SCHEMA.names})
     outcomes: Counter[str] = field(default_factory=Counter)
     """Numbers of examples, by the names in OUTCOMES."""
-    notes: Counter[str] = field(default_factory=Counter)
-    """What the user should know about rows, and about how many."""
     rejected: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -215,11 +213,6 @@ def tokenize_batch(
             text = raw.text[:SHOWN_CHARACTERS]
             out.rejected.append({"file": file, "place": raw.place, **why, "text": text})
             continue
-        if found.special:
-            out.notes[f"{found.special} in a text"] += 1
-        if found.unprompted:
-            # a server would ask for what was not trained, see Reasoning in data/README.md
-            out.notes[f"WARNING: no {found.unprompted!r} before an answer"] += 1
         for ids, mask, outcome in pieces:
             if outcome in OUTCOMES:
                 out.outcomes[OUTCOMES[outcome][0]] += 1
@@ -309,7 +302,7 @@ def _build_cache(
         check_template(tokenizer, tokenizer.name_or_path)
     examples, rows_read, content = [0] * len(given), 0, xxhash.xxh3_64()
     outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
-    reasons, notes = Counter(), Counter()
+    reasons = Counter()
     with (
         progress("tokenizing", None, "rows") as report,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
@@ -333,7 +326,6 @@ def _build_cache(
                     reasons[row["reason"]] += 1
                     rejected.write(json.dumps(row) + "\n")
                 outcomes.update(found.outcomes)
-                notes.update(found.notes)
                 examples[i] += len(batch)
                 rows_read += found.rows_read
                 report(rows_read)
@@ -348,7 +340,6 @@ def _build_cache(
         "rows_read": rows_read,
         **outcomes,
         "rejected": reasons,
-        "notes": notes,
         **describe_masks(rows, tokenizer, config, chat),
         "content": content.hexdigest(),
     }

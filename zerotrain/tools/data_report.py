@@ -64,7 +64,6 @@ def print_counts(name: str, plan: DataPlan) -> None:
         "examples": f"{len(data):,}, of {meta['rows_read']:,} rows read from {sources}",
         "format": ", ".join(dict.fromkeys(meta["formats"])),
         "over max_length, bad": ", ".join(became) or "none",
-        "notes": ", ".join(f"{n:,} rows: {note}" for note, n in meta["notes"].items()) or "none",
         "tokens": f"{tokens:,}, {tokens / len(data):,.1f} per example",
         "supervised": f"{supervised:,}, {supervised / tokens:.1%}; {meta['masks']}",
         "length": "  ".join(quantiles),

@@ -137,7 +137,7 @@ def sample_requests(
     Raises:
         UserError: a source cannot be read.
     """
-    from zerotrain.data.turns import FIXED_DATE, asks_for_date
+    from zerotrain.data.turns import FIXED_DATE
     from zerotrain.tools.open_plans import canonical_rows
 
     sources = config.data.sources("train_sources")
@@ -147,7 +147,6 @@ def sample_requests(
     picks = np.linspace(0, len(numbers) - 1, min(SAMPLED_ROWS, len(numbers))).astype(int)
     sampled = dict(zip(numbers[picks].tolist(), firsts[picks].tolist(), strict=True))
     specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    date = FIXED_DATE if asks_for_date(str(tokenizer.chat_template)) else ""
     requests = []
     for number, (place, row) in enumerate(canonical_rows(sources, data, config)):
         if number > max(sampled):
@@ -157,7 +156,7 @@ def sample_requests(
         [ids], _ = data.fetch(np.array([sampled[number]]))
         if len(ids) < config.data.max_length:
             for part, arguments, is_whole in _requests(row, config.data.supervise):
-                arguments["before_template"] = date
+                arguments["before_template"] = FIXED_DATE
                 requests.append(Request(f"{place}: {part}", arguments, ids.tolist(), is_whole))
     return requests
 

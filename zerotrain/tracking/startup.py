@@ -55,8 +55,6 @@ def startup_table(
     for each in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
         for reason, count in each.meta["rejected"].items():
             rows[f"rejected: {reason}"] = f"{count:,} rows, listed in {each.rejected_rows}"
-        for note, count in each.meta["notes"].items():
-            rows[note] = f"{count:,} rows"
     return {
         **rows,
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
