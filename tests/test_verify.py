@@ -32,11 +32,11 @@ def change(checkpoint, name, old, new):
 def test_an_export_is_written_only_if_it_agrees_with_its_run(
     forks, tiny_config, tmp_path, chat_rows
 ):
-    """ZeRO 3 in bf16 with tied heads; some examples are truncated, one has a mark in its text, some
+    """ZeRO 3 in bf16 with tied heads; some examples are truncated, some
     have several turns. Then files that a server reads are changed.
     """
     rows = [*chat_rows[:30]]
-    rows[5] = {"messages": [{"role": "user", "content": "What is <|end|>?"},
+    rows[5] = {"messages": [{"role": "user", "content": "What is it?"},
                             {"role": "assistant", "content": "a mark"}]}  # fmt: skip
     for i in (8, 9, 10):
         rows[i] = {"messages": [*rows[i]["messages"], *rows[i + 1]["messages"][-2:]]}
@@ -81,7 +81,7 @@ def parsed(config_file):
 def check_requests(config_file):
     """The result for the requests of a config's training rows, answered in this process."""
     config, tokenizer, plan, _ = open_plans(parsed(config_file), 1)
-    prompts = verify.sample_requests(plan.data, config, tokenizer, held_out=False)
+    prompts = verify.sample_requests(plan.data, config, held_out=False)
     served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.arguments))) for p in prompts]
     return check_prompts(served, prompts, tokenizer)
 

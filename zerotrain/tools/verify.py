@@ -79,7 +79,7 @@ def verify_export(
 
     eval_plan = next(iter(eval_plans.values()), None)
     data = train_plan.data if eval_plan is None else eval_plan.data
-    requests = sample_requests(data, config, tokenizer, held_out=eval_plan is not None)
+    requests = sample_requests(data, config, held_out=eval_plan is not None)
     expected = None if eval_plan is None else state.progress.eval_loss
     questions = {"prompts": [request.arguments for request in requests], "examples": []}
     if expected is not None:
@@ -124,12 +124,9 @@ def _answers(folder: Path, questions: dict[str, Any]) -> dict[str, Any]:
     return json.loads(finished.stdout.strip().rpartition("\n")[2])
 
 
-def sample_requests(
-    data: "TokenizedRows", config: "Config", tokenizer: "PreTrainedTokenizerBase", held_out: bool
-) -> list[Request]:
+def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> list[Request]:
     """What a server would be asked in SAMPLED_ROWS rows, evenly spaced among the first ones: for
-    each supervised answer the turns before it, and the whole row. Left out are rows that were cut,
-    and those whose own text has special tokens: training escapes these, servers do not.
+    each supervised answer the turns before it, and the whole row. Rows that were cut are left out.
 
     Args:
         held_out: `data` are of the first held-out set, not of the training sources.
@@ -146,12 +143,11 @@ def sample_requests(
     numbers, firsts = np.unique(data.rows["row"][:FIRST_EXAMPLES], return_index=True)
     picks = np.linspace(0, len(numbers) - 1, min(SAMPLED_ROWS, len(numbers))).astype(int)
     sampled = dict(zip(numbers[picks].tolist(), firsts[picks].tolist(), strict=True))
-    specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
     requests = []
     for number, (place, row) in enumerate(canonical_rows(sources, data, config)):
         if number > max(sampled):
             break
-        if number not in sampled or any(token in str(row) for token in specials):
+        if number not in sampled:
             continue
         [ids], _ = data.fetch(np.array([sampled[number]]))
         if len(ids) < config.data.max_length:
