@@ -118,7 +118,7 @@ def test_errors_carry_the_rank_and_agreed_ones_are_said_once(capsys, monkeypatch
 def test_other_ranks_are_silent_but_for_their_errors(forks, tiny_config):
     config, rank = tiny_config(), f"[rank 1 @ {os.uname().nodename}] "
     for variables, times in (({}, 1), ({"LIBRARY_LOGS": "INFO"}, 2)):
-        finished = forks.train(config, ranks=2, module="odd_rank", **variables)
+        finished = forks.train(config, ranks=2, module="failing_rank", **variables)
         assert finished.code == 1
         assert finished.output.count(f"{rank}data: a file is missing\n") == 1
         assert finished.output.count("logged by every rank") == times

@@ -57,7 +57,7 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
         data__eval_sources=None, train__precision=precision, train__epochs=1,
         train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
     )  # fmt: skip
-    finished = forks.train(config, ranks=2, module="guarded")
+    finished = forks.train(config, ranks=2, module="changed_weights")
     assert finished.code == 0 and "finished: step 15, " in finished.output, finished.output
     run = tmp_path / "run"
     plan = open_plans(parse_command_line(["--config", str(config)]).config, 2)[2]
@@ -85,7 +85,7 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tin
         train__warmup_examples=0, checkpoint={"every_steps": 1, "keep_last": 9},
         ds_config="ds_configs/zero0.json",
     )  # fmt: skip
-    finished = forks.train(config, ranks=2, module="guarded")
+    finished = forks.train(config, ranks=2, module="changed_weights")
     assert finished.code == 1 and "Traceback" not in finished.output, finished.output
     [error] = finished.errors
     saved = list_complete(tmp_path / "run" / "checkpoints")

@@ -162,7 +162,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
         train__precision="fp32",
     )  # fmt: skip
     expected = train_plainly(config, sample_tokenizer, in_4_bits)
-    finished = forks.train(config, ranks=2, module="nf4_anyway")
+    finished = forks.train(config, ranks=2, module="nf4_on_cpu")
     assert finished.code == 0, finished.output
     assert_equal_to(expected, tmp_path / "run")
     assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)

@@ -17,19 +17,19 @@ from zerotrain.runtime.redact import redactor
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
     """NCCL's shutdown would, until the timeout, and the traceback would not be printed before."""
     began = time.monotonic()
-    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="alone")
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="alone")
     assert finished.code == 1 and "ValueError: on this one" in finished.output, finished.output
     assert time.monotonic() - began < 50
-    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="together")
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="together")
     assert finished.code == 2 and finished.errors == ["error: on all ranks"], finished.output
-    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="disk")
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="disk")
     assert finished.code == 1 and len(finished.errors) == 1, finished.output
     assert "no room" in finished.errors[0]
 
 
 def test_a_rank_that_others_wait_for_is_named_with_its_host(forks, tiny_config, tmp_path):
     """Rank 1 sleeps; rank 0 waits for it in a collective."""
-    finished = forks.train(tiny_config(), ranks=2, module="like_nccl", FAILS="late")
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="late")
     (line,) = [x for x in finished.output.splitlines() if "nothing has moved" in x]
     assert "waiting for rank 1 on here (at " in line, line
     assert finished.code == 0 and "training continues" in finished.output

@@ -114,7 +114,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     if not plain:
         plain["run"] = train_plainly(config, sample_tokenizer)
     losses, norms, *_ = plain["run"]
-    module = "fp16_anyway" if precision == "fp16" else "train"
+    module = "fp16_on_cpu" if precision == "fp16" else "train"
     finished = SERVER[0].train(config, ranks=2, module=module)
     assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
