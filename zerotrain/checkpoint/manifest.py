@@ -1,7 +1,7 @@
 """What a checkpoint consists of, and whether all of it is there.
 
 Only files that the manifest names are read, and only regular ones that lie in the checkpoint's own
-folder: a symbolic link could lead to any file of whoever reads a checkpoint of somebody else.
+folder: a symbolic link in an untrusted checkpoint could lead to any file of the reader.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Manifest:
 
 
 def stat_inside(folder: Path, name: str) -> os.stat_result:
-    """The status of a regular file of a folder that somebody else may have made.
+    """The status of a regular file of a folder that may be untrusted.
 
     Raises:
         OSError: it cannot be read.

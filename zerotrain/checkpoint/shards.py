@@ -250,7 +250,7 @@ class Shards:
 
 
 def read_shard(checkpoint: Path, name: str) -> Shard:
-    """A file of a checkpoint that may come from anybody, memory-mapped.
+    """A file of a checkpoint that may be untrusted, memory-mapped.
 
     Raises:
         UserError: it is missing, or holds anything but the tensors and plain types of a Shard.

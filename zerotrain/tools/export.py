@@ -1,6 +1,6 @@
 """Export a checkpoint as a Hugging Face folder, or its adapters as peft saves them.
 
-A checkpoint may come from anybody: only the regular files of its manifest are read, and none of
+A checkpoint is untrusted: only the regular files of its manifest are read, and none of
 them can run code.
 """
 

@@ -1,5 +1,5 @@
-"""One self-contained HTML page about runs, from what is in their folders. Texts of a run come from
-anybody: they are escaped, and nothing is loaded from elsewhere.
+"""One self-contained HTML page about runs, from what is in their folders. Texts of a run are
+untrusted: they are escaped, and nothing is loaded from elsewhere.
 """
 
 import difflib

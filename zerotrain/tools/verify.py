@@ -1,9 +1,9 @@
-"""Checks an exported folder against its run, as seen by somebody who has only the folder.
+"""Checks an exported folder against its run.
 
-A separate process runs this file as a script, which imports nothing of this repository: it loads
-the folder with transformers alone. It has to arrive at the run's last evaluation loss and, from the
-messages of some rows, at the token ids that were trained on, and to stop at the end tokens that
-were trained.
+A separate process, which has only the folder, runs this file as a script. It imports nothing of
+this repository: it loads the folder with transformers alone. It has to arrive at the run's last
+evaluation loss and, from the messages of some rows, at the token ids that were trained on, and to
+stop at the end tokens that were trained.
 
     python -I verify.py MODEL_FOLDER < questions.json
 """
