@@ -51,7 +51,12 @@ class HangWatch:
             self._thread.start()
 
     def close(self) -> None:
+        """End the thread. One that is still there when Python exits may collect process groups then,
+        which aborts the process.
+        """
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
 
     def _watch(self) -> None:
         poll_seconds = self._warn_seconds / 20
