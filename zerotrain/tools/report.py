@@ -26,7 +26,6 @@ from zerotrain.runtime.errors import UserError, describe
 GREY, FAINT = "#7b828c", "rgba(128,128,128,0.25)"  # readable on white and on black
 MAX_POINTS = 2000  # drawn of a series
 MAX_RECORDS = 250  # of a kind other than steps, the last ones
-MAX_CHARACTERS = 4000  # of a text
 CHARTS = {  # heading: keys of metrics.jsonl
     "Loss, nats per token; restarts are dashed lines": ("loss", "loss, smoothed"),
     "Learning rate": ("lr",),
@@ -127,8 +126,8 @@ def report_page(folders: Sequence[Path]) -> str:
         title = "Configs" if run is runs[0] else f"Configs: differences from {runs[0].name}"
         body.append(section(title, f"<details><pre>{escape(text) or 'none'}</pre></details>"))
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    title = escape(" · ".join(run.name for run in runs))
-    return Template(template).substitute(title=title, plotly=get_plotlyjs(), body="\n".join(body))
+    names = escape(" · ".join(run.name for run in runs))
+    return Template(template).substitute(title=names, plotly=get_plotlyjs(), body="\n".join(body))
 
 
 def summary(run: RunRecords) -> dict[str, str]:
@@ -247,8 +246,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def number(value: Any) -> float:
