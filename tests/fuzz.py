@@ -312,8 +312,7 @@ def metrics_target() -> Target:
 
     records = [
         {"kind": "train", "step": 1, "time": 1.8e9, "loss": 2.0, "step_seconds": 0.5},
-        {"kind": "start", "step": 0, "world_size": 2, "hosts": ["a"], "devices": {"x": 2},
-         "versions": {"torch": "2"}},
+        {"kind": "start", "step": 0, "world_size": 2, "hosts": ["a"], "devices": {"x": 2}},
         {"kind": "eval", "step": 2, "loss/a": 1.0, "score/a": 0.5, "eval_loss": 1.0},
         {"kind": "event", "step": 2, "time": 1.8e9, "name": "hang", "text": "rank 1"},
         {"kind": "generations", "step": 2, "set": "a", "rows": [{"prompt": "a", "score": 1.0}]},

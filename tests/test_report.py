@@ -26,8 +26,8 @@ def write_run(folder, steps, hostile="", seed=0):
     (folder / "resolved_config.yaml").write_text(f"train:\n  seed: {seed}\n  x: {hostile}\n")
     (folder / "resolved_ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
     noise = np.random.default_rng(seed).standard_normal(steps + 1)
-    start = {"kind": "start", "step": 0, "hosts": ["node-0"], "devices": {"H200": 4},
-             "versions": {"x" + hostile: hostile}, "world_size": 8}  # fmt: skip
+    start = {"kind": "start", "step": 0, "hosts": ["node-0"], "world_size": 8,
+             "devices": {"x" + hostile: 8}}  # fmt: skip
     records = [start]
     for step in range(1, steps + 1):
         if step == steps // 2:

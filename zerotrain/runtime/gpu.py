@@ -1,6 +1,8 @@
-"""How fast GPUs can be."""
+"""What devices are called, and how fast they can be."""
 
 import re
+
+import torch
 
 PEAK_TFLOPS = {
     ("B200",): 2250.0, ("GB200",): 2500.0,
@@ -16,16 +18,20 @@ words are all in the name counts. An MI250X is two devices, and this is the peak
 """
 
 
-def peak_flops_per_s(device_name: str) -> float | None:
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_flops_per_s(name: str) -> float | None:
     """Peak of dense matrix products in bf16 and fp16, as the data sheet has it; None if unknown,
     as for a part of a GPU.
 
     Args:
-        device_name: as torch.cuda.get_device_name has it.
+        name: of the device.
     """
-    words = set(re.findall("[A-Z0-9]+", device_name.upper()))
+    words = set(re.findall("[A-Z0-9]+", name.upper()))
     if "MIG" in words:
         return None
-    peaks = (peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name))
+    peaks = (peak for parts, peak in PEAK_TFLOPS.items() if words.issuperset(parts))
     tflops = next(peaks, None)
     return None if tflops is None else 1e12 * tflops

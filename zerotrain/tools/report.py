@@ -117,7 +117,7 @@ def report_page(folders: Sequence[Path]) -> str:
             title = f"Answers at step {record['step']:,}: {shown(record.get('set'))}"
             columns = ("prompt", "expected", "answer", "score")
             body.append(records_table(title, record.get("rows"), *columns))
-        columns = ("step", "world_size", "hosts", "devices", "versions")
+        columns = ("step", "world_size", "hosts", "devices")
         body.append(records_table("Starts", run.records.get("start"), *columns))
         text = run.configs
         if run is not runs[0]:

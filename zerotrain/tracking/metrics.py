@@ -4,17 +4,13 @@ Another destination is a class with the methods of Sink and a line in open_metri
 """
 
 import json
-import platform
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
-
-import torch
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS
@@ -23,11 +19,10 @@ from zerotrain.config.schema import Config
 from zerotrain.runtime.agreement import gather_json, run_on_first_rank
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import replace_text
+from zerotrain.runtime.gpu import device_name
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.console import ConsoleSink
 from zerotrain.tracking.wandb import WandbSink
-
-PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 class Sink(Protocol):
@@ -117,7 +112,12 @@ def open_metrics(
         UserError: W&B rejects its settings; on every rank.
     """
     metrics, folder = Metrics([]), Path(config.output_dir)
-    cluster = describe_cluster(ranks)
+    places = gather_json(ranks, [socket.gethostname(), device_name(ranks.device)])
+    cluster = {
+        "world_size": len(places),
+        "hosts": list(dict.fromkeys(host for host, _ in places)),
+        "devices": Counter(device for _, device in places),
+    }
 
     def open_sinks() -> None:
         metrics.sinks.append(ConsoleSink(start.step, total_steps))
@@ -128,15 +128,3 @@ def open_metrics(
 
     run_on_first_rank(ranks, open_sinks)
     return metrics
-
-
-def describe_cluster(ranks: Ranks) -> dict[str, Any]:
-    """The hosts, GPUs and versions that a run is on; called by all ranks."""
-    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
-    places = gather_json(ranks, [socket.gethostname(), device])
-    return {
-        "world_size": ranks.world_size,
-        "hosts": list(dict.fromkeys(host for host, _ in places)),
-        "devices": Counter(device for _, device in places),
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in PACKAGES}},
-    }

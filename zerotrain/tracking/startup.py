@@ -12,7 +12,6 @@ from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.render import OUTCOMES
 from zerotrain.model.optimizer import Schedule
 from zerotrain.model.setup import Setup
-from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
 from zerotrain.runtime.process_group import Ranks
 
@@ -79,16 +78,9 @@ def span(values: Sequence[int]) -> str:
 def write_resolved_configs(setup: Setup) -> None:
     """Write the run config and the merged DeepSpeed config into output_dir, where the former alone
     starts the same run again.
-
-    Raises:
-        UserError: output_dir cannot be written.
     """
     folder = Path(setup.config.output_dir)
     resolved = folder / RESOLVED_DS_CONFIG
     text = dump_config(replace(setup.config, ds_config=str(resolved.resolve())))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(resolved, json.dumps(setup.ds_config, indent=2) + "\n")
-        replace_text(folder / RESOLVED_CONFIG, text)
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write {folder}: {error.strerror}") from error
+    replace_text(resolved, json.dumps(setup.ds_config, indent=2) + "\n")
+    replace_text(folder / RESOLVED_CONFIG, text)

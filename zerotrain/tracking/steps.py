@@ -20,7 +20,7 @@ from zerotrain.data.loader import StepBatch
 from zerotrain.model.guard import Problem
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import gather_json
-from zerotrain.runtime.gpu import peak_flops_per_s
+from zerotrain.runtime.gpu import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
 
@@ -73,12 +73,10 @@ class StepReporter:
     def __init__(
         self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks, start: Progress
     ) -> None:
-        self._flops, self._plan = setup.flops, plan
+        self._flops, self._precision, self._plan = setup.flops, setup.precision, plan
         self._metrics, self._ranks = metrics, ranks
         self._on_cuda = ranks.device.type == "cuda"
-        self._peak_flops_per_s = None
-        if self._on_cuda and setup.precision != "fp32":
-            self._peak_flops_per_s = peak_flops_per_s(torch.cuda.get_device_name())
+        self._peak_flops_per_s = peak_flops_per_s(device_name(ranks.device))
         self._step = start.step
         self._window: list[Mapping[str, float]] = []  # what the loop has measured of each step
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
@@ -113,7 +111,7 @@ class StepReporter:
             lengths = self._plan.data.lengths[examples]
             flops = self._flops.of_examples(lengths, plan.supervised_tokens)
             record["model_flops_per_s"] = flops / step_seconds
-            if self._peak_flops_per_s is not None:
+            if self._peak_flops_per_s is not None and self._precision != "fp32":
                 peak = self._peak_flops_per_s * self._ranks.world_size
                 record["mfu"] = record["model_flops_per_s"] / peak
         self._metrics.log("train", record)
