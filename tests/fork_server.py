@@ -19,6 +19,7 @@ import os
 import runpy
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -106,6 +107,9 @@ def serve() -> None:
                     except BaseException:
                         traceback.print_exc()
                     finally:
+                        for thread in threading.enumerate():  # as Python does at its exit
+                            if thread is not threading.current_thread() and not thread.daemon:
+                                thread.join()
                         sys.stdout.flush()
                         sys.stderr.flush()
                         os._exit(code)
