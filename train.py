@@ -17,12 +17,12 @@ SIGTERM or SIGUSR1 and saved, the same command resumes; anything else is a failu
 
 import sys
 
-from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.config.parse import check_start, parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, exit_on_error
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
-    COMMAND_LINE = exit_on_error(lambda: parse_with_sources(sys.argv[1:]))
+    COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
 
 import time
 from collections.abc import Iterator
@@ -39,7 +39,6 @@ from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.start import Start, find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
 from zerotrain.config.schema import Config
-from zerotrain.config.validate import check_folders
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.engine import build_engine, check_engine
@@ -57,8 +56,7 @@ from zerotrain.runtime.agreement import (
 )
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.runtime.process_group import Ranks, apply_timeout, process_group
-from zerotrain.runtime.table import show_rows
-from zerotrain.runtime.world_size import check_world_size
+from zerotrain.runtime.progress import show_rows
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.metrics import Metrics, open_metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
@@ -88,19 +86,19 @@ class Training:
 
 
 def main(config: Config, dry_run: bool) -> None:
-    check_world_size(config.distributed.world_size)
     with ExitStack() as stack:
         ranks = stack.enter_context(
             process_group(
                 config.distributed.timeout_seconds,
                 grace_seconds=config.distributed.preempt_grace_seconds,
+                expected_ranks=config.distributed.world_size,
             )
         )
         quieten_libraries(ranks.is_first)
 
         # 1. What the run is: tokenizer, architecture, precision, the merged DeepSpeed config.
-        run_on_all_ranks(ranks, lambda: check_folders(config))
-        setup = describe_run(config, ranks, dry_run)
+        run_on_all_ranks(ranks, lambda: check_start(config, ranks.world_size))
+        setup = describe_run(config, ranks)
 
         # 2. Its data: tokenized by the first rank of each machine, memory-mapped by all ranks.
         train_plan, eval_plans = load_plans(setup, ranks)
@@ -165,11 +163,7 @@ def build_run(
         reporter=reporter,
         timer=PhaseTimer(ranks.device),
         profiler=open_profiler(config, start.progress, ranks),
-        hang_watch=HangWatch(
-            ranks,
-            reporter.rank_names,
-            lambda text, slow: reporter.report_event("hang", text, ranks=slow),
-        ),
+        hang_watch=HangWatch(config.distributed.timeout_seconds),
     )
 
 
@@ -230,6 +224,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     Raises:
         RunFailed: the loss has been bad for too long.
     """
+    run.hang_watch.restart()
     run.timer.mark("step")
     batch = next(batches)
     run.timer.mark("data")

@@ -13,8 +13,6 @@ memory, in its own precision. For a tokenizer to which tokens have been added el
 import argparse
 from pathlib import Path
 
-import psutil
-
 from zerotrain.runtime.errors import UserError, exit_on_error, listed
 from zerotrain.tools.new_folder import new_folder
 
@@ -35,6 +33,7 @@ def main() -> None:
         raise UserError(f"{args.out} exists; choose a new folder")
 
     # slow to import, so after the arguments are checked
+    import psutil
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from zerotrain.model.architecture import count_ids

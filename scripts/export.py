@@ -102,7 +102,7 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
     try:
         stat_inside(folder, RESOLVED_CONFIG)
         argv = ["--config", str(folder / RESOLVED_CONFIG)]
-        return parse_command_line(argv, prog="export.py", validate=False).config
+        return parse_command_line(argv, prog="export.py").config
     except (OSError, ValueError, UserError) as error:
         if is_needed:
             raise UserError(f"--verify: {error}") from error
@@ -118,7 +118,7 @@ def verification(checkpoint: Path, config: "Config") -> "Callable[[Path], None]"
     """
     from zerotrain.checkpoint.manifest import checkpoint_problem
     from zerotrain.checkpoint.state import read_state
-    from zerotrain.runtime.table import show_rows
+    from zerotrain.runtime.progress import show_rows
     from zerotrain.tools.open_plans import open_plans
     from zerotrain.tools.verify import verify_export
 

@@ -10,7 +10,7 @@ planned for several world sizes. Any flag of train.py may follow.
 
 import argparse
 
-from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError, exit_on_error
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     if args.show < 0:
         raise UserError(f"--show: {args.show} is negative")
     ranks = [int(n) for n in numbers]
-    asked = parse_with_sources(rest, prog="inspect_data.py").config
+    asked = parse_command_line(rest, prog="inspect_data.py").config
 
     from zerotrain.config.schema import HELD_OUT
     from zerotrain.tools.data_report import print_counts, print_examples, print_plans

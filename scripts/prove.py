@@ -17,7 +17,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main() -> None:
         raise UserError(
             "--world and --then must be at least 1, --cut in [0, 1], --epoch at least 0"
         )
-    config = parse_with_sources(rest, prog="prove.py").config
+    config = parse_command_line(rest, prog="prove.py").config
 
     from zerotrain.tracking.console import quieten_libraries
 

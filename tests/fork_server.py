@@ -34,7 +34,7 @@ import transformers.models.llama.modeling_llama
 import transformers.optimization  # noqa: F401  for get_scheduler
 
 import train  # noqa: F401  and everything that it imports
-from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
 
 deepspeed.ops.__compatible_ops__  # noqa: B018  looked up at first use, .25 s
@@ -80,7 +80,7 @@ def rank(request: dict, number: int) -> None:
     main = importlib.import_module(request["module"]).main
 
     def run() -> None:
-        command_line = parse_with_sources(request["argv"])
+        command_line = parse_command_line(request["argv"])
         main(command_line.config, command_line.dry_run)
 
     exit_on_error(run)

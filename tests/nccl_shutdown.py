@@ -3,7 +3,6 @@ alone or with the other. For fork_server.py.
 """
 
 import os
-import time
 from typing import Any
 
 import deepspeed
@@ -14,7 +13,6 @@ from deepspeed.accelerator import get_accelerator
 from zerotrain.config.schema import Config
 from zerotrain.runtime.agreement import run_on_all_ranks, sum_over_ranks
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure
-from zerotrain.runtime.hang import HangWatch
 from zerotrain.runtime.process_group import process_group
 
 
@@ -44,14 +42,6 @@ def main(_config: Config, _dry_run: bool) -> None:
             raise AgreedError("on all ranks")
         if os.environ["FAILS"] == "disk":
             run_on_all_ranks(ranks, full_disk)
-        if os.environ["FAILS"] == "late":
-            names = ["rank 0 on here", "rank 1 on here"]
-            watch = HangWatch(ranks, names, lambda text, _: print(text, flush=True), 2.0)
-            time.sleep(6 * ranks.rank)
-            sum_over_ranks(torch.zeros(1))
-            time.sleep(1)
-            watch.close()
-            return
         if ranks.rank == 1:
             raise ValueError("on this one")
         sum_over_ranks(torch.ones(1))

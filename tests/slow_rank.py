@@ -3,11 +3,11 @@ tests/test_steps.py.
 """
 
 import time
-from functools import partial
 from pathlib import Path
 
 import train
 from zerotrain.config.schema import Config
+from zerotrain.runtime.hang import HangWatch
 from zerotrain.tracking import steps
 
 
@@ -25,6 +25,6 @@ def main(config: Config, dry_run: bool) -> None:
             yield batch
 
     train.load_steps = load_late
-    train.HangWatch = partial(train.HangWatch, warn_seconds=2)
+    train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 4
     train.main(config, dry_run)

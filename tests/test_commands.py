@@ -7,7 +7,6 @@ import time
 import pytest
 from conftest import (
     REPO,
-    launch_command,
     logged,
     read_metrics,
     run,
@@ -29,8 +28,8 @@ METRICS = {
 MISTAKES = {  # flags, ranks, part of the line
     "malformed line": (["--data.train_sources=[{rows}]"], 2, "rows.jsonl:1: not JSON"),
     "missing model folder": (["--model.name_or_path=./nowhere"], 1, "no such folder"),
-    "ds_config that fails as the engine starts": (
-        ["--ds_config={ds_config}", "--dry_run"], 1, "ds.json: DeepSpeed refuses it"),
+    "ds_config that DeepSpeed refuses": (
+        ["--ds_config={ds_config}"], 1, "ds.json: stage: Input should be"),
     "fewer ranks than given": (["--distributed.world_size=3"], 1, "distributed.world_size"),
 }  # fmt: skip
 
@@ -40,7 +39,7 @@ def test_a_mistake_exits_2_with_one_line(forks, left_running, tiny_config, tmp_p
     flags, ranks, message = MISTAKES[case]
     rows, ds_config = tmp_path / "rows.jsonl", tmp_path / "ds.json"
     rows.write_text('{"messages": [\n')
-    ds_config.write_text('{"zero_optimization": {"stage": 1, "legacy_stage1": true}}')
+    ds_config.write_text('{"zero_optimization": {"stage": 7}}')
     flags = [flag.format(rows=rows, ds_config=ds_config) for flag in flags]
     finished = forks.train(tiny_config(), *flags, ranks=ranks)
     assert finished.code == 2, finished.output
@@ -55,20 +54,6 @@ def test_a_python_without_the_packages_is_told_where_they_are():
         finished = run([sys.executable, "-E", "-S", script])
         assert finished.code == 2 and len(finished.output.splitlines()) == 1, finished.output
         assert ".venv/bin/python" in finished.output and "scripts/setup.sh" in finished.output
-
-
-@pytest.mark.launch
-def test_a_missing_hostfile_is_no_reason_to_train_on_one_machine(
-    left_running, tiny_config, tmp_path
-):
-    """DeepSpeed warns and starts the ranks on this host; each of them knows what was asked for, and
-    one says so, with exit code 2 through the launcher.
-    """
-    deepspeed, *rest = launch_command(["train.py", "--config", tiny_config()], 2)
-    finished = run([deepspeed, "--hostfile", tmp_path / "nowhere", *rest])
-    assert finished.code == 2 and len(finished.errors) == 1, finished.output
-    assert f"error: hostfile {tmp_path}/nowhere: cannot read it" in finished.errors[0]
-    assert not left_running()
 
 
 def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(forks, left_running, tiny_config):

@@ -6,18 +6,18 @@ import sys
 import pytest
 import yaml
 from conftest import REPO, run
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from zerotrain.config.batch_math import scaled_learning_rate, warmup_steps
-from zerotrain.config.ds_config import resolve_ds_config
-from zerotrain.config.parse import config_keys, dump_config, read_yaml
-from zerotrain.data.check_sources import parse_with_sources
+from zerotrain.config.ds_config import KEYS, resolve_ds_config
+from zerotrain.config.parse import check_start, config_keys, dump_config, parse_command_line
 from zerotrain.runtime.errors import UserError
 
 DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
 
 
 def parse(config_file, *flags):
-    return parse_with_sources(["--config", str(config_file), *flags]).config
+    return parse_command_line(["--config", str(config_file), *flags]).config
 
 
 def complaint(*arguments, of=parse):
@@ -29,7 +29,7 @@ def complaint(*arguments, of=parse):
 
 def test_defaults_below_yaml_below_flags(tiny_config):
     flags = ["--train.learning_rate", "1e-5", "--data.max_length=128", "--local_rank=1"]
-    line = parse_with_sources([*flags, "--config", str(tiny_config()), "--dry_run"])
+    line = parse_command_line([*flags, "--config", str(tiny_config()), "--dry_run"])
     train = line.config.train
     assert line.dry_run and train.adam_betas == (0.9, 0.999)  # default
     assert train.global_batch_size == 12  # YAML
@@ -66,17 +66,17 @@ MISTAKES = {  # changes of the config -> key, part of the problem
     "unknown key": ({"train__learning_rat": 1}, "train.learning_rat", "mean train.learning_rate?"),
     "wrong type": ({"train__learning_rate": "fast"}, "train.learning_rate", 'number, got "fast"'),
     "not one of": ({"data__on_too_long": "cut"}, "data.on_too_long", "'split'"),
-    "another name": ({"train__precision": "bfloat16"}, "train.precision", "did you mean bf16?"),
-    "epochs and steps": ({"train__steps": 5}, "train.epochs", "exactly one"),
-    "no reference batch": ({"train__lr_scaling": "sqrt"}, "train.lr_scaling", "reference_global"),
+    "epochs and steps": ({"train__steps": 5}, "train", "exactly one"),
+    "no reference batch": ({"train__lr_scaling": "sqrt"}, "train", "reference_global"),
     "path and hub": ({"data__train_sources": [{"path": "a", "hub": "b/c"}]},
                      "data.train_sources", "either path or hub"),
-    "key of a source": ({"data__train_sources": [{"path": "a", "fromat": "text"}]},
-                        "data.train_sources", "did you mean format?"),
-    "missing data": ({"data__train_sources": ["no.jsonl"]}, "data.train_sources", "no.jsonl"),
-    "missing model": ({"model__name_or_path": "./no"}, "model.name_or_path", "no such folder"),
-    "two hold-outs": ({"data__eval_fraction": 0.1}, "data.eval_fraction", "not both"),
-    "no ds_config": ({"ds_config": "ds_configs/zero9.json"}, "ds_config", "no such file"),
+    "key of a source": ({"data__train_sources": [{"path": "a", "spilt": "b"}]},
+                        "data.train_sources", "did you mean split?"),
+    "no sources": ({"data__train_sources": []}, "data.train_sources", "at least 1"),
+    "two hold-outs": ({"data__eval_sources": ["a"], "data__eval_fraction": 0.1}, "data",
+                      "not both"),
+    "a set's name": ({"data__eval_sources": {"a b": ["a"]}}, "data.eval_sources", "pattern"),
+    "a pattern": ({"model__trainable": ["("]}, "model", "trainable: (: missing )"),
 }  # fmt: skip
 
 
@@ -88,50 +88,62 @@ def test_a_mistake_is_one_line_with_file_and_key(tiny_config, case):
     assert said.startswith(f"{path}: {key}: ") and problem in said, said
 
 
-def test_mistakes_on_the_command_line(tiny_config, tmp_path, monkeypatch):
+def test_mistakes_on_the_command_line(tiny_config, tmp_path):
     path = tiny_config()
     for flags, key, problem in (
         (["--train.sedd", "3"], "train.sedd", "did you mean train.seed?"),
-        (["--deepspeed", "ds_configs/zero2.json"], "deepspeed", "did you mean ds_config?"),
+        (["--deepspeed_config", "ds_configs/zero2.json"], "deepspeed_config", "mean ds_config?"),
         (["--train.seed", "x"], "train.seed", "integer"),
         (["--train.seed"], "--train.seed", "needs a value"),
-        (["--model", "x"], "model", "is a section"),
+        (["--model", "x"], "model", "dictionary"),
+        (["--data.train_sources", "[a"], "data.train_sources", "not YAML"),
     ):
         said = complaint(path, *flags)
         assert said.startswith(f"command line: {key}") and problem in said, said
-    assert "no --config FILE" in complaint([], of=parse_with_sources)
+    assert "no --config FILE" in complaint([], of=parse_command_line)
     assert "cannot read" in complaint(tmp_path)
-    assert f"{path}: required key output_dir" in complaint(tiny_config(output_dir=None))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    assert "12 is smaller than the number of ranks (16)" in complaint(tiny_config())
+    assert f"{path}: output_dir: " in complaint(tiny_config(output_dir=None))
+
+
+def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
+    (tmp_path / "file").touch()
+    for changes, problem in (
+        ({"model__name_or_path": "./no"}, "model.name_or_path: no such folder: ./no"),
+        ({"checkpoint__resume": "no"}, "checkpoint.resume: no such folder: no"),
+        ({"output_dir": str(tmp_path / "file" / "run")}, "output_dir: cannot write"),
+        ({"train__global_batch_size": 3}, "3 is smaller than the number of ranks (4)"),
+    ):
+        assert problem in complaint(parse(tiny_config(**changes)), 4, of=check_start)
+    check_start(parse(tiny_config()), 4)
 
 
 def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
     path = tmp_path / "broken.yaml"
     for text, problem in {
         "": "not a run config",
-        "a: &a [x]\nb: [*a, *a]": "alias *a",
-        "a: !!python/object/apply:os.system [ls]": "not YAML",
+        "a: &a [x]\nb: [*a, *a]": "alias",
+        "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
         "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
         "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
-        "x" * 1_000_001: "has over 1,000,000 bytes",
     }.items():
         path.write_text(text)
         said = complaint(path)
         assert said.startswith(f"{path}: ") and problem in said, said
     path.write_bytes(b"output_dir: \xff")
-    assert complaint(path) == f"{path}: not UTF-8 text (byte 12)"
+    assert str(path) in complaint(path)
 
 
-def test_yaml_is_read_as_written():
-    text = "{a: off, b: 1e-5, c: 2026-01-01, d: 010, e: 1_000, f: .5, g: null, h: true, 1: '1'}"
-    assert read_yaml(text, "here") == {
-        "a": "off", "b": 1e-5, "c": "2026-01-01", "d": 10, "e": 1000, "f": 0.5, "g": None,
-        "h": True, "1": "1"}  # fmt: skip
+def test_yaml_is_read_as_written(tiny_config):
+    flags = ["--tracking.project", "off", "--train.seed", "010", "--output_dir", "2026-01-01"]
+    flags += ["--model.revision", "0123456", "--train.lr_schedule", "cosine_with_min_lr"]
+    flags += ["--train.lr_schedule_args", "{min_lr_rate: 1e-1, num_cycles: 2}"]
+    config = parse(tiny_config(), *flags)
+    assert (config.tracking.project, config.train.seed) == ("off", 10)
+    assert (config.output_dir, config.model.revision) == ("2026-01-01", "0123456")
+    assert config.train.lr_schedule_args == {"min_lr_rate": 0.1, "num_cycles": 2}
 
 
-def test_help_names_every_setting_and_imports_no_torch():
+def test_help_has_every_setting_and_imports_no_torch():
     """Parsing and config errors come before the imports of train.py, which take seconds."""
     source = (
         "import runpy, sys\nsys.argv = ['train.py', '--help']\n"
@@ -141,7 +153,7 @@ def test_help_names_every_setting_and_imports_no_torch():
     )
     finished = run([sys.executable, "-c", source])
     assert finished.code == 0 and "IMPORTED []" in finished.output, finished.output
-    assert all(f"--{key} (" in finished.output for key in config_keys())
+    assert all(f"    {key.rpartition('.')[2]}: " in finished.output for key in config_keys())
     assert len(config_keys()) <= 80
 
 
@@ -190,7 +202,7 @@ CONTRADICTIONS = {
     "clipping": ({"gradient_clipping": 1.0}, "but train.gradient_clipping is 0.5"),
     "rate": ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "train.learning_rate is"),
     "OneCycle": ({"scheduler": {"type": "OneCycle"}}, "none of WarmupLR, WarmupDecayLR"),
-    "steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "makes it 2"),
+    "steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "is 9, but"),
     "another": ({"scheduler": {"type": "WarmupCosineLR"}}, "but train.lr_schedule is linear"),
 }  # fmt: skip
 
@@ -202,39 +214,127 @@ def test_a_contradiction_names_both_places(resolved, case):
     assert "ds.json: " in said and problem in said, said
 
 
-def test_schedules_of_a_file(resolved, tiny_config, tmp_path):
+def test_schedules_of_a_file(resolved):
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     for block, expected in (
-        ({"type": "WarmupLR", "params": auto}, ("constant_with_warmup", {})),
-        ({"type": "WarmupDecayLR", "params": {**auto, "total_num_steps": "auto"}}, ("linear", {})),
-        ({"type": "WarmupCosineLR"}, ("cosine", {})),
-        ({"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1, "warmup_num_steps": 2}},
-         ("cosine_with_min_lr", {"min_lr_rate": 0.1})),
-        (None, ("cosine", {})),
-    ):  # fmt: skip
-        train = resolved({"scheduler": block}, train__lr_schedule=None)[0].train
-        assert (train.lr_schedule, train.lr_schedule_args) == expected
+        ({"type": "WarmupLR", "params": auto}, "constant_with_warmup"),
+        ({"type": "WarmupDecayLR", "params": {**auto, "total_num_steps": "auto"}}, "linear"),
+        ({"type": "WarmupCosineLR"}, "cosine"),
+        ({}, "cosine"),
+    ):
+        assert (
+            resolved({"scheduler": block}, train__lr_schedule=None)[0].train.lr_schedule == expected
+        )
     assert resolved({})[0].train.lr_schedule == "linear"
 
 
 def test_precision_is_that_of_either_config(resolved):
     on, off = {"enabled": True}, {"enabled": False}
-    assert resolved({"bfloat16": {"enabled": "True"}})[1] == "bf16"
-    assert resolved({"bf16": off}, "bf16")[1] == "fp32"
+    assert resolved({"bf16": on})[1] == "bf16"
     assert resolved({"fp16": on}, train__precision="fp16")[1] == "fp16"
     for blocks in ({"fp16": on}, {"bf16": off}):
         said = complaint(blocks, of=lambda b: resolved(b, train__precision="bf16"))
-        assert "enabled is" in said and "but train.precision is bf16" in said
+        assert "enabled is" in said and "but the run's precision is bf16" in said
 
 
 def test_files_that_are_no_ds_config(tiny_config, tmp_path):
     for name, text, problem in (
-        ("ds.json", '{"a": 1, "a": 2}', "key a occurs twice"),
-        ("ds.json", "{", "ds.json:1: not JSON"),
-        ("ds.json", '{"gradient_clipping": 1' + "0" * 400 + "}", "is too large"),
-        ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "accelerate config is not read"),
+        ("ds.json", '{"a": 1, "a": 2}', "Duplicate keys"),
+        ("ds.json", "{", "not JSON"),
+        ("ds.json", '{"bf16": true}', "bf16 is true, not an object"),
+        ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "deepspeed_config_file"),
     ):
         (tmp_path / name).write_text(text)
         config = parse(tiny_config(ds_config=str(tmp_path / name)))
         said = complaint(config, "fp32", 32, of=resolve_ds_config)
         assert problem in said and str(tmp_path / name) in said
+
+
+UNKNOWN = {  # path of the key -> the key that is meant
+    "zero_optimisation.stage": "zero_optimization",
+    "zero_optimization.offload_optimizer.devise": None,
+    "fp16.loss_scal": None,
+    "checkpoint.load_universal": None,
+    "quux": None,
+}
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_an_unknown_key_is_refused_at_every_level(resolved, path):
+    blocks = 1
+    for name in reversed(path.split(".")):
+        blocks = {name: blocks}
+    said = complaint(blocks, of=resolved)
+    assert "ds.json: " in said and path.split(".")[0 if UNKNOWN[path] else -1] in said, said
+    assert UNKNOWN[path] is None or f"did you mean {UNKNOWN[path]}?" in said, said
+
+
+REFUSED_BLOCKS = {
+    "compute_grad_norm": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+    "zenflow": {"zero_optimization": {"stage": 2, "zenflow": {}}},
+    "nvme": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    "fp16 at": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
+    "FusedAdam": {"optimizer": {"type": "FusedAdam"}},
+    "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
+    "amp": {"amp": {"enabled": True}},
+    "stage": {"zero_optimization": {"stage": "auto"}},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BLOCKS)
+def test_what_would_train_wrongly_is_one_line(resolved, case):
+    said = complaint(REFUSED_BLOCKS[case], of=resolved)
+    assert "ds.json: " in said and case in said, said
+
+
+def test_a_file_of_transformers_examples_is_accepted(resolved):
+    resolved({
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2,
+                 "initial_scale_power": 16, "min_loss_scale": 1, "auto_cast": False},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(
+            ("lr", "betas", "eps", "weight_decay"), "auto")},
+        "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "buffer_size": 1e8, "max_in_cpu": 1e9},
+            "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True, "reduce_bucket_size": "auto"},
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+        "steps_per_print": 2000, "wall_clock_breakdown": False,
+    })  # fmt: skip
+
+
+class Watched(dict):
+    """A dictionary that records which keys are read."""
+
+    def __init__(self, *items):
+        super().__init__(*items)
+        self.read = set()
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.read.add(key)
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def keys(self):
+        return self
+
+    def __copy__(self):
+        return self
+
+
+def test_deepspeed_reads_every_supported_key():
+    blocks = {name: Watched() for name in KEYS if name}
+    blocks["optimizer"] = Watched({"type": "AdamW", "params": {}})
+    top = Watched({"train_batch_size": 1, **blocks})
+    DeepSpeedConfig(top)
+    for name, block in {"": top, **blocks}.items():
+        assert set(KEYS[name].split()) <= block.read, name

@@ -12,9 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from zerotrain.runtime import progress as progress_module
 from zerotrain.runtime.errors import AgreedError, UserError, exit_on_error
-from zerotrain.runtime.progress import progress
 from zerotrain.tracking import console
 from zerotrain.tracking.console import ConsoleSink
 
@@ -78,18 +76,6 @@ def test_a_log_gets_the_first_line_the_last_and_one_now_and_then(capsys, monkeyp
     lines = capsys.readouterr().out.splitlines()
     assert "step 9/9  saved in 2.0 s" in lines
     assert [int(line[5]) for line in lines if "loss 2.0000" in line] == [1, 9]
-
-
-def test_long_work_says_how_far_it_is_in_a_log(capsys, monkeypatch):
-    def work():
-        with progress("exporting", 4, "tensors") as report:
-            report(4)
-
-    work()
-    assert capsys.readouterr().err == "", "short work"
-    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
-    work()
-    assert capsys.readouterr().err == "exporting: 4 of 4 tensors\n"
 
 
 def test_errors_carry_the_rank_and_agreed_ones_are_said_once(capsys, monkeypatch):

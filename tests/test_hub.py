@@ -9,8 +9,8 @@ import pytest
 import yaml
 from conftest import strategy
 
+from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Source
-from zerotrain.data.check_sources import parse_with_sources
 from zerotrain.data.sources import loaded_commit
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError
@@ -81,7 +81,7 @@ def test_code_that_comes_with_a_model_never_runs_nor_asks(
     architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
     (folder / "config.json").write_text(json.dumps(architecture))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
-    config = parse_with_sources(["--config", str(tiny_config(model=folder))]).config
+    config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
     with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:
         load_model_config(config)
     assert "\n" not in str(said.value) and not (tmp_path / "ran").exists()

@@ -102,7 +102,7 @@ def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, nam
 def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     tiny_config, tmp_path, sample_tokenizer, plain, precision, name
 ):
-    """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: tests/test_ds_check.py."""
+    """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: tests/test_config.py."""
     ds_config = json.loads(strategy(tmp_path, name).read_text())
     ds_config["fp16"]["initial_scale_power"] = 8  # from 16 on it would skip updates at first
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))

@@ -5,18 +5,19 @@ from the run config. The same files work with transformers' Trainer and accelera
 for those work here. Where both configs set a value, the values must agree.
 """
 
+import copy
+import difflib
 import json
-import math
-from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zerotrain.config.batch_math import warmup_steps
-from zerotrain.runtime.errors import UserError
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+from pydantic import ValidationError
+
+from zerotrain.config.schema import Config
+from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import read_text
-
-if TYPE_CHECKING:
-    from zerotrain.config.schema import Config
 
 # DeepSpeed's schedulers and the schedules of transformers that are used in their place.
 SCHEDULES = {
@@ -24,31 +25,64 @@ SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-# Blocks that are read here; null means the same as a missing one.
-BLOCKS = ("bf16", "fp16", "scheduler", "optimizer", "zero_optimization", "checkpoint", "data_types")
+# Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones. Other blocks are
+# pydantic models of DeepSpeed, which refuse unknown keys.
+KEYS = {
+    "": """
+        bf16 checkpoint comet comms_logger communication_data_type csv_monitor data_types
+        disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
+        gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
+        prescale_gradients steps_per_print tensorboard timers train_micro_batch_size_per_gpu wandb
+        wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+        zero_optimization
+        """,
+    "optimizer": "type legacy_fusion params",
+    "checkpoint": "checkpoint_serialization tag_validation parallel_write",
+    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+}
+BLOCKS = (
+    "bf16", "fp16", "zero_optimization", "checkpoint", "data_types",
+    "optimizer", "optimizer.params", "scheduler", "scheduler.params",
+)  # fmt: skip
+# Values that train wrongly, or cannot be resumed from, and why.
+REFUSED = {
+    "zero_optimization.compute_grad_norm": (False, "infinite gradients would be applied"),
+    "bf16.check_grad_overflow": (False, "infinite gradients would be applied"),
+    "zero_optimization.offload_optimizer.device": ("nvme", "checkpoints lack what is on NVMe"),
+    "zero_optimization.offload_param.device": ("nvme", "checkpoints lack what is on NVMe"),
+    "bf16.bf16_master_weights_and_grads": (True, "master weights are in fp32"),
+    "fp16.fp16_master_weights_and_grads": (True, "master weights are in fp32"),
+}
 EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
 
 def resolve_ds_config(
-    config: "Config", device_precision: str, hidden_size: int
-) -> tuple["Config", str, dict[str, Any]]:
-    """Read the DeepSpeed config file and resolve what it shares with the run config.
+    config: Config, device_precision: str, hidden_size: int
+) -> tuple[Config, str, dict[str, Any]]:
+    """Read the DeepSpeed config file, resolve what it shares with the run config, and check it.
 
     Args:
         device_precision: fp32, bf16 or fp16, where neither config sets one.
         hidden_size: of the model; Hugging Face derives ZeRO-3's bucket sizes from it.
 
     Returns:
-        The run config with train.lr_schedule; the precision; and the merged DeepSpeed config, with
-        every "auto" filled in that follows from the run config. ds_check.py checks the rest.
+        The run config with train.lr_schedule; the precision; and the merged DeepSpeed config, in
+        which no value is "auto".
 
     Raises:
-        UserError: unreadable file, or a value that contradicts the run config; names both.
+        UserError: an unreadable file, a key or value that is not supported, or a value that
+            contradicts the run config; names both.
     """
-    raw = _read(config.ds_config)
-    config = _with_schedule(config, raw.pop("scheduler", None))
-    precision = _precision(config, raw, device_precision)
-    return config, precision, _merged(config, raw, precision, hidden_size)
+    file = config.ds_config
+    merged = _read(file)
+    config = _with_schedule(config, merged.pop("scheduler"))
+    precision = config.train.precision
+    if precision == "auto":
+        stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
+        precision = [*stated, device_precision][0]
+    _merge(merged, config, precision, hidden_size)
+    _check(merged, config, precision)
+    return config, precision, merged
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
@@ -56,18 +90,68 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
     return ds_config.get("zero_optimization", {}).get("stage", 0)
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted path, value) of every value that is not itself a block."""
-    found = []
-    for key, value in tree.items():
-        nested = isinstance(value, dict)
-        found += leaves(value, f"{prefix}{key}.") if nested else [(prefix + key, value)]
-    return found
+def _read(file: str) -> dict[str, Any]:
+    """The file's values, with the blocks that are read here.
+
+    Raises:
+        UserError: it cannot be read, or is not a DeepSpeed config.
+    """
+    try:
+        raw = json.loads(
+            read_text(file, "ds_config: "), object_pairs_hook=dict_raise_error_on_duplicate_keys
+        )
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file}: not JSON: {describe(error)}; of an accelerate config, give the file that its "
+            "deepspeed_config_file names"
+        ) from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
+    for path in BLOCKS:
+        parent, _, name = path.rpartition(".")
+        block = _at(raw, parent).setdefault(name, {})
+        if not isinstance(block, dict):
+            raise UserError(f"{file}: {path} is {json.dumps(block)}, not an object {{...}}")
+    return raw
 
 
-def _merged(
-    config: "Config", merged: dict[str, Any], precision: str, hidden_size: int
-) -> dict[str, Any]:
+def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
+    """The config with train.lr_schedule: as given, else that of the scheduler block, else cosine.
+
+    Raises:
+        UserError: the block has no equal schedule, or contradicts the run config.
+    """
+    file, train = config.ds_config, config.train
+    name = train.lr_schedule or "cosine"
+    if "type" in block:
+        kind, params = block["type"], block["params"]
+        if str(kind) not in SCHEDULES:
+            raise UserError(
+                f"{file}: scheduler.type is {json.dumps(kind)}, which is none of "
+                f"{', '.join(SCHEDULES)}; remove the block and set train.lr_schedule"
+            )
+        for key, value in params.items():
+            if value != "auto":
+                raise UserError(
+                    f"{file}: scheduler.params.{key} is {json.dumps(value)}, but the run config "
+                    'sets the schedule; set it to "auto", or remove the block and set '
+                    "train.lr_schedule"
+                )
+        name = SCHEDULES[kind]
+        if train.lr_schedule not in (None, name):
+            raise UserError(
+                f"{file}: scheduler.type is {kind}, which is {name} here, but train.lr_schedule "
+                f"is {train.lr_schedule}; remove one of the two"
+            )
+    return replace(config, train=replace(train, lr_schedule=name))
+
+
+def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: int) -> None:
+    """Fill in what follows from the run config.
+
+    Raises:
+        UserError: the file has another value.
+    """
     file, train = config.ds_config, config.train
 
     def fill(path: str, value: Any, source: str) -> None:
@@ -77,7 +161,7 @@ def _merged(
         for parent in parents:
             block = block.setdefault(parent, {})
         stated = block.get(leaf, "auto")
-        if stated != "auto" and not _same(stated, value):
+        if stated not in ("auto", value):
             raise UserError(
                 f"{file}: {path} is {json.dumps(stated)}, but {source}; set it to "
                 '"auto" in the file, or change one of the two'
@@ -92,172 +176,90 @@ def _merged(
     of_batch = f"train.{train.global_batch_key} is {train.global_batch}"
     fill("train_batch_size", train.global_batch, of_batch)
     del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
-    fill(
-        "gradient_clipping",
-        train.gradient_clipping,
-        f"train.gradient_clipping is {train.gradient_clipping}",
-    )
     for name in ("bf16", "fp16"):
         fill(f"{name}.enabled", precision == name, f"the run's precision is {precision}")
 
-    optimizer = merged.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": True}})
-    params = optimizer.setdefault("params", {})
-    if "adam" in str(optimizer.get("type")).lower():
-        # train.py sets the scaled and scheduled rate before each step
-        fill(
-            "optimizer.params.lr",
-            train.learning_rate,
-            f"train.learning_rate is {train.learning_rate}",
-        )
-        fill(
-            "optimizer.params.weight_decay",
-            train.weight_decay,
-            f"train.weight_decay is {train.weight_decay}",
-        )
-        betas = list(train.adam_betas)
-        fill("optimizer.params.betas", betas, f"train.adam_betas is {betas}")
-        if params.get("eps", "auto") == "auto":
-            params["eps"] = EPSILON
-
-    zero = merged.get("zero_optimization", {})
-    derived = {
-        "reduce_bucket_size": hidden_size**2,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
+    if "type" not in merged["optimizer"]:
+        merged["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    # train.py sets the scaled and scheduled rate before each step
+    for path, key, value in (
+        ("gradient_clipping", "gradient_clipping", train.gradient_clipping),
+        ("optimizer.params.lr", "learning_rate", train.learning_rate),
+        ("optimizer.params.weight_decay", "weight_decay", train.weight_decay),
+        ("optimizer.params.betas", "adam_betas", list(train.adam_betas)),
+    ):
+        fill(path, value, f"train.{key} is {value}")
+    defaults = {
+        "optimizer.params": {"eps": EPSILON},
+        "zero_optimization": {
+            "reduce_bucket_size": hidden_size**2,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        },
     }
-    zero.update({name: value for name, value in derived.items() if zero.get(name) == "auto"})
+    for path, values in defaults.items():
+        block = _at(merged, path)
+        for name, value in values.items():
+            if block.get(name) == "auto":
+                block[name] = value
+
+
+def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
+    """Check the merged config, by DeepSpeed's own parser first.
+
+    Raises:
+        UserError: what DeepSpeed would refuse or silently ignore, or what is not supported.
+    """
+    file, stage = config.ds_config, zero_stage(merged)
+    for block, text in KEYS.items():
+        for name in _at(merged, block):
+            if name not in text.split():
+                near = difflib.get_close_matches(name, text.split(), n=1)
+                advice = f"did you mean {near[0]}?" if near else "remove it"
+                path = f"{block}.{name}".removeprefix(".")
+                raise UserError(f"{file}: {path}: unknown, or not supported here; {advice}")
+    for path, value in _leaves(merged):
+        if value == "auto":
+            raise UserError(f'{file}: {path} is "auto", but the run config has no value for it')
+        refused, why = REFUSED.get(path, (None, ""))
+        if value == refused and why:
+            raise UserError(f"{file}: {path} is {json.dumps(value)}: {why}; remove it")
+    if "zenflow" in merged["zero_optimization"]:
+        raise UserError(f"{file}: zero_optimization.zenflow: it corrupts weights; remove it")
+    kind = merged["optimizer"].get("type")
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise UserError(f"{file}: optimizer.type is {json.dumps(kind)}: use AdamW or Adam")
+    try:
+        DeepSpeedConfig(copy.deepcopy(merged))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{file}: {path}: {first['msg']}, got {first['input']!r}") from error
+    except Exception as error:  # its own errors and assertions, all of them about `merged`
+        raise UserError(f"{file}: DeepSpeed refuses it: {describe(error)}") from error
+    if precision == "fp16" and stage == 0:
+        raise UserError(
+            f"{file}: fp16 at zero_optimization.stage 0: DeepSpeed divides gradients there by a "
+            "loss scale that it has not multiplied with; set the stage to 1, or use bf16"
+        )
+    if config.model.quantization and stage == 3:
+        raise UserError(
+            f"model.quantization: {file} has ZeRO stage 3, which cannot partition weights in 4 "
+            "bits; use a stage from 0 to 2, or LoRA without quantization"
+        )
+
+
+def _at(merged: dict[str, Any], path: str) -> dict[str, Any]:
+    """The block at a dotted path."""
+    for name in path.split(".") if path else ():
+        merged = merged[name]
     return merged
 
 
-def _integer(text: str) -> int:
-    value = int(text)
-    if abs(value) >= 1 << 63:
-        raise ValueError(f"the number {text[:20]}... is too large")
-    return value
-
-
-def _same(stated: Any, value: Any) -> bool:
-    numbers = all(isinstance(v, int | float) for v in (stated, value))
-    return math.isclose(stated, value, rel_tol=1e-6) if numbers else stated == value
-
-
-def _precision(config: "Config", raw: dict[str, Any], device_precision: str) -> str:
-    """fp32, bf16 or fp16: from the DeepSpeed config, else train.precision, else the device's.
-
-    Raises:
-        UserError: the two configs contradict each other.
-    """
-    stated = {name: raw.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
-    on = [name for name, enabled in stated.items() if enabled is True]
-    wanted = config.train.precision
-    if wanted == "auto" and on:
-        return on[0]
-    if wanted == "auto":
-        return "fp32" if stated.get(device_precision) is False else device_precision
-    contradicting = [
-        *(name for name in on if name != wanted),
-        *([wanted] if stated.get(wanted) is False else []),
-    ]
-    for name in contradicting:
-        raise UserError(
-            f"{config.ds_config}: {name}.enabled is {json.dumps(stated[name])}, but "
-            f"train.precision is {wanted}"
-        )
-    return wanted
-
-
-def _with_schedule(config: "Config", block: dict[str, Any] | None) -> "Config":
-    """The config with train.lr_schedule: as given, else that of the scheduler block, else cosine.
-
-    Raises:
-        UserError: the block has no equal schedule, or contradicts the run config.
-    """
-    file, train = config.ds_config, config.train
-    if block is None:
-        return replace(config, train=replace(train, lr_schedule=train.lr_schedule or "cosine"))
-    kind, params = block.get("type"), dict(block.get("params") or {})
-    if kind not in SCHEDULES:
-        raise UserError(
-            f"{file}: scheduler.type is {json.dumps(kind)}, which is none of "
-            f"{', '.join(SCHEDULES)}; remove the scheduler block and set train.lr_schedule"
-        )
-    name, arguments = SCHEDULES[kind], dict(train.lr_schedule_args)
-    lowest = params.pop("cos_min_ratio", None)
-    if kind == "WarmupCosineLR" and lowest is not None:
-        name, arguments = "cosine_with_min_lr", {"min_lr_rate": lowest, **arguments}
-    warmup = warmup_steps(train, train.global_batch) if train.global_batch_size else None
-    expected = {
-        "warmup_min_lr": (0, "the warm-up begins at 0"),
-        "warmup_min_ratio": (0, "the warm-up begins at 0"),
-        "warmup_max_lr": (train.learning_rate, f"train.learning_rate is {train.learning_rate}"),
-        "warmup_num_steps": (warmup, f"train.warmup_examples makes it {warmup}"),
-        "total_num_steps": (train.steps, f"train.steps is {train.steps}"),
-        "warmup_type": ("linear", "the warm-up is linear"),
-        "last_batch_iteration": (-1, "a schedule begins at its start"),
-    }
-    for key, value in params.items():
-        if key not in expected:
-            raise UserError(f"{file}: scheduler.params.{key}: unknown key; remove it")
-        if value != "auto" and not _same(value, expected[key][0]):
-            raise UserError(
-                f"{file}: scheduler.params.{key} is {json.dumps(value)}, but {expected[key][1]}; "
-                'set it to "auto", or remove the scheduler block and set train.lr_schedule'
-            )
-    if train.lr_schedule not in (None, name):
-        raise UserError(
-            f"{file}: scheduler.type is {kind}, which is {name} here, but train.lr_schedule is "
-            f"{train.lr_schedule}; remove one of the two"
-        )
-    return replace(config, train=replace(train, lr_schedule=name, lr_schedule_args=arguments))
-
-
-def _read(file: str) -> dict[str, Any]:
-    """The file's values, without comments: keys that begin with _, // or #.
-
-    Raises:
-        UserError: it cannot be read, is not JSON, or has a key twice.
-    """
-
-    def without_comments(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        pairs = [(key, value) for key, value in pairs if not key.startswith(("_", "//", "#"))]
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise UserError(f"{file}: key {twice[0]} occurs twice in one object; remove one")
-        return dict(pairs)
-
-    text = read_text(file, "ds_config: ")
-    accelerate = (
-        "an accelerate config is not read; give the JSON file that its deepspeed_config_file "
-        "names, or one of ds_configs/"
-    )
-    try:
-        raw = json.loads(text, object_pairs_hook=without_comments, parse_int=_integer)
-        leaves(raw if isinstance(raw, dict) else {})
-    except json.JSONDecodeError as error:
-        if file.endswith((".yaml", ".yml")):
-            raise UserError(f"{file}: not JSON: {accelerate}") from error
-        raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
-    except ValueError as error:  # a number of 5,000 digits
-        raise UserError(f"{file}: not JSON: {error}") from error
-    except RecursionError:
-        raise UserError(f"{file}: not a DeepSpeed config: it is nested too deeply") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{file}: a DeepSpeed config has to be an object, not {type(raw).__name__}")
-    if "deepspeed_config" in raw:
-        raise UserError(f"{file}: {accelerate}")
-    if "bfloat16" in raw:  # DeepSpeed's old name for bf16, which it still reads
-        if "bf16" in raw:
-            raise UserError(f"{file}: bfloat16 is the old name of bf16; keep only one of the two")
-        raw["bf16"] = raw.pop("bfloat16")
-    for name in BLOCKS:
-        if raw.get(name) is None:
-            raw.pop(name, None)
-        elif not isinstance(raw[name], dict):
-            raise UserError(f"{file}: {name} is {json.dumps(raw[name])}, not an object {{...}}")
-        elif not isinstance(raw[name].get("params", {}), dict):
-            raise UserError(f"{file}: {name}.params is not an object {{...}}")
-    for name in ("bf16", "fp16"):
-        enabled = str(raw.get(name, {}).get("enabled")).lower()
-        if enabled in ("true", "false"):  # DeepSpeed also accepts the string
-            raw[name]["enabled"] = enabled == "true"
-    return raw
+def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted path, value) of every value that is not itself a block."""
+    found = []
+    for key, value in tree.items():
+        nested = isinstance(value, dict)
+        found += _leaves(value, f"{prefix}{key}.") if nested else [(prefix + key, value)]
+    return found

@@ -1,9 +1,10 @@
 """Every setting of a run, with its default, bounds and meaning, as frozen dataclasses."""
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -12,6 +13,8 @@ PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+ScheduleArgument = Annotated[int | float | str, Field(union_mode="left_to_right")]
+SetName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 Seconds = Annotated[int, Field(gt=0, le=10_000_000)]
 
 RowFormat = Literal[
@@ -29,9 +32,11 @@ def chat_template_file(name: str) -> Path:
 
 
 class Section:
-    """A part of the config. pydantic refuses other keys and types than those of its fields."""
+    """A part of the config. pydantic refuses other keys and types than those of its fields; values
+    that contradict each other are refused by __post_init__.
+    """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,17 @@ class ModelConfig(Section):
     to be installed; with model.lora, at ZeRO stages 0 to 2.
     """
 
+    def __post_init__(self) -> None:
+        if self.lora and self.trainable:
+            raise ValueError("give lora or trainable; lora.modules_to_save trains whole modules")
+        if self.quantization and (self.lora is None or self.from_config):
+            raise ValueError("quantization needs lora, and pretrained weights")
+        for pattern in self.trainable:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"trainable: {pattern}: {error}") from error
+
 
 @dataclass(frozen=True)
 class Source(Section):
@@ -118,16 +134,24 @@ class Source(Section):
     columns: dict[str, str] | None = None
     """Renamed keys; default: data.columns."""
 
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("a source must have either path or hub")
+        if self.path and (self.subset or self.revision or self.split != "train"):
+            raise ValueError("subset, split and revision are only for hub data sets")
+
 
 @dataclass(frozen=True)
 class DataConfig(Section):
     """The data sets, how rows are tokenized, and the size of micro-batches."""
 
-    train_sources: list[str | Source]
+    train_sources: Annotated[list[str | Source], Field(min_length=1)]
     """Paths, or {path or hub: ..., format: ...} objects. Each epoch has every row once; rows of a
     source that is listed twice, twice.
     """
-    eval_sources: list[str | Source] | dict[str, list[str | Source]] = field(default_factory=list)
+    eval_sources: list[str | Source] | dict[SetName, list[str | Source]] = field(
+        default_factory=list
+    )
     """Sources of held-out rows, given in the same way; or several sets, {name: sources}. The first
     one's loss is eval_loss.
     """
@@ -163,6 +187,10 @@ class DataConfig(Section):
     """Memory budget: most tokens, including padding, in one micro-batch of one rank."""
     cache_dir: str = ".cache/tokenized"
     """Tokenized examples, one folder per (files, tokenizer, options)."""
+
+    def __post_init__(self) -> None:
+        if self.eval_sources and self.eval_fraction:
+            raise ValueError("give eval_sources or eval_fraction, not both")
 
     def sources(self, key: str) -> list[Source]:
         """train_sources, or eval_sources of all sets, each as a Source with the defaults of this
@@ -234,7 +262,7 @@ class TrainConfig(Section):
     """Name of a schedule of transformers' get_scheduler; default: that of ds_config's scheduler,
     else cosine.
     """
-    lr_schedule_args: dict[str, Any] = field(default_factory=dict)
+    lr_schedule_args: dict[str, ScheduleArgument] = field(default_factory=dict)
     """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
     warmup_examples: NonNegativeInt = 0
     """The learning rate rises linearly over this many examples, whatever the global batch."""
@@ -249,6 +277,21 @@ class TrainConfig(Section):
     """Compute precision; auto: bf16 on GPUs that support it, else fp16; fp32 on CPU."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seeds weight initialization and the step plan; dropout uses a hash of seed and rank."""
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        if (self.global_batch_size is None) == (self.global_batch_tokens is None):
+            raise ValueError("give exactly one of global_batch_size and global_batch_tokens")
+        if self.lr_scaling != "none" and self.reference_global_batch is None:
+            raise ValueError(
+                f"lr_scaling {self.lr_scaling} needs reference_global_batch, the global batch that "
+                "learning_rate was tuned for"
+            )
+        if self.lr_schedule == "constant" and self.warmup_examples:
+            raise ValueError("lr_schedule constant has no warm-up; use constant_with_warmup")
+        if (self.lr_schedule or "").startswith("constant") and self.lr_schedule_args:
+            raise ValueError(f"lr_schedule {self.lr_schedule} takes no lr_schedule_args")
 
     @property
     def global_batch_key(self) -> str:
@@ -311,6 +354,10 @@ class CheckpointConfig(Section):
     the same model; once output_dir has checkpoints, resume from those.
     """
 
+    def __post_init__(self) -> None:
+        if self.weights_only and self.resume == "auto":
+            raise ValueError("weights_only needs resume PATH, the checkpoint folder to start from")
+
 
 @dataclass(frozen=True)
 class TrackingConfig(Section):
@@ -362,6 +409,12 @@ class Config(Section):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        if self.eval.patience and not (self.eval.every_steps and self.data.set_names()):
+            raise ValueError("eval.patience needs eval.every_steps, and held-out rows")
+        if self.eval.generate and self.data.supervise == "all":
+            raise ValueError("eval.generate needs data.supervise answers or last")
 
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:

@@ -42,8 +42,8 @@ from zerotrain.data.sources import (
     read_rows,
 )
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.runtime.files import draft_of, explain, sync_folder, sync_tree
-from zerotrain.runtime.progress import progress
+from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
+from zerotrain.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,7 +153,10 @@ def tokenize_sources(
                 os.replace(draft, target)
             sync_folder(target.parent)
     except OSError as error:
-        raise UserError(explain(error, "data.cache_dir", target.parent)) from error
+        raise UserError(
+            f"data.cache_dir: cannot write {target.parent}: {describe(error)}; set it to a folder "
+            "that you can write to and that has room"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -304,7 +307,7 @@ def _build_cache(
     outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
     reasons = Counter()
     with (
-        progress("tokenizing", None, "rows") as report,
+        progress_bar("tokenizing", None, "rows") as bar,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
@@ -328,7 +331,7 @@ def _build_cache(
                 outcomes.update(found.outcomes)
                 examples[i] += len(batch)
                 rows_read += found.rows_read
-                report(rows_read)
+                bar.update(found.rows_read)
             if not examples[i]:
                 why = f"left out so far: {dict(outcomes + reasons)}"
                 raise UserError(f"{name_of(source)}: none of its rows is left; {why}")
@@ -362,7 +365,7 @@ def open_cache(path: Path) -> TokenizedRows:
             raise ValueError(f"{len(rows):,} examples")
         return TokenizedRows(rows.with_format("numpy"), lengths, supervised, meta, path)
     except PermissionError as error:
-        raise UserError(explain(error, "data.cache_dir", path.parent)) from error
+        raise UserError(f"data.cache_dir: cannot read {path}: {describe(error)}") from error
     except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
             f"data.cache_dir: {path} is damaged ({describe(error)}); delete it, and the rows are "

@@ -8,11 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.runtime.redact import SECRET_NAME, SECRET_TEXT
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_", "OMP_", "CUDA_", "DS_")
 # The node wrapper sets the devices of each host.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
+SECRET_NAME = re.compile(
+    r"(.*[_-])?KEY|.*(APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PASSPHRASE|CREDENTIALS?)|.*_PWD",
+    re.IGNORECASE,
+)
+SECRET_TEXT = re.compile(
+    r"(?<=://)[^\s/]+(?=@)|(?<=[Bb]earer )\S+|(?<=[Bb]asic )[\w+/=]{8,}"
+    r"|\b(?:hf_|npm_|gsk_|sk[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza)[\w-]{8,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
+)
+"""What is a secret wherever it is: in a URI or a header, or by how its issuer begins it."""
 
 
 def environment_of_job(

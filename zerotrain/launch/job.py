@@ -115,7 +115,7 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
     hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     config = None
     if Path(command[0]).name == "train.py":
-        config = parse_command_line(command[1:], validate=False).config
+        config = parse_command_line(command[1:]).config
         wanted = config.distributed.world_size
         if wanted not in (None, world_size(hosts)):
             raise UserError(

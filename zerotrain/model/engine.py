@@ -1,10 +1,12 @@
 """Build DeepSpeed's engine around the model of a config."""
 
+from contextlib import redirect_stdout
+from io import StringIO
+
 import deepspeed
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
-from zerotrain.config.ds_check import try_engine
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.blocks import change_blocks
@@ -16,7 +18,7 @@ from zerotrain.model.probes import check_causal, check_end_tokens, check_packing
 from zerotrain.model.setup import Setup
 from zerotrain.model.weights import check_weights
 from zerotrain.runtime.agreement import run_on_all_ranks
-from zerotrain.runtime.library_output import locks_named, prints_hidden
+from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
 
@@ -55,16 +57,19 @@ def build_engine(
     if zero_stage(setup.ds_config) == 3:
         gather_as_wholes(model, whole)
     try:
-        with prints_hidden(), locks_named():
+        with redirect_stdout(StringIO()):  # memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),
                 config=setup.ds_config,
             )
     except Exception as error:
-        # out of memory and lost connections, RuntimeErrors, may concern one rank only
-        if not isinstance(error, (RuntimeError, OSError, MemoryError)):
-            try_engine(config, setup.ds_config)  # raises UserError if the config is the cause
+        # out of memory and lost connections are RuntimeErrors
+        is_refusal = not isinstance(error, RuntimeError | OSError | MemoryError)
+        if is_refusal or isinstance(error, NotImplementedError):
+            raise UserError(
+                f"{config.ds_config}: DeepSpeed refuses it: {describe(error)}"
+            ) from error
         raise
     reset_update_count(engine.basic_optimizer)
     engine.train()

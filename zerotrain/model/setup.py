@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerotrain.config.ds_check import check_with_deepspeed, try_engine
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
@@ -53,11 +52,8 @@ class Setup:
         return make_budget(self.config.data, world_size, linear_cost(self.model_config))
 
 
-def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
+def describe_run(config: Config, ranks: Ranks) -> Setup:
     """Load tokenizer and model config and resolve what follows from them; called by all ranks.
-
-    Args:
-        dry_run: also build DeepSpeed's engine, around a tiny model; a real run does so later.
 
     Raises:
         UserError: something cannot be loaded, or settings contradict each other.
@@ -69,11 +65,6 @@ def describe_run(config: Config, ranks: Ranks, dry_run: bool = False) -> Setup:
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size(model_config)
     )
-    for note in check_with_deepspeed(config, ds_config):
-        if ranks.is_first:
-            print(note, flush=True)
-    if dry_run:
-        try_engine(config, ds_config)
     skeleton = meta_model(model_config, config.model.trust_remote_code)
     check_model_fits(config, skeleton, tokenizer)
     run_on_all_ranks(ranks, lambda: check_blocks(config.model, skeleton, ranks.device))

@@ -13,8 +13,6 @@ from zerotrain.runtime.process_group import Ranks
 
 T = TypeVar("T")
 
-MESSAGE_BYTES = 64 << 20  # every rank receives one per rank; the largest ones list files
-
 
 def gather_json(ranks: Ranks, value: Any) -> list[Any]:
     """Every rank's value, on all ranks. JSON, because torch's object collectives unpickle, and so
@@ -22,35 +20,16 @@ def gather_json(ranks: Ranks, value: Any) -> list[Any]:
 
     Args:
         value: of the types of JSON; floats may be infinite or NaN.
-
-    Raises:
-        UserError: a rank sent something else.
     """
-    content = bytearray(json.dumps(value).encode())
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(content)]), group=ranks.control)
-    lengths = [int(size) for size in sizes]
-    for rank, length in enumerate(lengths):
-        if not 0 < length <= MESSAGE_BYTES:
-            raise UserError(_not_ours(rank, f"{length:,} bytes instead of 1 to {MESSAGE_BYTES:,}"))
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded, group=ranks.control)
-    values = []
-    for rank, (message, length) in enumerate(zip(received, lengths, strict=True)):
-        try:
-            values.append(json.loads(message[:length].numpy().tobytes()))
-        except (ValueError, RecursionError):
-            raise UserError(_not_ours(rank, "what is not JSON")) from None
-    return values
-
-
-def _not_ours(rank: int, what: str) -> str:
-    return (
-        f"rank {rank} sent {what}: another program, or another version of this code, has joined "
-        "the job; start it again with another MASTER_PORT"
+    text = json.dumps(value).encode()
+    longest = torch.tensor(len(text))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=ranks.control)
+    padded = bytearray(text.ljust(int(longest)))  # JSON may end with spaces
+    received = torch.empty(ranks.world_size, len(padded), dtype=torch.uint8)
+    dist.all_gather(
+        list(received), torch.frombuffer(padded, dtype=torch.uint8), group=ranks.control
     )
+    return [json.loads(message.numpy().tobytes()) for message in received]
 
 
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False) -> T:
@@ -78,32 +57,24 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool
     return result  # type: ignore[return-value]
 
 
-def require_same(ranks: Ranks, name: str, value: str) -> None:
-    """Raise UserError on every rank where `value` is not the same on all of them."""
-    values = gather_json(ranks, [value, socket.gethostname()])
-    odd = [rank for rank, (its, _) in enumerate(values) if its != values[0][0]]
-    if odd:
-        there, here = (" on ".join(values[rank]) for rank in (odd[0], 0))
-        raise AgreedError(
-            f"{name} of rank {odd[0]} ({there}) differs from that of rank 0 ({here}): do all "
-            "machines have the same files, tokenizer and library versions?"
-        )
-
-
 def run_on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and return its result, of the types of JSON, or raise its UserError, on
     every rank.
     """
-    result, error = None, None
-    if ranks.is_first:
-        try:
-            result = work()
-        except UserError as mistake:
-            error = (str(mistake), mistake.exit_code)
-    result, error = gather_json(ranks, [result, error])[0]
-    if error is not None:
-        raise AgreedError(*error)
-    return result  # type: ignore[return-value]
+    result = run_on_all_ranks(ranks, lambda: work() if ranks.is_first else None)
+    return gather_json(ranks, result)[0]
+
+
+def require_same(ranks: Ranks, name: str, value: str) -> None:
+    """Raise UserError on every rank where `value` is not the same on all of them."""
+    values = gather_json(ranks, [value, socket.gethostname()])
+    for rank, (other, host) in enumerate(values):
+        if other != values[0][0]:
+            raise AgreedError(
+                f"{name} of rank {rank} ({other} on {host}) differs from that of rank 0 "
+                f"({' on '.join(values[0])}): do all machines have the same files, tokenizer and "
+                "library versions?"
+            )
 
 
 def count_ranks(ranks: Ranks, *flags: bool) -> list[int]:

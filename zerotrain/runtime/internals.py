@@ -4,9 +4,6 @@ Another version may rename them or change what they mean. Before an upgrade, com
 with the new version, run the tests, and then change READ_FROM.
 """
 
-from collections.abc import Mapping
-from importlib.metadata import version
-
 READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23"}
 
 PATCHES = {
@@ -20,19 +17,8 @@ INTERNALS = {
         deepspeed.ops: __compatible_ops__
         torch.distributed.distributed_c10d: _world pg_map _set_pg_timeout
     """,
-    "zerotrain/runtime/hang.py": """
-        torch.distributed.distributed_c10d: _world pg_names
-    """,
-    "zerotrain/config/ds_check.py": """
-        deepspeed.ops.op_builder.builder: assert_no_cuda_mismatch MissingCUDAException
-            CUDAMismatchException
-        deepspeed.git_version_info: installed_ops
-    """,
     "zerotrain/runtime/preemption.py": """
         deepspeed.launcher.launch: terminate_process_tree
-    """,
-    "zerotrain/runtime/world_size.py": """
-        deepspeed.launcher.runner: fetch_hostfile
     """,
     "zerotrain/checkpoint/shards.py": """
         deepspeed.runtime.engine: param_names basic_optimizer
@@ -67,27 +53,3 @@ INTERNALS = {
     """,
 }
 """File -> module of a library: the names that the file takes from it."""
-
-
-def version_warning(installed: Mapping[str, str]) -> str | None:
-    """A line if a library is not of the version that its internals were read from.
-
-    Args:
-        installed: version by library, e.g. {"deepspeed": "0.19.8", "torch": "2.13.0+cpu"}.
-    """
-    others = [
-        f"{name} {installed[name]} (not {read})"
-        for name, read in READ_FROM.items()
-        if not f"{installed[name]}.".replace("+", ".").startswith(f"{read}.")
-    ]
-    if not others:
-        return None
-    return (
-        f"WARNING: untested version of {' and '.join(others)}, whose internals this code uses: see "
-        "zerotrain/runtime/internals.py, and run the tests"
-    )
-
-
-def installed_versions() -> dict[str, str]:
-    """The version of each library in READ_FROM."""
-    return {name: version(name) for name in READ_FROM}

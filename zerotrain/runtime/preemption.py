@@ -1,6 +1,5 @@
 """Preemption: SIGTERM and SIGUSR1 are recorded until the training loop has saved."""
 
-import math
 import os
 import signal
 import socket
@@ -8,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import psutil
 
@@ -18,19 +17,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 RUNNER_POLL_SECONDS = 1.0
 DEEPSPEED_KILL_SECONDS = 30.0  # deepspeed/launcher/launch.py, terminate_process_tree
 TIDY_SECONDS = 5.0  # for the `finally` blocks of a process that exits without saving
-ONE_SIGNAL_SECONDS = 1.0  # two launchers may both forward the same signal
 
 
 class PreemptionHandler:
     """Receives SIGTERM and SIGUSR1, with which a scheduler or a launcher preempts a run.
 
-    While `deferred`, the first signal is recorded for the training loop, which saves and exits; a
-    second one ends the process at once. At other times there is nothing to save, and the first
-    signal ends the process.
+    While `deferred`, the first signal is recorded for the training loop, which saves and exits. At
+    other times there is nothing to save, and the signal ends the process.
 
     Python runs signal handlers only in the main thread, and only when that thread is executing
     Python. A thread that waits in a collective for a failed rank never is. A second thread
-    therefore watches the signals too, and ends the process when the grace period is over.
+    therefore waits for the first signal too, and ends the process when the grace period is over.
 
     Args:
         grace_seconds: how long the loop may take to save and exit.
@@ -38,52 +35,34 @@ class PreemptionHandler:
 
     def __init__(self, grace_seconds: float) -> None:
         self.signal: int | None = None
-        self.grace_seconds = grace_seconds
+        self._grace_seconds = grace_seconds
         self._deferred = False
-        self._first_at = 0.0
-        self._noticed, notice = socket.socketpair()
-        notice.setblocking(False)
-        self._notice = notice  # CPython's C handler writes the signal's number here at once
-        signal.set_wakeup_fd(notice.fileno(), warn_on_full_buffer=False)
+        self._noticed, self._notice = socket.socketpair()
+        self._notice.setblocking(False)
+        # CPython's C handler writes the signal's number there at once
+        signal.set_wakeup_fd(self._notice.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, self._receive)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
-    @property
-    def seconds_left(self) -> float:
-        """Of the grace period; infinite before a signal."""
-        if self.signal is None:
-            return math.inf
-        return self._first_at + self.grace_seconds - time.monotonic()
-
     def _receive(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        if not self._deferred or (self.signal and now - self._first_at > ONE_SIGNAL_SECONDS):
+        if not (self._deferred or self.signal):
             sys.exit(exit_code_of_signal(number))  # runs every `finally` block
-        if self.signal is None:
-            self.signal, self._first_at = number, now
+        self.signal = self.signal or number
 
     def _watch(self) -> None:
-        first, first_at, exit_at = 0, 0.0, math.inf
-        while (now := time.monotonic()) < exit_at:
-            self._noticed.settimeout(None if exit_at == math.inf else exit_at - now)
-            with suppress(TimeoutError):
-                number = self._noticed.recv(1)[0]
-                if number not in STOP_SIGNALS:
-                    continue
-                now = time.monotonic()
-                if not first:
-                    first, first_at = number, now
-                    exit_at = now + (self.grace_seconds if self._deferred else TIDY_SECONDS)
-                elif now - first_at > ONE_SIGNAL_SECONDS:
-                    exit_at = min(exit_at, now + TIDY_SECONDS)
+        number = 0
+        while number not in STOP_SIGNALS:
+            number = self._noticed.recv(1)[0]
+        seconds = self._grace_seconds if self._deferred else TIDY_SECONDS
+        time.sleep(seconds)
         print(
-            f"{rank_prefix()}{signal.Signals(first).name} {time.monotonic() - first_at:.0f} s ago, "
-            "and this rank has not finished: exiting without another save",
+            f"{rank_prefix()}{signal.Signals(number).name} {seconds:.0f} s ago, and this rank has "
+            "not finished: exiting without another save",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(exit_code_of_signal(first))
+        os._exit(exit_code_of_signal(number))
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """The process group: this process's rank and device, and the timeouts of its groups."""
 
-import math
 import os
 import shutil
 import sysconfig
@@ -16,7 +15,6 @@ import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
 from zerotrain.runtime.errors import AgreedError, UserError, describe
-from zerotrain.runtime.internals import installed_versions, version_warning
 from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
 from zerotrain.runtime.rank_env import rank_variables
 
@@ -46,7 +44,8 @@ class Ranks:
 def process_group(
     timeout_seconds: float = 1800,
     control_timeout_seconds: float = 86400,
-    grace_seconds: float = math.inf,
+    grace_seconds: float = 120,
+    expected_ranks: int | None = None,
 ) -> Iterator[Ranks]:
     """Join the process group of a job that was started by `deepspeed`, `torchrun`, `mpirun`,
     `srun` or a plain `python train.py`, and destroy it at the end, because a gloo process that
@@ -56,11 +55,18 @@ def process_group(
         timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
         control_timeout_seconds: of `Ranks.control`.
         grace_seconds: how long a preempted rank may take to save, see PreemptionHandler.
+        expected_ranks: world size that the user has asked for.
 
     Raises:
-        UserError: there is no GPU for this rank, or the rendezvous cannot be used.
+        UserError: another world size, no GPU for this rank, or the rendezvous cannot be used.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    if expected_ranks not in (None, world_size):
+        raise UserError(
+            f"distributed.world_size is {expected_ranks}, but WORLD_SIZE is {world_size}; were all "
+            "hosts started, with the same hostfile?"
+        )
     find_ninja()
     if follow_launcher():
         grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
@@ -81,7 +87,6 @@ def process_group(
     timeout = timedelta(seconds=timeout_seconds)
     backend = "gloo" if on_cpu else accelerator.communication_backend_name()
     device = torch.device(accelerator.current_device_name())
-    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     try:
         dist.init_process_group(
             backend,
@@ -95,15 +100,11 @@ def process_group(
         )
     except (ValueError, dist.DistNetworkError) as error:
         raise UserError(
-            f"rank {rank} cannot meet the others at MASTER_ADDR "
-            f"{os.environ.get('MASTER_ADDR', '(not set)')}, MASTER_PORT "
-            f"{os.environ.get('MASTER_PORT', '(not set)')}: {describe(error)[:200]}; launchers set "
-            "both; if another run uses the port, choose another one, with the launcher's "
-            "--master_port"
+            f"rank {rank} cannot meet the others at MASTER_ADDR and MASTER_PORT, which launchers "
+            f"set: {describe(error)[:200]}; if another run uses the port, choose another one with "
+            "the launcher's --master_port"
         ) from error
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
-    if rank == 0 and (warning := version_warning(installed_versions())):
-        print(warning, flush=True)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
     to_destroy = None  # all groups
     try:
@@ -126,10 +127,8 @@ def check_devices(local_rank: int, visible: int) -> None:
     """
     if local_rank >= visible:
         raise UserError(
-            f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank has to see those of "
-            "all ranks of its machine, so start no more ranks than GPUs, and under srun give GPUs "
-            "to nodes (--gpus-per-node), not to tasks (--gpus-per-task)"
+            f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs: each rank has to see "
+            "those of all ranks of its machine; under srun, use --gpus-per-node"
         )
 
 

@@ -1,16 +1,12 @@
-"""How far long work is: a bar on a terminal, elsewhere a line every few seconds; on rank 0 only."""
+"""What is printed while long work runs, and tables."""
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
 from zerotrain.runtime.rank_env import rank_variables
-
-LINE_SECONDS = 10.0
 
 
 def print_line(text: str) -> None:
@@ -19,39 +15,32 @@ def print_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show how much of some work is done, on standard error: on a terminal a bar, which is erased
-    at the end; elsewhere a line every 10 s, so that short work prints nothing.
+def progress_bar(what: str, total: int | None, unit: str) -> tqdm:
+    """A bar on standard error, which is erased at the end; in a log it is written every 10 s, so
+    that short work writes nothing.
 
     Args:
         what: e.g. "converting".
         total: in `unit`; None if it is unknown.
         unit: in the plural, e.g. "rows".
-
-    Yields:
-        A function to be called, often, with the amount that is done so far.
     """
-    is_terminal = sys.stderr.isatty()
-    line_due = time.monotonic() + LINE_SECONDS
-    bar = tqdm(
+    seconds = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
         desc=what,
         total=total,
         unit=f" {unit}",
         leave=False,
-        disable=not (is_terminal and _is_first()),
+        mininterval=seconds,
+        delay=seconds,
+        disable=not _is_first(),
     )
 
-    def report(done: int) -> None:
-        nonlocal line_due
-        bar.update(done - bar.n)
-        if not is_terminal and time.monotonic() >= line_due:
-            line_due += LINE_SECONDS
-            of_total = "" if total is None else f" of {total:,}"
-            print_line(f"{what}: {done:,}{of_total} {unit}")
 
-    with bar:
-        yield report
+def show_rows(rows: Mapping[str, str]) -> None:
+    """Print names and texts in two columns, each row in one line."""
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        print(f"  {name:<{width}}  {text}", flush=True)
 
 
 def _is_first() -> bool:

@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from zerotrain.runtime.library_output import LIBRARY_LOGS
-
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 DRAW_SECONDS = 1.0  # between drawings of the bar
+LIBRARY_LOGS = "LIBRARY_LOGS"
+"""Environment variable: the level from which on all ranks print what libraries log."""
 SPEED_SECONDS = 3600.0  # from which the remaining time is estimated, evaluations and saves included
 FACTS = {
     "loss": "loss {:.4f}",
