@@ -306,7 +306,7 @@ def test_what_a_template_loses_of_tool_calls_is_named(lost):
     before, after, message = LOST[lost]
     assert before in CALLS
     tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
-    with pytest.raises(BadRow, match=f"{message}.*lacks its (tool_calls|content)"):
+    with pytest.raises(BadRow, match=f"{message}.*is not complete"):
         supervised_turns(tokenizer, row_with_calls({"b": "x"}, {"b": "y"}))
 
 
@@ -319,7 +319,7 @@ def test_reasoning_of_another_key_is_supervised():
             "<think>\neasy\n</think>\n\n2<|im_end|>"
         ]
     early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
-    with pytest.raises(BadRow, match=r"message 2 .*lacks its thinking.*data.supervise: last"):
+    with pytest.raises(BadRow, match=r"message 2 .*is not complete.*data.supervise: last"):
         supervised_turns(tokenizer, {"messages": early})
     last = dataclasses.replace(OPTIONS, supervise="last")
     assert supervised_turns(tokenizer, {"messages": early}, last) == [

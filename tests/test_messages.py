@@ -155,11 +155,10 @@ def test_rows_as_they_are_found(case):
 # Each with what its message must name: the key, or the fix
 REFUSED = {
     "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
-    "KTO": ({"prompt": "a", "completion": "b", "label": False}, "select(.label)"),
+    "KTO": ({"prompt": "a", "completion": "b", "label": False}, "label"),
     "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "data.roles"),
-    "no answer": ({"messages": [user("a")]}, "no message is of an assistant"),
-    "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2 of 2 (assistant)"),
+    "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
     "the wrong type": ({"prompt": ["a"], "completion": "b"}, "'prompt'"),
 }  # fmt: skip
 

@@ -33,8 +33,8 @@ def describe_masks(
             "model where an answer ends; set eos_token in its tokenizer_config.json"
         )
     ends = _end_tokens(rows, tokenizer, config.max_length)
-    shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ends)))
-    masks = f"{config.supervise}, ending in {shown or 'no token: generate() needs stop_strings'}"
+    shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
+    masks = f"{config.supervise}, ending in {shown}"
     return {"masks": masks, "end_tokens": ends}
 
 
@@ -53,7 +53,7 @@ def _end_tokens(
             inner_tokens.update(supervised[:-1].tolist())
             if len(ids) < max_length:
                 last_tokens.update(supervised[-1:].tolist())
-    ends = last_tokens.intersection([*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder])
+    ends = last_tokens & tokenizer.added_tokens_decoder.keys()
     return sorted(ends - inner_tokens or ends)
 
 

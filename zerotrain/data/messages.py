@@ -22,7 +22,6 @@ from zerotrain.data.sources import (
     MESSAGE_COLUMNS,
     OPTIONAL_KEYS,
     BadRow,
-    json_type,
 )
 
 if TYPE_CHECKING:
@@ -45,22 +44,15 @@ METADATA_KEYS = """
 """
 METADATA = {*METADATA_KEYS.split(), "", "unnamed: 0"}  # the last two: the pandas index in CSV
 
-# Keys that repeat the others: UltraChat has the first message as prompt, Alpaca the rendered text.
-REPEATED_KEYS = {"messages": {"prompt"}, "instruction": {"text"}}
-
 ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "bot", "chatgpt", "model"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
-    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
-    "ipython": "ipython",
-}
+    "system": "system", "developer": "developer", "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant",
+    "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
+    "tool": "tool", "observation": "tool",
+}  # fmt: skip
 RENAMED_KEYS = {"from": "role", "value": "content"}  # of ShareGPT
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
 MESSAGE_KEYS = {"role", "content", "tool_calls", "weight", *TEXT_KEYS}
-CALL_KEYS = {"id", "type", "function", "name", "arguments"}
-EMPTY = (None, "", [], {})
 
 
 def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, Any]:
@@ -71,71 +63,53 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
             content that needs a chat template, but none is used.
     """
     kind = options.format
-    required, optional = FORMAT_KEYS[kind], OPTIONAL_KEYS[kind]
+    required = FORMAT_KEYS[kind]
     missing = [key for key in required if row.get(key) is None]
     if missing:
         raise BadRow("missing key", f"key {missing[0]!r} is missing, which {kind} rows need")
-    if isinstance(row.get("label"), bool):
-        raise BadRow(
-            "needs another loss",
-            "`label` says whether the answer is a good one (KTO), and training would be on the "
-            "bad ones too: jq -c 'select(.label) | del(.label)' OLD > NEW keeps the good ones",
-        )
-    known = {*required, *optional, *REPEATED_KEYS.get(kind, ())}
+    known = {*required, *OPTIONAL_KEYS[kind]}
+    if not options.is_chat:
+        known -= {"system", "tools"}
     row = _known(row, known, f"a row of the format {kind}", options)
     if kind == "text":
-        return {"text": _string(row, "text", "the row")}
+        return {"text": _string(row, "text")}
     if kind in CHAT_FORMATS:
-        turns = [turn for key in required for turn in _turns(row, key, options)]
-        if all(turn["role"] != "assistant" or turn.get("weight") == 0 for turn in turns):
-            raise BadRow("empty answer", "no message is of an assistant with a weight other than 0")
+        turns = []
+        for key in required:
+            for number, message in enumerate(_objects(row, key), start=1):
+                turn = _message(message, f"message {number} of {key!r}", options)
+                if key == "prompt" and turn["role"] == "assistant":
+                    turn["weight"] = 0  # as in TRL: only the completion carries loss
+                turns.append(turn)
     else:
-        prompt, completion = (_string(row, key, "the row") for key in required)
+        prompt, completion = (_string(row, key) for key in required)
         if "input" in row:
-            prompt += f"\n\n{_string(row, 'input', 'the row')}"
+            prompt += "\n\n" + _string(row, "input")
         if not completion.strip():
             raise BadRow("empty answer", "the answer is empty")
         if not options.as_chat:
-            if not row.keys().isdisjoint(("system", "tools")):
-                raise BadRow(
-                    "needs a chat template", "system and tools of a row need data.as_chat: true"
-                )
-            gap = "\n\n" if kind == "instruction" else ""
-            return {"prompt": prompt + gap, "completion": completion}
+            prompt += "\n\n" if kind == "instruction" else ""
+            return {"prompt": prompt, "completion": completion}
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if "system" in row:
-        if turns[0]["role"] == "system":
-            problem = "it has a system turn and `system`; data.ignore_keys: [system] helps"
-            raise BadRow("doubled key", problem)
-        turns = [{"role": "system", "content": _string(row, "system", "the row")}, *turns]
-    return {
-        "messages": turns,
-        **({"tools": _objects(row, "tools", "the row")} if "tools" in row else {}),
-    }
-
-
-def _turns(row: dict[str, Any], key: str, options: "RenderOptions") -> list[dict[str, Any]]:
-    messages = _objects(row, key, "the row")
-    turns = []
-    for number, message in enumerate(messages, start=1):
-        turn = _message(message, f"message {number} of {len(messages)}", options)
-        if key == "prompt" and turn["role"] == "assistant":
-            turn["weight"] = 0  # as in TRL: only the completion carries loss
-        turns.append(turn)
-    return turns
+        turns.insert(0, {"role": "system", "content": _string(row, "system")})
+    found = {"messages": turns}
+    if "tools" in row:
+        found["tools"] = _objects(row, "tools")
+    return found
 
 
 def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> dict[str, Any]:
-    renames = {options.columns[key]: key for key in MESSAGE_COLUMNS if key in options.columns}
-    renames = {**RENAMED_KEYS, **renames}
-    renamed = {renames.get(key, key): value for key, value in message.items()}
-    if len(renamed) < len(message) or "role" not in renamed:
+    columns = {options.columns.get(key, key): key for key in MESSAGE_COLUMNS}
+    renames = {**RENAMED_KEYS, **columns}
+    turn = {renames.get(key, key): value for key, value in message.items()}
+    if len(turn) < len(message) or "role" not in turn:
         raise BadRow(
             "missing key",
             f"{where} has the keys {', '.join(message)} but needs one for role and one for "
             "content; data.columns: {role: KEY, content: KEY} names the file's",
         )
-    turn = _known(renamed, MESSAGE_KEYS, where, options)
+    turn = _known(turn, MESSAGE_KEYS, where, options)
     given = str(turn.get("role"))
     role = options.roles.get(given) or ROLES.get(given.lower())
     if role is None:
@@ -144,7 +118,6 @@ def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> d
             f"{where} has the unknown role {given!r} (known: {', '.join(ROLES)}); "
             f"map it to one of these with data.roles: {{{given!r}: ...}}",
         )
-    where = f"{where} ({role})"
     if role == "function_call":
         role = "assistant"
         turn["tool_calls"] = turn.pop("content", None)
@@ -152,27 +125,25 @@ def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> d
     if "tool_calls" in turn:
         calls = _objects(turn, "tool_calls", where)
         turn["tool_calls"] = [_tool_call(call, where, options) for call in calls]
-    elif "content" not in renamed or (role == "assistant" and not turn["content"].strip()):
-        raise BadRow("empty answer", f"{where} is empty")
+    elif role == "assistant" and not turn["content"].strip():
+        raise BadRow("empty answer", f"{where} ({role}) is empty")
     for key in TEXT_KEYS & turn.keys():
         _string(turn, key, where)
     if turn.get("weight", 1) not in (0, 1):
         raise BadRow("wrong type", f"{where}: the weight must be 0 or 1")
-    if role != "assistant":
-        turn.pop("weight", None)
     return turn
 
 
 def _content(content: Any, where: str, options: "RenderOptions") -> str:
     """The content of a message as text; the texts of a list of parts are concatenated."""
-    parts = content if isinstance(content, list) else [content]
+    if isinstance(content, str):
+        return content
+    where = f"the content of {where}"
     texts = []
-    for part in parts:
-        part = {"text": part} if isinstance(part, str) else part
-        if not isinstance(part, dict) or part.get("type", "text") != "text":
-            raise BadRow("not text", f"the content of {where} is not text, or not only text")
-        part = _known(part, {"type", "text"}, f"the content of {where}", options)
-        texts.append(_string({"text": "", **part}, "text", f"the content of {where}"))
+    for part in _objects({"content": content}, "content", where):
+        if part.get("type", "text") != "text":
+            raise BadRow("not text", f"{where} has a part that is not text")
+        texts.append(_string(_known(part, {"type", "text"}, where, options), "text", where))
     return "".join(texts)
 
 
@@ -180,10 +151,11 @@ def _tool_call(call: dict[str, Any], where: str, options: "RenderOptions") -> di
     """A tool call with its arguments as an object: templates write arguments as JSON, and would
     quote OpenAI's form, JSON in a string, once more.
     """
-    call = _known(call, CALL_KEYS, f"a tool call of {where}", options)
+    where = f"a tool call of {where}"
+    call = _known(call, {"id", "type", "function", "name", "arguments"}, where, options)
     if "function" in call:
         return {**call, "function": _tool_call(parsed(call["function"]), where, options)}
-    _string(call, "name", f"a tool call of {where}")
+    _string({"name": None, **call}, "name", where)
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 
 
@@ -205,28 +177,33 @@ def _known(
     Raises:
         BadRow: there are other keys that are not meta-data.
     """
-    found = {k: v for k, v in found.items() if k not in options.ignore_keys and v not in EMPTY}
+    found = {
+        k: v
+        for k, v in found.items()
+        if k not in options.ignore_keys and v not in (None, "", [], {})
+    }
     if extra := [key for key in found if key not in known and key.lower() not in METADATA]:
         names = ", ".join(extra)
         raise BadRow(
             "unknown key",
             f"{where}: {names} would not be trained on; data.ignore_keys: [{names}] leaves out "
-            "what is not to be learned, data.columns renames what is",
+            "what is not to be learned, data.columns renames what is (system and tools need a chat "
+            "template: data.as_chat)",
         )
     return {key: value for key, value in found.items() if key in known}
 
 
-def _string(found: dict[str, Any], key: str, where: str) -> str:
+def _string(found: dict[str, Any], key: str, where: str = "the row") -> str:
     value = found.get(key, "")
     if not isinstance(value, str):
-        raise BadRow("wrong type", f"{where}: {key!r} is {json_type(value)}, not a string")
+        raise BadRow("wrong type", f"{where}: {key!r} is not a string")
     return value
 
 
-def _objects(found: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+def _objects(found: dict[str, Any], key: str, where: str = "the row") -> list[dict[str, Any]]:
     """A list of objects, or one object, which may be JSON in a string."""
     value = parsed(found.get(key))
     value = [value] if isinstance(value, dict) else value
-    if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise BadRow("wrong type", f"{where}: {key!r} is not a list of objects, nor that as JSON")
     return value

@@ -1,10 +1,9 @@
 """Renders parsed rows into token ids and loss masks."""
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from zerotrain.data.messages import canonical_row
 from zerotrain.data.options import RenderOptions
@@ -26,59 +25,31 @@ OUTCOMES = {
 }
 
 
-class Rendered(NamedTuple):
-    """An example before it is cut to data.max_length."""
-
-    ids: list[int]
-    mask: list[bool]
-    """Which tokens are targets. Token 0 never is, since nothing predicts it."""
-
-
 def render(
     row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", options: RenderOptions
-) -> Rendered:
+) -> tuple[list[int], list[bool]]:
     """Render one parsed row, not truncated; options.format is not "auto".
+
+    Returns:
+        Token ids, and which of them are targets. Token 0 never is, since nothing predicts it.
 
     Raises:
         BadRow: a key is missing or of the wrong type, an answer is empty, or the chat template
             changes or leaves out part of the row.
     """
-    [rendered] = render_batch([row], tokenizer, options)
-    if isinstance(rendered, BadRow):
-        raise rendered
-    return rendered
-
-
-def render_batch(
-    rows: Sequence[dict[str, Any] | BadRow],
-    tokenizer: "PreTrainedTokenizerBase",
-    options: RenderOptions,
-) -> list[Rendered | BadRow]:
-    """Render parsed rows, in their order; one that cannot be used gives its error, and an error
-    itself.
-    """
-    out = []
-    for row in rows:
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            row = canonical_row(row, options)
-            special = special_pattern(tokenizer).search(json.dumps(row, ensure_ascii=False))
-            if special:
-                raise BadRow(
-                    "text of a special token",
-                    f"its text has {special[0]!r}, a special token of the tokenizer, which would "
-                    "act as one; write chats as messages, and leave out start and end marks",
-                )
-            chat = "messages" in row
-            ids, mask = (_chat if chat else _plain)(row, tokenizer, options)
-            mask[:1] = [False]
-            if not any(mask):
-                raise BadRow("empty answer", "no token is supervised: the answer is empty")
-            out.append(Rendered(ids, mask))
-        except BadRow as error:
-            out.append(error)
-    return out
+    row = canonical_row(row, options)
+    special = special_pattern(tokenizer).search(json.dumps(row, ensure_ascii=False))
+    if special:
+        raise BadRow(
+            "text of a special token",
+            f"its text has {special[0]!r}, a special token of the tokenizer, which would act as "
+            "one; write chats as messages, and leave out start and end marks",
+        )
+    ids, mask = (_chat if "messages" in row else _plain)(row, tokenizer, options)
+    mask[:1] = [False]
+    if not any(mask):
+        raise BadRow("empty answer", "no token is supervised: no answer, or only of weight 0")
+    return ids, mask
 
 
 def _plain(
@@ -104,15 +75,12 @@ def _chat(
     context = [i for i in answers if messages[i].pop("weight", 1) == 0]
     if options.supervise == "last":
         answers = answers[-1:]
-    answers = [i for i in answers if i not in context]
-    if not answers:
-        raise BadRow("empty answer", "no token is supervised: the last assistant turn has weight 0")
-    has_all = options.supervise == "all"
-    wanted = context if has_all else answers
-    text, spans = locate(messages, row.get("tools"), tokenizer, wanted, answers)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = tokens_within(text, encoded["offset_mapping"], spans)
-    return encoded["input_ids"], [not m for m in mask] if has_all else mask
+    wanted = [i for i in answers if i not in context]
+    text, spans = locate(messages, row.get("tools"), tokenizer, wanted)
+    encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    if options.supervise == "all":
+        return encoded.ids, [True] * len(encoded.ids)
+    return encoded.ids, tokens_within(text, encoded.offsets, spans)
 
 
 def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> list[bool]:
@@ -125,42 +93,33 @@ def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> list[boo
     Raises:
         BadRow: a token has characters other than white space on both sides of a span's boundary.
     """
-    if not offsets:
-        return []
-    inside = np.zeros(len(text), bool)
+    mask = [False] * len(offsets)
+    ends = list(accumulate((last for _, last in offsets), max))
+    starts = [min(first, end) for (first, _), end in zip(offsets, [0, *ends], strict=False)]
     for start, end in spans:
-        inside[start:end] = True
-    is_blank = np.array([character.isspace() for character in text], bool)
-    ends = np.maximum.accumulate([last for _, last in offsets])
-    starts = np.minimum([first for first, _ in offsets], np.append(0, ends[:-1]))
-
-    def count(flags: np.ndarray) -> np.ndarray:
-        """Of each token, the characters with the flag."""
-        sums = np.append(0, np.cumsum(flags))
-        return sums[ends] - sums[starts]
-
-    outside = count(~inside & ~is_blank)
-    joined = np.flatnonzero((count(inside & ~is_blank) > 0) & (outside > 0))
-    if len(joined):
-        token = text[starts[joined[0]] : ends[joined[0]]]
-        raise BadRow(
-            "joined by the tokenizer",
-            f"one token spans the boundary of an answer ({token!a}): use a chat template whose "
-            "marks are tokens, or whose headers end with a line break",
-        )
-    return ((count(inside) > 0) & (outside == 0)).tolist()
+        for i in range(bisect_right(ends, start), bisect_left(starts, end)):
+            mask[i] = True
+            if starts[i] < start or ends[i] > end:
+                inside = text[max(starts[i], start) : min(ends[i], end)].strip()
+                outside = text[starts[i] : start].strip() or text[end : ends[i]].strip()
+                mask[i] = not outside
+                if inside and outside:
+                    raise BadRow(
+                        "joined by the tokenizer",
+                        f"one token spans the boundary of an answer ({text[starts[i] : ends[i]]!a})"
+                        ": use a chat template whose marks are tokens, or whose headers end with a "
+                        "line break",
+                    )
+    return mask
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
     """Raise UserError if there is no chat template, or no way to mask what it renders."""
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template or not tokenizer.is_fast:
         raise UserError(
-            f"tokenizer {name} has no chat template, but the rows are chat; set model.chat_template"
-        )
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"tokenizer {name} has no fast version, which is needed to map answers to tokens; "
-            "convert it to a tokenizer.json, and set model.tokenizer to its folder"
+            f"tokenizer {name} has no chat template, but the rows are chat: set "
+            "model.chat_template; or no tokenizer.json, which maps answers to tokens: set "
+            "model.tokenizer to a folder that has one"
         )
 
 
@@ -191,8 +150,9 @@ def fit(
         )
     if options.on_too_long == "drop":
         return [([], [], DROPPED)]
-    starts = range(0, len(ids) - 1, max(1, limit - 1)) if options.on_too_long == "split" else [0]
-    outcome = SPLIT if options.on_too_long == "split" else TRUNCATED
+    starts, outcome = [0], TRUNCATED
+    if options.on_too_long == "split":
+        starts, outcome = range(0, len(ids) - 1, max(1, limit - 1)), SPLIT
     pieces = []
     for start in starts:
         piece, piece_mask = ids[start : start + limit], mask[start : start + limit]

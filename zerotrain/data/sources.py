@@ -37,12 +37,13 @@ FORMAT_KEYS = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
+# `prompt` and `text` are not used: UltraChat repeats the first message, Alpaca the rendered text.
 OPTIONAL_KEYS = {
-    "messages": ("system", "tools"),
+    "messages": ("system", "tools", "prompt"),
     "sharegpt": ("system", "tools"),
     "conversational": ("system", "tools"),
     "prompt_completion": ("system", "tools"),
-    "instruction": ("input", "system", "tools"),
+    "instruction": ("input", "system", "tools", "text"),
     "text": (),
 }
 CHAT_FORMATS = ("messages", "sharegpt", "conversational")

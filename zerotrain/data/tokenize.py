@@ -32,7 +32,7 @@ from zerotrain.data.end_marks import describe_masks
 from zerotrain.data.epoch_order import permute
 from zerotrain.data.options import RenderOptions
 from zerotrain.data.readers import RawRow
-from zerotrain.data.render import OUTCOMES, SPLIT, check_template, fit, render_batch
+from zerotrain.data.render import OUTCOMES, SPLIT, check_template, fit, render
 from zerotrain.data.sources import (
     BadRow,
     detect_format,
@@ -195,20 +195,10 @@ def tokenize_batch(
         UserError: a row cannot be used, and data.on_bad_row is error.
     """
     out = TokenizedBatch(len(batch.rows))
-    parsed: list[dict[str, Any] | BadRow] = []
-    for _, raw in batch.rows:
+    for number, (file, raw) in enumerate(batch.rows, start=batch.first):
         try:
-            parsed.append(parse_row(raw, options.columns, options.ignore_keys))
-        except BadRow as error:
-            parsed.append(error)
-    rendered = render_batch(parsed, tokenizer, options)
-    for number, (file, raw), found in zip(
-        range(batch.first, batch.first + len(parsed)), batch.rows, rendered, strict=True
-    ):
-        try:
-            if isinstance(found, BadRow):
-                raise found
-            pieces = fit(found.ids, found.mask, options)
+            row = parse_row(raw, options.columns, options.ignore_keys)
+            pieces = fit(*render(row, tokenizer, options), options)
         except BadRow as error:
             if on_bad_row == "error":
                 raise _refused(file, raw, error) from error

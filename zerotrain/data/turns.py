@@ -15,11 +15,13 @@ import json
 import re
 from bisect import bisect_left
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zerotrain.data.sources import BadRow
+from zerotrain.runtime.errors import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +32,8 @@ Span = tuple[int, int]
 
 # Labels are CJK ideographs of extension B: letters without case that neither JSON nor repr escapes
 # and that hardly ever occur in text.
-FIRST_LABEL, MAX_LABELS = 0x20000, 9999
-LABEL = re.compile(f"[{chr(FIRST_LABEL)}-{chr(FIRST_LABEL + MAX_LABELS)}]")
+FIRST_LABEL = 0x20000
+LABEL = re.compile("[\U00020000-\U0002a6df]")
 # Keys that templates need not render: ids only pair calls with results.
 UNLABELED_KEYS = {"role", "id", "tool_call_id", "type"}
 THOUGHTS = re.compile(r"(\s*</?think>\s*)")  # at which templates split contents
@@ -40,7 +42,6 @@ OPEN_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?$")
 # Markup in brackets, white space, a word, or one other character. Constant texts are compared by
 # these: `<|end|>` and `<|endoftext|>` have no common prefix.
 PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|\w+|.", re.DOTALL)
-MAX_LAYOUTS = 4096
 
 # Some templates write today's date (Llama 3.2, gpt-oss, SmolLM3). With it a row would have other
 # tokens every day: for a resumed run, on another node, in the check of an export. So this goes
@@ -53,59 +54,50 @@ FIXED_DATE = (
 )
 
 
-class Leaf(NamedTuple):
-    """A string of a message, or the part of one beside a thinking tag, that a label stands for."""
+def label_messages(messages: list[Message]) -> tuple[list[Message], list[str], list[int]]:
+    """The messages with labels in place of their strings (of a string with thinking tags, in place
+    of the parts beside them), the strings, and the numbers of their messages.
+    """
+    strings: list[str] = []
+    owners: list[int] = []
 
-    message: int
-    key: str
-    """Of the message."""
-    value: str
-
-    def forms(self) -> list[str]:
-        """What a template may write for it."""
-        text = self.value
-        escaped = json.dumps(text, ensure_ascii=False)[1:-1]
-        forms = [text, escaped]
-        for blank in (None, "\n"):
-            forms += [text.strip(blank), text.rstrip(blank), text.lstrip(blank)]
-        return forms
-
-
-def label_messages(messages: list[Message]) -> tuple[list[Message], list[Leaf]]:
-    """The messages with labels in place of their strings, and what each label stands for."""
-    leaves: list[Leaf] = []
-
-    def labeled(value: Any, message: int, key: str) -> Any:
+    def labeled(value: Any, message: int) -> Any:
         if isinstance(value, dict):
             # The name of a tool's result repeats that of the call.
-            kept = UNLABELED_KEYS | ({"name"} if value.get("role") == "tool" else set())
+            is_result = value.get("role") == "tool"
+            kept = {*UNLABELED_KEYS, "name"} if is_result else UNLABELED_KEYS
             return {
-                k: inner if k in kept else labeled(inner, message, key or k)
-                for k, inner in value.items()
+                k: inner if k in kept else labeled(inner, message) for k, inner in value.items()
             }
         if isinstance(value, list):
-            return [labeled(inner, message, key) for inner in value]
+            return [labeled(inner, message) for inner in value]
         if not isinstance(value, str) or not value.strip():
             return value
         parts = THOUGHTS.split(value)
         for i in range(0, len(parts), 2):
             if parts[i]:
-                leaves.append(Leaf(message, key, parts[i]))
-                parts[i] = chr(FIRST_LABEL + len(leaves) - 1)
+                strings.append(parts[i])
+                owners.append(message)
+                parts[i] = chr(FIRST_LABEL + len(strings) - 1)
         return "".join(parts)
 
-    found = [labeled(message, i, "") for i, message in enumerate(messages)]
-    if len(leaves) > MAX_LABELS:
-        raise BadRow("too many strings", f"its messages have over {MAX_LABELS:,} strings")
-    return found, leaves
+    return [labeled(message, i) for i, message in enumerate(messages)], strings, owners
+
+
+def forms_of(text: str) -> list[str]:
+    """What a template may write for a string."""
+    forms = [text, json.dumps(text, ensure_ascii=False)[1:-1]]
+    for blank in (None, "\n"):
+        forms += [text.strip(blank), text.rstrip(blank), text.lstrip(blank)]
+    return forms
 
 
 @lru_cache(maxsize=8)
 def special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
     """A pattern of the texts of special tokens."""
-    added = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    texts = sorted(added.union(tokenizer.all_special_tokens), key=len, reverse=True)
-    return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)")
+    added = tokenizer.added_tokens_decoder.values()
+    texts = [re.escape(token.content) for token in added if token.special]
+    return re.compile("|".join(texts) or r"(?!)")
 
 
 def locate(
@@ -113,13 +105,9 @@ def locate(
     tools: list[dict[str, Any]] | None,
     tokenizer: "PreTrainedTokenizerBase",
     wanted: list[int],
-    complete: list[int],
 ) -> tuple[str, list[Span]]:
-    """Render messages, and find the turns of the assistant messages `wanted`.
-
-    Args:
-        complete: assistant messages that must be complete in the text; templates may cut the
-            reasoning of others.
+    """Render messages, and find the turns of the assistant messages `wanted`. Templates may cut
+    the reasoning of others.
 
     Returns:
         The text, and the characters of the turns, from the end of the header through the end mark.
@@ -128,13 +116,12 @@ def locate(
         BadRow: the template refuses, changes or leaves out part of the row, or it is not known
             what belongs to a turn.
     """
-    source = FIXED_DATE + tokenizer.get_chat_template(tools=tools)
-    special_tokens = json.dumps(tokenizer.special_tokens_map, default=str)
-    template = Template(tokenizer, source, json.dumps(tools), special_tokens)
+    source = tokenizer.get_chat_template(tools=tools)
+    template = Template(tokenizer, FIXED_DATE + source, json.dumps(tools))
     text, _ = template.render(messages)
-    labeled, leaves = label_messages(messages)
-    layout = _layout(template, json.dumps(labeled))
-    return text, layout.spans(text, leaves, wanted, complete)
+    labeled, strings, owners = label_messages(messages)
+    layout = _layout(template, json.dumps(labeled), tuple(owners))
+    return text, layout.spans(text, strings, wanted)
 
 
 class Template(NamedTuple):
@@ -143,8 +130,7 @@ class Template(NamedTuple):
     tokenizer: "PreTrainedTokenizerBase"
     source: str
     tools: str
-    """As JSON, as is the next."""
-    special_tokens: str
+    """As JSON."""
 
     def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and the spans of its {% generation %} blocks.
@@ -152,24 +138,19 @@ class Template(NamedTuple):
         Raises:
             BadRow: the template raises an exception.
         """
-        has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
         try:
             texts, marks = render_jinja_template(
                 conversations=[messages],
                 tools=json.loads(self.tools),
                 chat_template=self.source,
-                return_assistant_tokens_mask=has_marks,
+                return_assistant_tokens_mask="endgeneration" in self.source,
                 add_generation_prompt=prompt,
-                **json.loads(self.special_tokens),
+                **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # templates raise anything: TemplateError, TypeError ...
-            line = " ".join(str(error).split()) or type(error).__name__
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise BadRow(
-                "refused by the chat template",
-                f"the chat template refuses it ({line}), a conversation of the roles {roles}; "
-                "data.roles maps roles to others",
-            ) from error
+            roles = ", ".join(message["role"] for message in messages)
+            problem = f"the chat template refuses the turns {roles}: {describe(error)}"
+            raise BadRow("refused by the chat template", problem) from error
         return texts[0], marks[0] if marks else []
 
     def tail(self, messages: list[Message], prompt: bool = False) -> str:
@@ -177,9 +158,9 @@ class Template(NamedTuple):
         return LABEL.split(self.render(messages, prompt)[0])[-1]
 
 
-@lru_cache(maxsize=MAX_LAYOUTS)
-def _layout(template: Template, messages: str) -> "Layout":
-    return Layout(template, json.loads(messages))
+@lru_cache(maxsize=4096)
+def _layout(template: Template, messages: str, owners: tuple[int, ...]) -> "Layout":
+    return Layout(template, json.loads(messages), owners)
 
 
 @lru_cache(maxsize=256)
@@ -190,23 +171,22 @@ def _header(template: Template) -> str | None:
     Raises:
         BadRow: a generation prompt follows answers in any case, or never.
     """
-    user, answer, reply = (
-        {"role": role, "content": chr(FIRST_LABEL + i)}
-        for i, role in enumerate(("user", "assistant", "user"))
-    )
-    _, gap, following, *_ = LABEL.split(template.render([user, answer, reply])[0])
-    end, prompt = template.tail([user]), template.tail([user], prompt=True)
-    answer_end = template.tail([user, answer])
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
+    _, gap, following, *_ = LABEL.split(template.render(chat)[0])
+    end, prompt = template.tail(chat[:1]), template.tail(chat[:1], prompt=True)
+    answer_end = template.tail(chat[:2])
     end_mark = shared_pieces(answer_end, following)
-    # What only follows the last answer is another end mark, or the eos token after it.
-    rest = answer_end.removeprefix(end_mark).strip()
-    is_end = not end_mark.strip() or rest in ("", template.tokenizer.eos_token)
+    rest = answer_end.removeprefix(end_mark).strip()  # only after the last answer
+    prompts_always = rest not in ("", template.tokenizer.eos_token) and (
+        end_mark.strip() or rest in gap
+    )
     if gap.strip() == prompt.strip() == end.strip() and not rest:
         return None
     if prompt.startswith(gap):
         prompt = gap
     header = OPEN_THOUGHTS.sub("", prompt.removeprefix(end))
-    if not header.strip() or not is_end or (rest and rest in gap):
+    if prompts_always or not header.strip():
         raise BadRow(
             "not located in the chat template",
             "the chat template does not write the header of an answer {% if add_generation_prompt "
@@ -218,23 +198,21 @@ def _header(template: Template) -> str | None:
 
 def shared_pieces(one: str, other: str) -> str:
     """The longest common prefix of whole pieces."""
-    size = 0
-    for piece, other_piece in zip(PIECE.findall(one), PIECE.findall(other), strict=False):
-        if piece != other_piece:
-            break
-        size += len(piece)
-    return one[:size]
+    pairs = zip(PIECE.findall(one), PIECE.findall(other), strict=False)
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class Layout:
     """A rendered conversation of labels, and where its turns are."""
 
-    def __init__(self, template: Template, messages: list[Message]) -> None:
-        self.template, self.messages = template, messages
+    def __init__(
+        self, template: Template, messages: list[Message], owners: tuple[int, ...]
+    ) -> None:
+        self.template, self.messages, self.owners = template, messages, owners
         self.text, self.marks = template.render(messages)
         self.constants = LABEL.split(self.text)
         self.places = [found.start() for found in LABEL.finditer(self.text)]
-        self.labels = [ord(self.text[place]) - FIRST_LABEL for place in self.places]
+        self.labels = [ord(label) - FIRST_LABEL for label in LABEL.findall(self.text)]
         self.turns: dict[int, list[Span]] = {}
         for tool in json.loads(template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in self.text:
@@ -242,42 +220,34 @@ class Layout:
         for number, message in enumerate(messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
-                if isinstance(arguments, dict) and arguments and repr(arguments) in self.text:
+                if arguments and repr(arguments) in self.text:
                     raise self._refused(number, "is not written with its arguments as JSON")
 
-    def spans(
-        self, text: str, leaves: list[Leaf], wanted: list[int], complete: list[int]
-    ) -> list[Span]:
+    def spans(self, text: str, strings: list[str], wanted: list[int]) -> list[Span]:
         """The turns `wanted` in the text of a row with these strings; see locate."""
-        for number, leaf in enumerate(leaves):
-            is_needed = (
-                leaf.message in complete or self.messages[leaf.message]["role"] != "assistant"
-            )
-            if is_needed and number not in self.labels:
-                raise self._refused(leaf.message, f"lacks its {leaf.key}")
-        shifts = self._shifts(text, leaves)
+        for label, owner in enumerate(self.owners):
+            is_needed = owner in wanted or self.messages[owner]["role"] != "assistant"
+            if is_needed and label not in self.labels:
+                raise self._refused(owner, "is not complete")
+        shifts = self._shifts(text, strings)
+
+        def moved(place: int) -> int:
+            return place + shifts[bisect_left(self.places, place)]
+
         return [
-            (
-                start + shifts[bisect_left(self.places, start)],
-                end + shifts[bisect_left(self.places, end)],
-            )
-            for number in wanted
-            for start, end in self._turn(number, leaves)
+            (moved(start), moved(end)) for number in wanted for start, end in self._turn(number)
         ]
 
-    def _shifts(self, text: str, leaves: list[Leaf]) -> list[int]:
+    def _shifts(self, text: str, strings: list[str]) -> list[int]:
         """By how much longer the row's text is than this one after 0, 1, 2 ... labels."""
-        shifts, at = [0], len(self.constants[0])
-        is_same = text.startswith(self.constants[0])
+        shifts, expected = [0], self.constants[0]
         for label, following in zip(self.labels, self.constants[1:], strict=True):
-            forms = leaves[label].forms() if label < len(leaves) else []
-            fitting = [form for form in forms if text.startswith(form + following, at)]
-            if not is_same or not fitting:
-                is_same = False
-                break
-            shifts.append(shifts[-1] + len(fitting[0]) - 1)
-            at += len(fitting[0] + following)
-        if not is_same or at != len(text):
+            forms = forms_of(strings[label]) if label < len(strings) else []
+            at = len(expected)
+            form = next((form for form in forms if text.startswith(form + following, at)), "")
+            shifts.append(shifts[-1] + len(form) - 1)
+            expected += form + following
+        if expected != text:
             raise BadRow(
                 "rewritten by the chat template",
                 "the template rewrites the messages, so the origin of its text is unknown; "
@@ -286,12 +256,14 @@ class Layout:
             )
         return shifts
 
-    def _turn(self, number: int, leaves: list[Leaf]) -> list[Span]:
+    def _turn(self, number: int) -> list[Span]:
         if number not in self.turns:
-            owners = [leaves[label].message for label in self.labels]
-            is_first = [label not in self.labels[:i] for i, label in enumerate(self.labels)]
-            own = [i for i, owner in enumerate(owners) if owner == number and is_first[i]]
-            if not own or set(owners[own[0] : own[-1] + 1]) != {number}:
+            own = [
+                i
+                for i, label in enumerate(self.labels)
+                if self.owners[label] == number and label not in self.labels[:i]
+            ]
+            if not own or len(own) <= own[-1] - own[0]:
                 raise self._refused(number, "is not in one piece")
             first, last = own[0], own[-1]
             if self.marks:
@@ -301,19 +273,14 @@ class Layout:
             # The line break that follows an end mark belongs to the template, not to the turn.
             start, end = spans[-1]
             spans[-1] = (start, start + len(self.text[start:end].rstrip()))
-            if spans[-1][1] <= self.places[last] + 1:
+            if not THOUGHTS.sub("", self.text[self.places[last] + 1 : spans[-1][1]]):
                 raise self._refused(number, "has no end mark, or another one than as the last turn")
             self.turns[number] = spans
         return self.turns[number]
 
     def _marked_turn(self, number: int, first: int, last: int) -> list[Span]:
         places = self.places[first : last + 1]
-        following = [*self.places, len(self.text)][last + 1]
-        spans = [
-            (a, b)
-            for a, b in self.marks
-            if any(a <= place < b for place in places) or places[-1] < a < b <= following
-        ]
+        spans = [(a, b) for a, b in self.marks if any(a <= place < b for place in places)]
         covered = [place for place in self.places if any(a <= place < b for a, b in spans)]
         if covered != places:
             raise self._refused(number, "is not what the generation marks cover")
