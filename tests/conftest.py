@@ -45,9 +45,16 @@ LONGEST_FIRST = (
     "test_readme",
     *sorted(MAKE_HOSTS),
     "test_training",
-    "test_checkpoints",
-    "test_gpu",
     "test_commands",
+    "test_preemption",
+    "test_checkpoints",
+    "test_benchmarks",
+    "test_recipes",
+    "test_lora",
+    "test_export",
+    "test_copier",
+    "test_verify",
+    "test_fuzz",
 )
 
 

@@ -149,11 +149,11 @@ except UserError as error:
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(json.dumps([peak / 1024, len(found), sorted(set(found))]))
 """
-MANY, HUGE = 600, "x" * 4_000_000
+MANY, HUGE = 300, "x" * 4_000_000
 
 
 def giants(path):
-    """A file of a few kB, whose rows have 2.4 GB; and what reading it gives."""
+    """A file of a few kB, whose rows have 1.2 GB; and what reading it gives."""
     indices = pa.array([0] * MANY, pa.int32())
     column = pa.DictionaryArray.from_arrays(indices, pa.array([HUGE]))
     if path.name == "rows.parquet":  # one value in a dictionary, and a run of references to it
