@@ -17,6 +17,7 @@ from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
+from zerotrain.data.plan import StepPlan
 from zerotrain.model.guard import Problem
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import gather_json
@@ -107,8 +108,7 @@ class StepReporter:
         if self._on_cuda:
             record["memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         if self._ranks.is_first:
-            examples = np.concatenate([of for ranks in plan.micro_batches for of in ranks])
-            lengths = self._plan.data.lengths[examples]
+            lengths = self._plan.data.lengths[np.concatenate(examples_of_step(plan))]
             flops = self._flops.of_examples(lengths, plan.supervised_tokens)
             record["model_flops_per_s"] = flops / step_seconds
             if self._peak_flops_per_s is not None and self._precision != "fp32":
@@ -132,7 +132,7 @@ class StepReporter:
             return
         micro_batches, bad = batch.plan.micro_batches, enumerate(problem.micro_batches)
         suspects = [micro_batches[i][rank] for rank, micro_steps in bad for i in micro_steps]
-        examples = np.concatenate(suspects or [of for ranks in micro_batches for of in ranks])
+        examples = np.concatenate(suspects or examples_of_step(batch.plan))
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]
         self.report_event("skipped_step", f"{problem.reason}; the update is skipped", rows=rows)
 
@@ -145,8 +145,8 @@ class StepReporter:
         }
         step_seconds = fmean(step["step_seconds"] for step in self._window)
         self._window.clear()
-        of_ranks = gather_json(self._ranks, measured)
-        columns = {name: [rank[name] for rank in of_ranks] for name in measured}
+        by_rank = gather_json(self._ranks, measured)
+        columns = {name: [rank[name] for rank in by_rank] for name in measured}
         record = {"hosts": self._places, "step_seconds": step_seconds, **columns}
         self._metrics.log("ranks", {"step": self._step, **record})
         slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
@@ -154,8 +154,13 @@ class StepReporter:
         for rank, windows in self._windows_slow.items():
             if windows == WINDOWS:
                 name = self.rank_names[rank]
-                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {of_ranks[rank]}"
+                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
                 self.report_event("slow_rank", text, ranks=[rank])
+
+
+def examples_of_step(plan: StepPlan) -> list[np.ndarray]:
+    """The examples of each micro-batch of a step, of all ranks."""
+    return [examples for ranks in plan.micro_batches for examples in ranks]
 
 
 def slow_ranks(probes: Sequence[float], waits: Sequence[float], step_seconds: float) -> list[int]:
