@@ -42,8 +42,8 @@ from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.engine import build_engine, check_engine
+from zerotrain.model.evaluate import HeldOutSets
 from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard
-from zerotrain.model.held_out import HeldOutSets
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
 from zerotrain.model.setup import Setup, describe_run, load_plans

@@ -38,8 +38,7 @@ def main() -> None:
 
     from zerotrain.model.architecture import count_ids
     from zerotrain.model.hub import load_pretrained
-    from zerotrain.model.load import set_chat_template
-    from zerotrain.model.weights import load_skeleton
+    from zerotrain.model.load import check_report, set_chat_template
     from zerotrain.tools.vocabulary import add_tokens, check_extends, resize_vocabulary
     from zerotrain.tracking.console import quieten_libraries
 
@@ -54,26 +53,22 @@ def main() -> None:
     if args.chat_template:
         set_chat_template(tokenizer, args.chat_template)
 
-    skeleton, lost = load_skeleton(args.model, args.revision)
-    if lost:
+    load = AutoModelForCausalLM.from_pretrained
+    model, report = load_pretrained(
+        load, args.model, revision=args.revision, dtype="auto", output_loading_info=True
+    )
+    check_report(args.model, report)
+    if lost := sorted(report["unexpected_keys"]):
         raise UserError(
             f"{args.model} has weights that its causal language model does not use, and a copy "
             f"would lack: {listed(lost)}; use a text model of its family"
         )
-    needed, free = sum(p.nbytes for p in skeleton.parameters()), psutil.virtual_memory().available
-    if needed > free:
-        raise UserError(
-            f"{args.model} needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "
-            "are free; run this where there is more"
-        )
-    new_ids, old_rows = count_ids(tokenizer), skeleton.get_input_embeddings().weight.shape[0]
+    new_ids, old_rows = count_ids(tokenizer), model.get_input_embeddings().weight.shape[0]
     if not (new or args.tokenizer or args.chat_template) and new_ids <= old_rows:
         raise UserError(f"{args.model} has all of these tokens already: there is nothing to add")
     for token in dict.fromkeys(args.tokens):
         i = tokenizer.convert_tokens_to_ids(token)
         print(f"{token!r} {'gets' if token in new else 'exists already, with'} id {i:,}")
-    load = AutoModelForCausalLM.from_pretrained
-    model = load_pretrained(load, args.model, revision=args.revision, dtype="auto")
     rows = resize_vocabulary(model, old_ids, new_ids)
     with new_folder(args.out) as draft:
         model.save_pretrained(draft)

@@ -75,16 +75,17 @@ def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
         UserError: the model's config cannot be loaded, or the DeepSpeed config is wrong.
     """
     from zerotrain.config.ds_config import resolve_ds_config
-    from zerotrain.model.architecture import hidden_size, meta_model
+    from zerotrain.model.architecture import meta_model
     from zerotrain.model.trained import count_trained
-    from zerotrain.tools.memory_plan import estimate_memory
+    from zerotrain.tools.memory_plan import count_quantized, estimate_memory, hidden_size
 
     architecture = load_shape(config)
     skeleton = meta_model(architecture, config.model.trust_remote_code)
-    counts = count_trained(skeleton, config.model)
+    quantized = count_quantized(skeleton) if config.model.quantization else 0
+    count_trained(skeleton, config.model)
     config, _, ds_config = resolve_ds_config(config, "bf16", hidden_size(architecture))
     shape = cluster.nodes * cluster.gpus, cluster.gpus
-    return estimate_memory(config, skeleton, counts.quantized, ds_config, *shape), skeleton
+    return estimate_memory(config, skeleton, quantized, ds_config, *shape), skeleton
 
 
 def load_shape(config: "Config") -> "PretrainedConfig":

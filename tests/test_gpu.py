@@ -13,7 +13,7 @@ from zerotrain.config.schema import ModelConfig
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model.blocks import change_blocks
 from zerotrain.model.loss import SupervisedLoss
-from zerotrain.model.packed_attention import PACKED_EXAMPLES
+from zerotrain.model.packing import PACKED_EXAMPLES
 from zerotrain.runtime.seeding import rng_state, seed_everything, set_rng_state
 
 

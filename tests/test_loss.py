@@ -139,5 +139,10 @@ class OverPositions(LlamaForCausalLM):
 
 
 def test_a_model_that_does_something_else_to_its_logits_keeps_whole_logits():
-    loss, problem = supervised_loss(OverPositions(ARCHITECTURES["llama"]), 4)
-    assert "OverPositions" in problem and loss.chunk_tokens == 0
+    model = OverPositions(ARCHITECTURES["llama"])
+    loss, problem = supervised_loss(model, 4)
+    assert "OverPositions" in problem
+    batch, labels = micro_batch()
+    assert loss(model, batch).cross_entropy.item() == pytest.approx(
+        plain_loss(model, batch, labels).item(), rel=1e-6
+    )

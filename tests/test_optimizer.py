@@ -37,6 +37,7 @@ def test_every_schedule_warms_up_and_wastes_no_update(name):
 def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():
     short, long = schedule("linear", 6), schedule("linear", 9)
     assert short.rate(6) == 0 and long.rate(6) == pytest.approx(1e-3 * 3 / (9 + 1 - 4))
-    # 3 steps fewer came before, in another batch
-    shifted = dataclasses.replace(schedule("linear", 12), shift=3)
-    assert shifted.rate(6) == schedule("linear", 12).rate(9)
+    # 3 steps more came before, in another batch
+    plan = SimpleNamespace(mean_batch=10, mean_examples=10, steps_per_epoch=12, step_shift=3)
+    train = dataclasses.replace(TRAIN, steps=None, epochs=1, lr_schedule="linear")
+    assert make_schedule(train, plan).rate(6) == schedule("linear", 12).rate(9)

@@ -25,10 +25,9 @@ from transformers import (
 )
 
 from zerotrain.config.parse import parse_command_line
-from zerotrain.model import packed_attention
+from zerotrain.model import packing
 from zerotrain.model.architecture import meta_model
-from zerotrain.model.packed_attention import PACKED_EXAMPLES
-from zerotrain.model.packing import resolve_batching
+from zerotrain.model.packing import PACKED_EXAMPLES, resolve_batching
 from zerotrain.model.probes import check_causal, check_packing
 from zerotrain.runtime.errors import UserError
 
@@ -142,7 +141,7 @@ def attend(window, device, dtype):
         torch.randn(1, heads, 170, 16, generator=generator).to(device, dtype).requires_grad_()
         for heads in (4, 2, 2)
     ]
-    output, _ = packed_attention.packed_attention(
+    output, _ = packing.packed_attention(
         layer, *states, None, position_ids=position_ids, scaling=0.3, sliding_window=window
     )
     output.square().sum().backward()
@@ -154,9 +153,9 @@ def attend(window, device, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_varlen_kernel_equals_attention_per_example(window, dtype, monkeypatch):
-    calls, varlen_attn = [], packed_attention.varlen_attn
+    calls, varlen_attn = [], packing.varlen_attn
     monkeypatch.setattr(
-        packed_attention, "varlen_attn", lambda *a, **k: calls.append(a) or varlen_attn(*a, **k)
+        packing, "varlen_attn", lambda *a, **k: calls.append(a) or varlen_attn(*a, **k)
     )
     found = attend(window, "cuda", dtype)
     assert len(calls) == 1
@@ -192,11 +191,10 @@ def test_auto_packs_where_no_score_between_examples_is_computed(resolve, monkeyp
     for name, architecture in FAMILIES.items():
         assert resolve(architecture)[:2] == ("packed", PACKED_EXAMPLES), name
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    llama, dropout = FAMILIES["llama, grouped heads"], LlamaConfig(**SIZES, attention_dropout=0.1)
+    llama = FAMILIES["llama, grouped heads"]
     assert resolve(llama, "cuda", "bf16")[:2] == ("packed", PACKED_EXAMPLES)
-    for architecture, precision in ((dropout, "bf16"), (llama, "fp32")):
-        batching, attention, why = resolve(architecture, "cuda", precision)
-        assert (batching, attention) == ("bucketed", None) and why.startswith("varlen attention")
+    batching, attention, why = resolve(llama, "cuda", "fp32")
+    assert (batching, attention) == ("bucketed", None) and why.startswith("varlen attention")
 
 
 def test_an_attention_that_is_asked_for_stays(resolve):
@@ -204,9 +202,8 @@ def test_an_attention_that_is_asked_for_stays(resolve):
     assert resolve(llama, attention="eager")[:2] == ("bucketed", "eager")
     for kernel in ("flash_attention_2", "flex_attention"):
         assert resolve(llama, "cuda", "bf16", attention=kernel)[:2] == ("packed", kernel)
-    for options in ({"attention": "flex_attention"}, {"attention": "eager", "batching": "packed"}):
-        with pytest.raises(UserError):
-            resolve(llama, **options)
+    with pytest.raises(UserError):
+        resolve(llama, attention="eager", batching="packed")
 
 
 FALCON = FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)

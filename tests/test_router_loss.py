@@ -72,9 +72,7 @@ def train_plainly(config_file, tokenizer, ranks):
     config = parse_command_line(["--config", str(config_file)]).config
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     trained = [p for p in model.parameters() if p.requires_grad]
-    plan, _ = make_plans(
-        config, tokenizer, make_budget(config.data, ranks, linear_cost(model.config))
-    )
+    plan, _ = make_plans(config, tokenizer, make_budget(config.data, ranks, linear_cost(model)))
     optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-8,
                                   betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
     metrics, without_tokens = defaultdict(list), 0

@@ -214,8 +214,6 @@ class Saver:
         if model.can_generate():
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
-        for name, text in self.loaded.processor_files.items():
-            (draft / "model" / name).write_text(text, encoding="utf-8")
         write_state(draft, state)
 
     def _copy(self, content: dict[str, Any]) -> dict[str, Any]:

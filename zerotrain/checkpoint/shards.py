@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import SHARDS
-from zerotrain.model.base import Base, is_same_base
+from zerotrain.model.hub import Base, is_same_base
 from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.process_group import Ranks

@@ -15,7 +15,7 @@ from zerotrain.checkpoint.shards import Shards, load_shards
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
-from zerotrain.model.base import Base
+from zerotrain.model.hub import Base
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import Ranks

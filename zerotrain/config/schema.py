@@ -78,7 +78,7 @@ class ModelConfig(Section):
     chatml, llama3, plain, zephyr."""
     attn_implementation: str | None = None
     """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
-    zerotrain/model/packed_attention.py, for packed examples.
+    zerotrain/model/packing.py, for packed examples.
     """
     loss_chunk_tokens: NonNegativeInt = 1024
     """Supervised tokens whose logits exist at a time, in the loss; 0: those of a micro-batch."""

@@ -1,11 +1,14 @@
-"""What follows from a model's config alone: parameters, width, cost per token, longest example."""
+"""What follows from a model's config alone: the model without weights, and its cost per token."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config
-from zerotrain.model.hub import first_line
+from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
 
@@ -26,79 +29,14 @@ def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Mo
                 model_config, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a model's own constructor can raise anything
-        if is_multimodal(model_config) and "Unrecognized configuration class" in str(error):
-            raise UserError(
-                f"model.name_or_path: {model_config.model_type} is a multimodal model, and "
-                "transformers has no class for it that is trained on text alone; use a text model "
-                "of its family"
-            ) from error
         raise UserError(
-            f"model.name_or_path: not a causal language model: {first_line(error)}"
+            f"model.name_or_path: not a causal language model: {summarize(error)}"
         ) from error
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
     """Whether the language model is one part of several, e.g. beside a vision tower."""
     return text_config_of(model_config) is not model_config
-
-
-def other_parts(model: nn.Module) -> list[str]:
-    """Names of the modules of a multimodal model that it does not use for text, e.g. its vision
-    tower; not of those within them.
-    """
-    if not is_multimodal(model.config):
-        return []
-    used = {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
-    found: list[str] = []
-    for name, module in model.named_modules():
-        is_within = any(name.startswith(f"{other}.") for other in found)
-        if not is_within and used.isdisjoint(module.modules()):
-            found.append(name)
-    return found
-
-
-def freeze_other_parts(model: nn.Module) -> None:
-    """Freeze what a multimodal model does not use for text. Without a gradient, AdamW's weight
-    decay alone would change it.
-    """
-    if is_multimodal(model.config):
-        used = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
-        for parameter in set(model.parameters()).difference(used):
-            parameter.requires_grad_(False)
-
-
-def linear_cost(model_config: PretrainedConfig) -> int:
-    """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
-    units of attention to one token.
-
-    The matrices of a layer, with P parameters, cost 2*P*L flops; causal attention with hidden size
-    h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
-    gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
-    """
-    hidden, queries, keys, inner, _ = layer_widths(model_config)
-    if not queries:  # no attention
-        return 12 * int(hidden)
-    matrices = 3 if hasattr(text_config_of(model_config), "hidden_act") else 2  # gated: a third
-    return max(1, int(2 * hidden * (queries + keys) + matrices * hidden * inner) // int(hidden))
-
-
-def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, float, float]:
-    """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
-    a token visits, and their number. Queries and keys are 0 without attention.
-    """
-    text = text_config_of(model_config)
-    hidden, heads = hidden_size(model_config), _size(text, "num_attention_heads") or 0
-    head_dim = _size(text, "head_dim") or (hidden // heads if heads else 0)
-    kv_heads = _size(text, "num_key_value_heads") or heads
-    names = ("moe_intermediate_size", "intermediate_size", "n_inner")
-    inner = next((size for name in names if (size := _size(text, name))), 4 * hidden)
-    experts = _size(text, "num_experts_per_tok") or 1
-    return hidden, heads * head_dim, kv_heads * head_dim, inner * experts, experts
-
-
-def hidden_size(model_config: PretrainedConfig) -> int:
-    """Hidden size of the model; 1024 if its config has none, which only affects bucket sizes."""
-    return int(_size(text_config_of(model_config), "hidden_size") or 1024)
 
 
 def text_config_of(model_config: PretrainedConfig) -> PretrainedConfig:
@@ -111,36 +49,24 @@ def text_config_of(model_config: PretrainedConfig) -> PretrainedConfig:
         return model_config.get_text_config()
     except ValueError as error:
         raise UserError(
-            f"model.name_or_path: not a causal language model: {first_line(error)}"
+            f"model.name_or_path: not a causal language model: {summarize(error)}"
         ) from error
-
-
-def _size(text: PretrainedConfig, name: str) -> float | None:
-    """A size of the architecture: the mean if it differs between layers, None if it is missing."""
-    try:
-        size = getattr(text, name, None)
-    except RuntimeError:  # configs with sizes per layer refuse access to the global one
-        size = [getattr(layer, name, None) for layer in text.per_layer_config]
-    sizes = size if isinstance(size, (list, tuple)) else [size]  # some configs have a list
-    numbers = [n for n in sizes if isinstance(n, (int, float))]
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def check_model_fits(
     config: Config, skeleton: nn.Module, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse encoders, and a vocabulary or data.max_length that is too large for the model.
+    """Refuse a vocabulary or data.max_length that is too large for the model, and experts that are
+    modules of their own, as in code that comes with a model: ranks choose different ones, but have
+    to gather and to reduce the same parameters. transformers packs the experts of a layer into
+    three-dimensional parameters.
 
     Args:
         skeleton: the model on the meta device.
 
     Raises:
-        UserError: names the two sizes, or the model.
+        UserError: names the two sizes, or the module.
     """
-    # An early error for models with these flags; probes.check_causal tests the behaviour itself.
-    flags = {m.is_causal for m in skeleton.modules() if hasattr(m, "is_causal")}
-    if getattr(skeleton.config, "is_decoder", None) is False and flags == {False}:
-        raise not_causal(skeleton)
     text = text_config_of(skeleton.config)
     if (ids := count_ids(tokenizer)) > text.vocab_size:
         raise UserError(
@@ -154,12 +80,108 @@ def check_model_fits(
             f"data.max_length: {config.data.max_length:,} exceeds the model's "
             f"max_position_embeddings ({positions:,})"
         )
+    for module in skeleton.modules():
+        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+            raise UserError(
+                f"model.name_or_path: {type(module).__name__} of this model has experts that are "
+                "modules of their own, which ZeRO does not train right; use a model whose experts "
+                "are packed, as in transformers"
+            )
 
 
-def not_causal(model: nn.Module) -> UserError:
-    """The error for a model whose tokens attend to later ones."""
-    return UserError(
-        f"model.name_or_path: {type(model).__name__} is not causal as it is configured: its tokens "
-        "attend to the tokens that they have to predict; if it can be a decoder (BERT-like models),"
-        ' set "is_decoder": true in its config.json'
-    )
+# --------------------------------------------------------------------------------------------------
+# Cost
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Floating-point operations (FLOPs) of a model, forward and backward.
+
+    They are the "model FLOPs" of PaLM (arXiv:2204.02311, appendix B): what the mathematics needs,
+    whatever the hardware does. Per token and weight of a matrix 2 forward, 2 for the gradient of
+    its input, and 2 for its own gradient if it is trained: so 6 per trained weight and 4 per frozen
+    one. Of the experts' weights, a token multiplies num_experts_per_tok / num_experts. The output
+    head counts for supervised tokens alone. Causal attention counts 12 x the width of all queries
+    per pair of tokens and layer, without regard to sliding windows. Recomputed activations count
+    once; padding, look-ups, norms, activation functions and the optimizer do not count.
+    """
+
+    token: float
+    """Of all matrices but the output head, per token."""
+    supervised_token: float
+    """Of the output head, per token that is a target of the loss."""
+    pair: float
+    """Of attention, per pair of a token and itself or one before it."""
+
+    def of_examples(self, lengths: np.ndarray, supervised_tokens: float) -> float:
+        """FLOPs for examples of these lengths, int [examples]."""
+        length = lengths.astype(np.float64)
+        pairs = (length * (length + 1) / 2).sum()
+        return (
+            self.token * length.sum()
+            + self.supervised_token * supervised_tokens
+            + (self.pair * pairs)
+        )
+
+
+def count_flops(skeleton: nn.Module) -> ModelFlops:
+    """The FLOPs of a model as it is trained.
+
+    Args:
+        skeleton: the model on the meta device, with requires_grad as in training.
+    """
+    sizes = text_config_of(skeleton.config).to_dict()
+    heads, head_size = sizes.get("num_attention_heads"), sizes.get("head_dim")
+    width = _hidden_size(skeleton)
+    if isinstance(heads, int) and isinstance(head_size, int):
+        width = heads * head_size
+    body, head = _multiplied_weights(skeleton)
+    of_body, of_head = (4 * total + 2 * trained for total, trained in (body, head))
+    return ModelFlops(of_body, of_head, 12 * width * _layers(skeleton))
+
+
+def linear_cost(skeleton: nn.Module) -> int:
+    """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
+    units of attention to one token.
+
+    The matrices of a layer, with P parameters, cost 2*P*L flops; causal attention with hidden size
+    h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
+    gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
+
+    Args:
+        skeleton: the model on the meta device, without adapters.
+    """
+    (weights, _), _ = _multiplied_weights(skeleton)
+    return max(1, int(weights) // (_layers(skeleton) * _hidden_size(skeleton)))
+
+
+def _layers(skeleton: nn.Module) -> int:
+    return int(text_config_of(skeleton.config).num_hidden_layers)
+
+
+def _hidden_size(skeleton: nn.Module) -> int:
+    return skeleton.get_input_embeddings().weight.shape[-1]
+
+
+def _multiplied_weights(skeleton: nn.Module) -> list[tuple[float, float]]:
+    """How many weights a token is multiplied with, and how many of them are trained: of the part
+    for text without the output head, and of the head.
+    """
+    text, head = text_config_of(skeleton.config), skeleton.get_output_embeddings()
+    body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
+    of_head = set(head.modules())
+    active = getattr(text, "num_experts_per_tok", None) or 1
+    found = []
+    for modules in ([m for m in body.modules() if m not in of_head], of_head):
+        total = trained = 0.0
+        for module in modules:
+            own = list(module.parameters(recurse=False))
+            is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns], beside biases
+            for p in own:
+                if isinstance(module, nn.Embedding) or p.dim() < (3 if is_packed else 2):
+                    continue
+                weights = p.numel() * (active / len(p) if is_packed else 1)
+                total += weights
+                trained += weights * p.requires_grad
+        found.append((total, trained))
+    return found

@@ -2,7 +2,6 @@
 pass.
 """
 
-import copy
 import warnings
 
 import torch
@@ -10,30 +9,10 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from zerotrain.config.schema import ModelConfig
-from zerotrain.model.hub import first_line
+from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
 MAX_GRAPHS = 64  # of one function: training or not, one example or several, kinds of layers
-
-
-def check_blocks(options: ModelConfig, skeleton: nn.Module, device: torch.device) -> None:
-    """Refuse options that the model's blocks, or this machine, cannot have.
-
-    Args:
-        skeleton: the model on the meta device.
-
-    Raises:
-        UserError: names the key.
-    """
-    if options.compile or options.activation_checkpointing:
-        change_blocks(copy.deepcopy(skeleton), options)
-    if options.compile:
-        try:
-            torch.compile(torch.sin)(torch.ones(8, device=device))
-        except Exception as error:  # no C++ compiler, no Triton, ...
-            raise UserError(
-                f"model.compile: torch.compile does not work here: {first_line(error)}"
-            ) from error
 
 
 def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
@@ -50,7 +29,7 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
             with warnings.catch_warnings(action="ignore"):  # a newer name
                 model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
-            raise UserError(f"model.activation_checkpointing: {first_line(error)}") from error
+            raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
     if not options.compile:
         return []
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -5,20 +5,18 @@ from io import StringIO
 
 import deepspeed
 from deepspeed.utils import set_z3_leaf_module
-from torch import nn
 
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.blocks import change_blocks
-from zerotrain.model.experts import refuse_expert_lists
+from zerotrain.model.hub import summarize, weight_files
 from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import parameter_groups, reset_update_count
 from zerotrain.model.probes import check_causal, check_end_tokens, check_packing, ordinary_tokens
 from zerotrain.model.setup import Setup
-from zerotrain.model.weights import check_weights
 from zerotrain.runtime.agreement import run_on_all_ranks
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
 
@@ -36,12 +34,9 @@ def build_engine(
     """
     config = setup.config
     if not config.model.from_config:
-        # fetches the files, once per machine, within the 24 hours of Ranks.control
-        unused = run_on_all_ranks(
-            ranks, lambda: check_weights(config, setup.model_config), first_on_machine=True
-        )
-        if ranks.is_first and unused:
-            print(unused, flush=True)
+        # once per machine, within the 24 hours of Ranks.control
+        name, revision = config.model.name_or_path, config.model.revision
+        run_on_all_ranks(ranks, lambda: weight_files(name, revision), first_on_machine=True)
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = run_on_all_ranks(
@@ -50,12 +45,14 @@ def build_engine(
     model = loaded.model
     set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
     loss = SupervisedLoss(model, config.model.loss_chunk_tokens)
-    refuse_expert_lists(model)
-    head = model.get_output_embeddings()
-    whole = change_blocks(model, config.model)
-    whole += [head] if list(head.children()) else []  # adapters: not again for each chunk
-    if zero_stage(setup.ds_config) == 3:
-        gather_as_wholes(model, whole)
+    compiled = change_blocks(model, config.model)
+    if compiled and zero_stage(setup.ds_config) == 3:
+        # ZeRO-3 gathers a compiled block as a whole, and reduces its gradients once autograd has
+        # that of its input. Where that needs none, because everything before is frozen, it would
+        # reduce zeros; so the output of the embeddings is made to need one.
+        for block in compiled:
+            set_z3_leaf_module(block, True)
+        model.enable_input_require_grads()
     try:
         with redirect_stdout(StringIO()):  # memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
@@ -68,27 +65,13 @@ def build_engine(
         is_refusal = not isinstance(error, RuntimeError | OSError | MemoryError)
         if is_refusal or isinstance(error, NotImplementedError):
             raise UserError(
-                f"{config.ds_config}: DeepSpeed refuses it: {describe(error)}"
+                f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}"
             ) from error
         raise
     reset_update_count(engine.basic_optimizer)
     engine.train()
     seed_everything(rank_seed(config.train.seed, ranks.rank))
     return engine, loss, loaded
-
-
-def gather_as_wholes(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Have ZeRO-3 gather all parameters of each of these modules when it is called, rather than
-    those of each submodule when that is called.
-
-    DeepSpeed then reduces the module's gradients once autograd has the gradient of its input. Where
-    that needs none, because everything before is frozen, it would reduce zeros; so the output of
-    the embeddings is made to need one.
-    """
-    for module in modules:
-        set_z3_leaf_module(module, True)
-    if modules:
-        model.enable_input_require_grads()
 
 
 def check_engine(

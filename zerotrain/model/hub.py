@@ -1,24 +1,33 @@
-"""Load from the hub or a folder, with a one-line error for any failure, and name the commits of the
-hub that were loaded.
+"""Load from the hub or a folder, with a one-line error for any failure, and name the commits and
+the files of the hub that were loaded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, TypeAlias
 
+import xxhash
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
 )
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.sources import COMMIT, loaded_commit
-from zerotrain.runtime.errors import UserError
+from zerotrain.data.sources import loaded_commit
+from zerotrain.runtime.errors import UserError, describe
+
+SAMPLES, SAMPLE_BYTES = 128, 256  # of each file
+MAX_ERROR_CHARACTERS = 400  # of a library's message
+
+Base: TypeAlias = dict[str, str | None]
+"""name_or_path and revision of a pretrained model, and a fingerprint of its files."""
 
 
 def load_pretrained(
@@ -41,43 +50,16 @@ def load_pretrained(
     try:
         return load(name, revision=revision, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
-        reason = _refusal(error, name) or first_line(error)
+        reason = summarize(error)
         if not trust_remote_code and "custom code" in reason:
-            reason = "it needs Python code that comes with it; " + (
-                "read that code, then add --model.trust_remote_code true to the command"
-                if key
-                else "this command never runs it"
-            )
+            reason = "it needs Python code that comes with it; read that code, then set "
+            reason += "model.trust_remote_code to true"
         raise UserError(f"{key and f'{key}: '}cannot load {name}: {reason}") from error
 
 
-def _refusal(error: BaseException | None, name: Any) -> str | None:
-    """What the hub refused and what to do, if that is why loading failed."""
-    login = "log in with `hf auth login`, or set HF_TOKEN, on every node"
-    while error is not None:
-        if isinstance(error, GatedRepoError):
-            return f"it is gated: accept its terms at {ENDPOINT}/{name}, then {login}"
-        if isinstance(error, RepositoryNotFoundError):
-            return f"no such folder, and no such model at {ENDPOINT}; if it is private, {login}"
-        if isinstance(error, RevisionNotFoundError):
-            return f"{ENDPOINT}/{name} has no such branch, tag or commit: see model.revision"
-        if isinstance(error, LocalEntryNotFoundError):
-            return (
-                f"not in the cache, and {ENDPOINT} cannot be reached; on a machine with a network: "
-                f"`hf download {name}`, then copy the cache (HF_HOME), or give a folder"
-            )
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-# --------------------------------------------------------------------------------------------------
-# Commits
+def summarize(error: Exception) -> str:
+    """The beginning of an error's message, in one line."""
+    return shorten(describe(error), MAX_ERROR_CHARACTERS, placeholder=" ...")
 
 
 def pin_revisions(config: Config) -> Config:
@@ -116,17 +98,57 @@ def _commit(name: str, revision: str | None, file: str) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else revision
 
 
-def commits(config: Config) -> dict[str, str]:
-    """For what a pinned config takes from the hub: its key -> NAME@COMMIT."""
-    found = {"model.name_or_path": (config.model.name_or_path, config.model.revision)}
-    if config.model.tokenizer is not None:
-        found["model.tokenizer"] = config.tokenizer_source
-    for key in ("train_sources", "eval_sources"):
-        for i, source in enumerate(config.data.sources(key)):
-            if source.hub:
-                found[f"data.{key}[{i}]"] = (source.hub, source.revision)
-    return {
-        key: f"{name}@{revision}"
-        for key, (name, revision) in found.items()
-        if revision and COMMIT.fullmatch(revision)
-    }
+# --------------------------------------------------------------------------------------------------
+# Files of a pretrained model
+
+
+def weight_files(name: str, revision: str | None) -> list[Path]:
+    """The files that transformers reads weights from, in its order of preference, of a folder or of
+    the hub, which are downloaded unless they are in its cache; none if they have other names.
+
+    Raises:
+        UserError: they cannot be downloaded.
+    """
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    try:
+        for first in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+            found = cached_file(name, first, **options)
+            if found and found.endswith(".json"):
+                shards, _ = get_checkpoint_shard_files(name, found, revision=revision)
+                return [Path(shard) for shard in shards]
+            if found:
+                return [Path(found)]
+    except OSError as error:
+        raise UserError(f"model.name_or_path: cannot load {name}: {summarize(error)}") from error
+    return []
+
+
+def describe_base(name: str, revision: str | None) -> Base:
+    """A folder or a model of the hub's cache whose weights have been loaded. A checkpoint need not
+    hold frozen weights that its files have; whoever reads it checks that they are still the same.
+    """
+    files = weight_files(name, revision)
+    digest = fingerprint(files) if files else None
+    return {"name_or_path": name, "revision": revision, "fingerprint": digest}
+
+
+def is_same_base(one: Base, other: Base) -> bool:
+    """Whether two descriptions are of the same weights, which may have moved."""
+    digest = one["fingerprint"]
+    return one == other if digest is None else digest == other["fingerprint"]
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """The 64-bit xxh3 of the sizes of files and of bytes at 128 places of each, in hexadecimal.
+    Training changes nearly every weight, so it tells a model from another one of the same shape;
+    it need not tell files that differ in a few tensors.
+    """
+    digest = xxhash.xxh3_64()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as content:
+            for k in range(SAMPLES):
+                content.seek(size * k // SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import HfDeepSpeedConfig
-from transformers.utils import is_bitsandbytes_available
+from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.schema import CHAT_TEMPLATES, Config, chat_template_file
 from zerotrain.data.end_marks import fit_template
-from zerotrain.model.architecture import is_multimodal
-from zerotrain.model.base import Base, describe_base, processor_files, weight_files
-from zerotrain.model.hub import first_line, load_pretrained
+from zerotrain.model.hub import (
+    Base,
+    describe_base,
+    load_pretrained,
+    weight_files,
+)
 from zerotrain.model.trained import choose_trained
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import UserError, listed
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
@@ -102,8 +106,6 @@ class LoadedModel:
     model: nn.Module
     base: Base | None
     """The files that hold the frozen weights; None: checkpoints have to hold them."""
-    processor_files: dict[str, str]
-    """Those of a multimodal model, for its checkpoints."""
     hf_ds_config: HfDeepSpeedConfig
     """transformers loads and generates as ZeRO-3 needs it while this exists."""
 
@@ -130,49 +132,90 @@ def load_model(
         options["attn_implementation"] = config.model.attn_implementation
     if config.model.quantization:
         options |= quantized(dtype, get_accelerator().current_device_name())
-    try:
-        if config.model.from_config:
-            model = AutoModelForCausalLM.from_config(
-                model_config, trust_remote_code=trust, **options
+    if config.model.from_config:
+        model = load_pretrained(_from_config, model_config, "model", None, trust, **options)
+        base = None
+    else:
+        model, report = load_pretrained(
+            AutoModelForCausalLM.from_pretrained,
+            name,
+            "model.name_or_path",
+            revision,
+            trust,
+            config=model_config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below; at ZeRO-3 transformers raises
+            **options,
+        )
+        check_report(name, report)
+        _check_ties(name, model, weight_files(name, revision))
+        if hasattr(model, "peft_config"):
+            raise UserError(
+                f"model.name_or_path: {name} has adapters next to its weights, which transformers "
+                "loads too; merge them into the weights, or remove adapter_config.json"
             )
-        else:
-            gib = sum(file.stat().st_size for file in weight_files(name, revision)) / 2**30
-            print_line(f"loading {gib:,.2f} GiB of weights from {name}")  # ZeRO-3 shows no progress
-            model = load_pretrained(
-                AutoModelForCausalLM.from_pretrained,
-                name,
-                "model.name_or_path",
-                revision,
-                trust,
-                config=model_config,
-                **options,
-            )
-    except UserError:
-        raise
-    except Exception as error:  # e.g. flash_attention_2 without its package
-        raise UserError(f"model.name_or_path: {name}: {first_line(error)}") from error
+        base = describe_base(name, revision)
     if config.model.quantization:  # a checkpoint's config.json is that of what is exported
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.
     seed_everything(config.train.seed)
     choose_trained(model, config.model)
-    if config.model.from_config:
-        return LoadedModel(model, None, {}, hf_ds_config)
-    others = processor_files(name, revision) if is_multimodal(model_config) else {}
-    return LoadedModel(model, describe_base(name, revision), others, hf_ds_config)
+    return LoadedModel(model, base, hf_ds_config)
+
+
+def _from_config(model_config: PretrainedConfig, revision: None, **options: Any) -> nn.Module:
+    return AutoModelForCausalLM.from_config(model_config, **options)
+
+
+def check_report(name: str, report: dict[str, Any]) -> None:
+    """Refuse weights that transformers' report of a load calls missing, or of another shape: it
+    fills them with random values. What is tied, or optional by the model's class, is not missing.
+
+    Raises:
+        UserError: names the first ones.
+    """
+    if mismatched := sorted(report["mismatched_keys"]):
+        key, stored, wanted = mismatched[0]
+        raise UserError(
+            f"model.name_or_path: {name}: {key} has shape {list(stored)} in its files, but "
+            f"{list(wanted)} in its config.json, and {len(mismatched) - 1:,} more differ; use the "
+            "config.json that belongs to the weights"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"model.name_or_path: {name} has no weights for {len(missing):,} of the model's "
+            f"tensors: {listed(missing)}; they would start from random values: complete the files, "
+            "or set model.from_config to true to train from random weights"
+        )
+    if unused := sorted(report["unexpected_keys"]):  # e.g. a value head; unknown at ZeRO-3
+        print_line(f"{name}: {len(unused):,} tensors in its files are not used: {listed(unused)}")
+
+
+def _check_ties(name: str, model: nn.Module, files: list[Path]) -> None:
+    """Refuse a config.json that ties an output head to the embeddings where the files have a head
+    of its own. transformers then trains that head, but under ZeRO-3 the embeddings in its place,
+    and servers do either.
+    """
+    tensors = {key: file for file in files for key in load_state_dict(file, "meta")}
+    for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if not tensors.keys() >= set(pair):
+            continue
+        head, embeddings = (load_state_dict(tensors[key])[key] for key in pair)  # memory-mapped
+        if not torch.equal(head, embeddings):
+            raise UserError(
+                f"model.name_or_path: {name}: its config.json ties {pair[0]} to {pair[1]}, but "
+                'they differ in its files; set "tie_word_embeddings": false there to keep both, or '
+                f"remove {pair[0]} from the files"
+            )
 
 
 def check_quantization(config: Config, device: torch.device) -> None:
-    """Refuse model.quantization where it cannot be used: bitsandbytes 0.50 trains on some CPUs only
-    until the first evaluation, which packs the weights in another way.
-
-    Raises:
-        UserError: names what is missing.
+    """Refuse model.quantization without a GPU: bitsandbytes 0.50 trains on some CPUs only until the
+    first evaluation, which packs the weights in another way.
     """
-    lacks = "a GPU" if device.type != "cuda" else "the package bitsandbytes"
-    if config.model.quantization and (device.type != "cuda" or not is_bitsandbytes_available()):
+    if config.model.quantization and device.type != "cuda":
         raise UserError(
-            f"model.quantization: {config.model.quantization} needs {lacks}; without it remove the "
+            f"model.quantization: {config.model.quantization} needs a GPU; without one remove the "
             "key, to train adapters on weights in train.precision"
         )
 
@@ -222,9 +265,8 @@ def set_end_tokens(
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ends = list(dict.fromkeys([*trained, *(token for token in base if token in special)]))
     generation.eos_token_id = ends if len(ends) > 1 else ends[0]
-    if generation.pad_token_id is None or not 0 <= generation.pad_token_id < len(tokenizer):
-        pad = tokenizer.pad_token_id
-        generation.pad_token_id = ends[0] if pad is None else pad
+    pad = tokenizer.pad_token_id
+    generation.pad_token_id = ends[0] if pad is None else pad
     generation._from_model_config = False  # it now differs from config.json
     # transformers validates a changed generation config on saving. Published ones often have values
     # that it rejects (a temperature without do_sample); with this hash it counts as unchanged.

@@ -11,7 +11,6 @@ from torch import nn
 
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model.probes import compute_logits, draw
-from zerotrain.runtime.errors import UserError
 
 LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,  # Gemma
@@ -36,11 +35,10 @@ class MicroLoss(NamedTuple):
 class SupervisedLoss:
     """Cross entropy of a causal language model, summed over the targets of a micro-batch.
 
-    Hooks on the output head select the positions that predict a target: no logits are computed for
-    prompts and padding. With chunk_tokens they also compute the loss there, where ZeRO-3 has
-    gathered the head's weights, with the logits of one chunk of positions at a time; the model then
-    returns the loss in place of its logits. The order matters: these hooks are registered before
-    deepspeed.initialize registers those of ZeRO-3, so they run before the weights are released.
+    Hooks on the output head select the positions that predict a target, and compute the loss there,
+    where ZeRO-3 has gathered the head's weights, with the logits of one chunk of positions at a
+    time. The order matters: these hooks are registered before deepspeed.initialize registers those
+    of ZeRO-3, so they run before the weights are released.
     """
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 0) -> None:
@@ -49,16 +47,7 @@ class SupervisedLoss:
         Args:
             model: the Hugging Face model itself, not the engine around it.
             chunk_tokens: targets per chunk; 0: all at once.
-
-        Raises:
-            ValueError: the model has no output head.
         """
-        head = model.get_output_embeddings()
-        if head is None:
-            raise ValueError(
-                f"{type(model).__name__} has no output embeddings: not a causal language model"
-            )
-        self.chunk_tokens = chunk_tokens
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
         config = model.config.get_text_config()
@@ -66,14 +55,15 @@ class SupervisedLoss:
         self._functions = [
             (LOGIT_FUNCTIONS[name], value) for name, value in values.items() if value is not None
         ]
-        self._model, self._head = model, head
+        self._model, self._head = model, model.get_output_embeddings()
+        self._chunk_tokens = chunk_tokens
+        self._takes_whole_logits = False
         # of the current call
         self._batch: MicroBatch | None = None
         self._hidden: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
-        head.register_forward_pre_hook(self._before_head)
-        head.register_forward_hook(self._after_head)
-        model.register_forward_hook(self._after_model)
+        self._head.register_forward_pre_hook(self._before_head)
+        self._head.register_forward_hook(self._after_head)
 
     def check(self, engine: nn.Module, tokens: Sequence[int], device: torch.device) -> str | None:
         """Compare what the model makes of its head's logits with LOGIT_FUNCTIONS; if it is
@@ -84,32 +74,24 @@ class SupervisedLoss:
 
         Returns:
             Why the loss needs whole logits; None if it does not.
-
-        Raises:
-            UserError: the model does not call its head once for all positions.
         """
         of_head: list[torch.Tensor] = []
         hook = self._head.register_forward_hook(
-            lambda _head, _args, logits: of_head.append(logits.clone())
+            lambda _head, _args, logits: of_head.append(self._finish(logits).float())
         )
         [ids] = draw(tokens, device, 20)
         final = compute_logits(engine, ids)
         hook.remove()
         name = type(self._model).__name__
-        if [logits.shape[:-1] for logits in of_head] != [ids.shape]:
-            raise UserError(
-                f"model.name_or_path: {name} does not compute the logits of each position once, so "
-                "it cannot be trained here"
-            )
-        ours = self._finish(of_head[0]).float()
-        problem = None
-        if ours.shape != final.shape or not torch.allclose(ours, final, rtol=1e-5):
-            problem = f"what {name} does to its logits is not in LOGIT_FUNCTIONS"
-        elif _shares_trained_weights(self._model, self._head):
-            problem = "the output head shares weights that are trained, and has adapters"
-        if problem is None or not self.chunk_tokens:
+        if list(self._head.children()):
+            problem = f"the output head of {name} has adapters"
+        elif [logits.shape for logits in of_head] == [final.shape] and torch.allclose(
+            of_head[0], final, rtol=1e-5
+        ):
             return None
-        self.chunk_tokens = 0
+        else:
+            problem = f"what {name} does to its logits is not in LOGIT_FUNCTIONS"
+        self._takes_whole_logits = True
         return problem
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
@@ -121,19 +103,17 @@ class SupervisedLoss:
     def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of a few positions, from the head's input, [n, hidden size]."""
         logits = self._finish(self._head.forward(hidden[None]))
-        return _cross_entropy(logits[0], targets)
+        # in fp32; on CUDA a kernel reads the logits once in each direction
+        return chunked_cross_entropy(logits[0], targets, reduction="sum")
 
     def _before_head(self, _head: nn.Module, args: tuple) -> tuple | None:
         if self._batch is None:  # outside of __call__, e.g. in generation
             return None
-        hidden = args[0].flatten(0, 1).index_select(0, self._batch.positions)
-        if not self.chunk_tokens:
-            return (hidden[None], *args[1:])
+        self._hidden = args[0].flatten(0, 1).index_select(0, self._batch.positions)
         # The head runs on a position of zeros. Its input needs a gradient, by which ZeRO-3 knows
         # that the backward pass of the head is done.
-        self._hidden = hidden
-        zeros = hidden.new_zeros(1, 1, hidden.shape[-1], requires_grad=torch.is_grad_enabled())
-        return (zeros, *args[1:])
+        size = (1, 1, self._hidden.shape[-1])
+        return (self._hidden.new_zeros(size, requires_grad=torch.is_grad_enabled()), *args[1:])
 
     def _after_head(
         self, head: nn.Module, args: tuple, logits: torch.Tensor
@@ -141,18 +121,13 @@ class SupervisedLoss:
         if self._hidden is None:
             return None
         hidden, self._hidden = self._hidden, None
+        targets = self._batch.targets
         weights = [p for p in head.parameters() if p.requires_grad]
-        self._loss, placeholder = _ChunkedLoss.apply(
-            self._loss_of_chunk, self.chunk_tokens, self._batch.targets, logits.detach(), args[0],
-            hidden, *weights,
+        self._loss, zeros = _ChunkedLoss.apply(
+            self._loss_of_chunk, self._chunk_tokens or max(1, len(targets)), targets,
+            logits.detach(), args[0], hidden, *weights,
         )  # fmt: skip
-        return placeholder
-
-    def _after_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        if self._loss is not None:
-            # a part of the output, because DeepSpeed prepares its backward pass by hooks on it
-            output["logits"] = _Join.apply(self._loss, output.logits)
-            self._loss = None
+        return zeros
 
     def __call__(self, engine: nn.Module, batch: MicroBatch) -> MicroLoss:
         """The losses, with a graph even if the micro-batch has no target.
@@ -166,28 +141,21 @@ class SupervisedLoss:
             separation = {"attention_mask": batch.attention_mask}
         else:
             separation = {"position_ids": batch.position_ids}
-        self._batch = batch
+        self._batch = None if self._takes_whole_logits else batch
         try:
             out = engine(input_ids=batch.input_ids, use_cache=False, **separation)
+            # The logits are those of the zeros: 0, but DeepSpeed prepares its backward pass by
+            # hooks on the model's output.
+            loss = None if self._loss is None else self._loss + out.logits.sum()
         finally:
             self._batch = self._hidden = self._loss = None
-        expected = () if self.chunk_tokens else (1, len(batch.targets))
-        if out.logits.shape[:2] != expected:
-            raise RuntimeError(
-                "the logits did not come from the model's output head: cannot select positions"
-            )
-        loss = out.logits if self.chunk_tokens else _cross_entropy(out.logits[0], batch.targets)
+        if loss is None:
+            selected = out.logits.flatten(0, 1).index_select(0, batch.positions)
+            loss = chunked_cross_entropy(selected, batch.targets, reduction="sum")
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(loss, None)
         return MicroLoss(loss, router.float() * _real_tokens(batch))
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed in fp32 over int64 targets [n], of logits [n, vocabulary]. On CUDA a kernel reads the
-    logits once in each direction.
-    """
-    return chunked_cross_entropy(logits, targets, reduction="sum")
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -242,28 +210,6 @@ class _ChunkedLoss(torch.autograd.Function):
         wide = (g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
         scaled = [g.mul_(of_loss).to(d) for g, d in zip(wide, ctx.dtypes, strict=True)]
         return (None, None, None, None, ctx.of_input, *scaled)
-
-
-class _Join(torch.autograd.Function):
-    """The loss, with a gradient of zeros for what has become of the placeholder of the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        ctx.zeros = torch.zeros_like(logits)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return of_loss, ctx.zeros
-
-
-def _shares_trained_weights(model: nn.Module, head: nn.Module) -> bool:
-    """Whether a head with adapters has a trained parameter that another part uses too."""
-    inside = set(head.modules())
-    if len(inside) == 1:
-        return False
-    elsewhere = {id(p) for m in model.modules() if m not in inside for p in m.parameters(False)}
-    return any(p.requires_grad and id(p) in elsewhere for p in head.parameters())
 
 
 def _router_coefficient(model: nn.Module) -> float:

@@ -1,8 +1,8 @@
 """Parameter groups, the update, and the learning-rate schedule."""
 
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,10 +10,7 @@ from torch import nn
 from zerotrain.config.batch_math import scaled_learning_rate, warmup_steps
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.data.data_plan import DataPlan, total_steps
-from zerotrain.runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LambdaLR
+from zerotrain.runtime.errors import UserError, describe
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -50,54 +47,22 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The learning rate of a run as a function of the optimizer step alone, so that a resumed run
     uses the rate of its current config.
     """
 
     name: str
     """train.lr_schedule."""
-    arguments: dict[str, Any]
-    """train.lr_schedule_args."""
     peak: float
     """Learning rate after warm-up."""
     warmup_steps: int
-    steps: int
-    """Optimizer steps that the schedule spans."""
-    shift: int = 0
-    """Added to a global step to get its position in the schedule."""
+    factor: Callable[[int], float]
+    """Share of the peak in the step that follows so many global steps."""
 
     def rate(self, finished_steps: int) -> float:
-        """Learning rate of the step that follows `finished_steps` global steps.
-
-        Raises:
-            UserError: the arguments do not fit the schedule.
-        """
-        # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k
-        # (from 1) of w warm-up steps runs at k/w of the peak.
-        skip = 1 if self.warmup_steps else 0
-        try:
-            [factor] = self._scheduler.lr_lambdas
-            return self.peak * factor(finished_steps + self.shift + skip)
-        except (TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(
-                f"train.lr_schedule_args: {self.name} cannot use {self.arguments}: "
-                f"{' '.join(str(error).split())}"
-            ) from error
-
-    @cached_property
-    def _scheduler(self) -> "LambdaLR":
-        """Only its function of the step is used; it never steps."""
-        from transformers import get_scheduler  # imports peft and bitsandbytes, .5 s
-
-        return get_scheduler(
-            self.name,
-            torch.optim.SGD([torch.zeros(1)], lr=self.peak),
-            num_warmup_steps=self.warmup_steps,
-            num_training_steps=self.steps + (1 if self.warmup_steps else 0),
-            scheduler_specific_kwargs=self.arguments,
-        )
+        """Learning rate of the step that follows `finished_steps` global steps."""
+        return self.peak * self.factor(finished_steps)
 
 
 def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
@@ -107,19 +72,32 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     Raises:
         UserError: train.lr_schedule_args does not fit train.lr_schedule.
     """
+    from transformers import get_scheduler  # imports peft and bitsandbytes, .5 s
+
     steps = total_steps(train, plan)
     shift = plan.step_shift if train.steps is None else 0
-    schedule = Schedule(
-        name=train.lr_schedule,
-        arguments=train.lr_schedule_args,
-        peak=scaled_learning_rate(train, plan.mean_batch),
-        warmup_steps=warmup_steps(train, plan.mean_examples),
-        steps=steps + shift,
-        shift=shift,
-    )
-    for step in (0, schedule.warmup_steps, steps - 1):
-        schedule.rate(step)  # to check it
-    return schedule
+    peak = scaled_learning_rate(train, plan.mean_batch)
+    warmup = warmup_steps(train, plan.mean_examples)
+    # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
+    # of w warm-up steps runs at k/w of the peak.
+    skip = 1 if warmup else 0
+    try:
+        scheduler = get_scheduler(
+            train.lr_schedule,
+            torch.optim.SGD([torch.zeros(1)], lr=peak),
+            num_warmup_steps=warmup,
+            num_training_steps=steps + shift + skip,
+            scheduler_specific_kwargs=train.lr_schedule_args,
+        )
+        [factor] = scheduler.lr_lambdas
+        for step in (0, warmup, steps - 1):
+            factor(step + shift + skip)  # to check it
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(
+            f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
+            f"{describe(error)}"
+        ) from error
+    return Schedule(train.lr_schedule, peak, warmup, lambda step: factor(step + shift + skip))
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:

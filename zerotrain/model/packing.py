@@ -1,24 +1,34 @@
-"""Decide whether examples are packed, and with which attention implementation."""
+"""Packed examples: whether a model can be trained on them, and attention within each of them,
+registered with transformers as PACKED_EXAMPLES.
 
-import copy
+On CUDA in 16 bits it is one call of torch's varlen kernel, elsewhere one call of
+scaled_dot_product_attention per example. No score between two examples is computed.
+"""
+
 import inspect
-import itertools
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
 
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import text_config_of
-from zerotrain.model.load import DTYPES
-from zerotrain.model.packed_attention import PACKED_EXAMPLES, kernel_problem
 from zerotrain.runtime.errors import UserError
 
+PACKED_EXAMPLES = "packed_examples"
+"""The implementation's name, a value of attn_implementation."""
 VARLEN = ("flash", "flex_attention")
 """Parts of the names of transformers' implementations that compute no scores between examples."""
+
+_lengths = WeakTensorKeyDictionary()
+"""{position_ids: lengths}: computed by the first layer of a forward pass, used by all of them."""
 
 
 def resolve_batching(
@@ -32,89 +42,156 @@ def resolve_batching(
     Raises:
         UserError: packed is requested, but not possible for this model.
     """
-    attention, asked = config.model.attn_implementation, config.data.batching
+    attention, batching, why = config.model.attn_implementation, config.data.batching, None
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
-    if device.type == "cpu" and attention == "flex_attention":
-        raise UserError("model.attn_implementation: flex_attention has no backward pass on CPU")
-    calls, of_attention = _attention_calls(copy.deepcopy(skeleton))
-    if attention:
-        has_kernel = any(part in attention for part in VARLEN)
-        of_attention = None if has_kernel else f"{attention} computes scores between examples too"
-    problem = _state_problem(skeleton) or of_attention
-    if asked == "packed" and problem:
+    problem = _packing_problem(skeleton)
+    if attention and not any(part in attention for part in VARLEN):
+        problem = problem or f"{attention} computes scores between examples too"
+    if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
-    if device.type == "cuda" and not attention:
-        slow = (kernel_problem(sizes, DTYPES[precision], dropout) for sizes, dropout in calls)
-        problem = problem or next(filter(None, slow), None)
-    if asked == "auto":
-        chosen, why = "bucketed" if problem else "packed", problem or "no padding"
-    else:
-        chosen, why = asked, "as configured"
-    if chosen == "packed" and not attention:
+    if batching == "auto":
+        if device.type == "cuda" and not attention:
+            problem = problem or _kernel_problem(precision)
+        batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
+    if batching == "packed" and not attention:
         attention = PACKED_EXAMPLES
     resolved = replace(
         config,
-        data=replace(config.data, batching=chosen),
+        data=replace(config.data, batching=batching),
         model=replace(config.model, attn_implementation=attention),
     )
-    return resolved, why
+    return resolved, why or "as configured"
 
 
-def _state_problem(skeleton: nn.Module) -> str | None:
-    """Why examples in one sequence would influence each other outside of attention; else None."""
-    name = type(skeleton).__name__
-    if "position_ids" not in inspect.signature(skeleton.forward).parameters:
-        return f"{name} takes no position_ids, so it cannot know where an example begins"
-    layers = set(getattr(text_config_of(skeleton.config), "layer_types", None) or [])
-    if others := sorted(layers - {"full_attention", "sliding_attention"}):
-        return f"{name} has {', '.join(others)} layers"
-    return f"{name} has a state" if getattr(skeleton, "_is_stateful", False) else None
-
-
-@torch.no_grad()
-def _attention_calls(skeleton: nn.Module) -> tuple[list[tuple[set[int], float]], str | None]:
-    """(head sizes, dropout) of each layer's attention, as far as a forward pass succeeds on the
-    meta device; and why packed_attention would not do what the layers do, else None. The model is
-    of no use afterwards. probes.check_packing tests what the real model does.
+def _packing_problem(skeleton: nn.Module) -> str | None:
+    """Why examples in one sequence would influence each other, or attention would not be that of
+    the model; None if nothing says so. probes.check_packing tests what the real model does.
     """
     name, text = type(skeleton).__name__, text_config_of(skeleton.config)
-    types = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
-    # of each layer; a forward pass may end at the first experts
-    slides = (
-        (kind == "sliding_attention" for kind in types) if types else itertools.repeat(bool(window))
+    if "position_ids" not in inspect.signature(skeleton.forward).parameters:
+        return f"{name} takes no position_ids, so it cannot know where an example begins"
+    layers = set(getattr(text, "layer_types", None) or [])
+    if others := sorted(layers - {"full_attention", "sliding_attention"}):
+        return f"{name} has {', '.join(others)} layers"
+    if getattr(skeleton, "_is_stateful", False):
+        return f"{name} has a state"
+    if not getattr(skeleton, "_supports_attention_backend", False):
+        return f"{name} computes its attention itself"
+    if getattr(text, "attn_logit_softcapping", None) or not skeleton._supports_sdpa:
+        return f"{name} has attention with soft caps, sinks or biases"
+    return None
+
+
+def _kernel_problem(precision: str) -> str | None:
+    """Why torch's varlen kernel cannot run on the current CUDA device."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "varlen attention needs compute capability 8.0"
+    return "varlen attention needs bf16 or fp16" if precision == "fp32" else None
+
+
+@torch.compiler.disable  # the lengths are values of a tensor
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    position_ids: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each example; with a mask, transformers' SDPA.
+
+    Args:
+        query: [1, heads, tokens, head size].
+        key, value: the same, with as many heads or a divisor of it.
+        attention_mask: what packed_mask has returned.
+        position_ids: int64 [1, tokens]; None for one example.
+        sliding_window: tokens that a token sees, with itself.
+
+    Returns:
+        [1, tokens, heads, head size], and None instead of the attention weights.
+    """
+    if attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    lengths = [query.shape[2]]
+    if position_ids is not None and len(query) == 1:
+        if position_ids not in _lengths:
+            _lengths[position_ids] = _example_lengths(position_ids)
+        lengths = _lengths[position_ids]
+    if len(query) == 1 and _has_kernel(query, value) and not options.get("dropout"):
+        return _varlen_attention(query, key, value, lengths, options, sliding_window), None
+    outputs = []
+    for states in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        mask = None  # SDPA is causal without one
+        if sliding_window and sliding_window < states[0].shape[2]:
+            tokens = states[0].shape[2]
+            seen = query.new_ones(tokens, tokens, dtype=torch.bool)
+            mask = seen.tril().triu(1 - sliding_window)[None, None]
+        outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _example_lengths(position_ids: torch.Tensor) -> list[int]:
+    """Tokens of each example: one begins wherever int64 [1, tokens] does not count on, as in
+    transformers' masks. Waits for the device.
+    """
+    begins = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+    return np.diff([0, *begins.tolist(), position_ids.shape[-1]]).tolist()
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's varlen kernel takes such states: one head size, a multiple of 8."""
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and size == value.shape[-1]
+        and size % 8 == 0
+        and size <= 256
     )
-    mask = torch.zeros(1, 1, 4, 4, device="meta")  # without one transformers reads the positions
-    calls: list[tuple[set[int], float]] = []
-    problems: list[str] = []
 
-    def record(
-        _module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        calls.append(({states.shape[-1] for states in (query, key, value)}, dropout))
-        if options.get("position_ids") is None:
-            problems.append(f"{name} does not tell its attention the positions")
-        if next(slides, None) != (options.get("sliding_window") is not None):
-            problems.append(f"{name} does not tell its attention the sliding window")
-        if attention_mask is not mask or options.get("position_bias") is not None:
-            problems.append(f"{name} has attention with a mask or a bias of its own")
-        if any(options.get(key) is not None for key in ("softcap", "s_aux")):
-            problems.append(f"{name} has attention with soft caps or sinks")
-        return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
 
-    AttentionInterface.register("recorder", record)
-    skeleton.config._attn_implementation = "recorder"
-    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    # Experts sort tokens by values, which do not exist here. Any exception is possible.
-    with suppress(Exception), torch.device("meta"):
-        skeleton.train()(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
-    if not calls:
-        problems.append(f"{name} computes its attention itself")
-    return calls, problems[0] if problems else None
+def _varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    options: dict[str, Any],
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Like packed_attention, with torch's kernel."""
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    ends = ends.to(query.device, non_blocking=True)
+    output = varlen_attn(
+        *(states[0].transpose(0, 1) for states in (query, key, value)),  # [tokens, heads, size]
+        ends, ends, max(lengths), max(lengths),
+        scale=options.get("scaling"),
+        # tokens before and after the query's own; -1: all of them
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        enable_gqa=True,
+    )  # fmt: skip
+    return output[None]
+
+
+def packed_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **options: Any,
+) -> torch.Tensor | None:
+    """None for packed examples and whatever else is causal from the first token on. With padding, a
+    cache, or a pattern of the model's own (then transformers sets use_vmap) the usual mask.
+    """
+    if attention_mask is None and q_length == kv_length and not use_vmap:
+        return None
+    options |= {"attention_mask": attention_mask, "use_vmap": use_vmap}
+    return eager_mask(q_length=q_length, kv_length=kv_length, **options)
+
+
+AttentionInterface.register(PACKED_EXAMPLES, packed_attention)
+AttentionMaskInterface.register(PACKED_EXAMPLES, packed_mask)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import resolve_ds_config
@@ -11,21 +10,24 @@ from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import choose_questions
-from zerotrain.model.architecture import check_model_fits, hidden_size, linear_cost, meta_model
-from zerotrain.model.blocks import check_blocks
-from zerotrain.model.flops import ModelFlops, count_flops
-from zerotrain.model.hub import commits, pin_revisions
+from zerotrain.model.architecture import (
+    ModelFlops,
+    check_model_fits,
+    count_flops,
+    linear_cost,
+    meta_model,
+    text_config_of,
+)
+from zerotrain.model.hub import pin_revisions
 from zerotrain.model.load import (
     best_precision,
     check_quantization,
     load_model_config,
     load_tokenizer,
 )
-from zerotrain.model.packed_attention import PACKED_EXAMPLES
 from zerotrain.model.packing import resolve_batching
 from zerotrain.model.trained import Counts, count_trained
 from zerotrain.runtime.agreement import require_same, run_on_all_ranks
-from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.process_group import Ranks
 
 
@@ -42,6 +44,8 @@ class Setup:
     """Merged with the run config: no value is "auto"."""
     why_batching: str
     """Why data.batching was resolved as it is, for the start-up table."""
+    linear_cost: int
+    """K in the cost K*L + L^2 of an example of L tokens."""
     counts: Counts
     """Numbers of parameters."""
     flops: ModelFlops
@@ -49,7 +53,7 @@ class Setup:
 
     def budget(self, world_size: int) -> Budget:
         """The token budget of micro-batches."""
-        return make_budget(self.config.data, world_size, linear_cost(self.model_config))
+        return make_budget(self.config.data, world_size, self.linear_cost)
 
 
 def describe_run(config: Config, ranks: Ranks) -> Setup:
@@ -61,18 +65,16 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config), first_on_machine=True)
     model_config = run_on_all_ranks(ranks, lambda: load_model_config(config), first_on_machine=True)
     config = run_on_all_ranks(ranks, lambda: pin_revisions(config), first_on_machine=True)
-    require_same(ranks, "the hub's commit", ",".join(commits(config).values()))
+    require_same(ranks, "the model's commit on the hub", str(config.model.revision))
+    hidden_size = text_config_of(model_config).hidden_size
     config, precision, ds_config = resolve_ds_config(
-        config, best_precision(ranks.device), hidden_size(model_config)
+        config, best_precision(ranks.device), hidden_size
     )
     skeleton = meta_model(model_config, config.model.trust_remote_code)
     check_model_fits(config, skeleton, tokenizer)
-    run_on_all_ranks(ranks, lambda: check_blocks(config.model, skeleton, ranks.device))
     check_quantization(config, ranks.device)
-    if config.model.attn_implementation not in (None, PACKED_EXAMPLES):
-        check_attention(config.model.attn_implementation, skeleton)
     config, why = resolve_batching(config, skeleton, ranks.device, precision)
-    counts = count_trained(skeleton, config.model)
+    cost = linear_cost(skeleton)
     return Setup(
         config=config,
         tokenizer=tokenizer,
@@ -80,17 +82,10 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
         precision=precision,
         ds_config=ds_config,
         why_batching=why,
-        counts=counts,
-        flops=count_flops(skeleton, model_config),
+        linear_cost=cost,
+        counts=count_trained(skeleton, config.model),
+        flops=count_flops(skeleton),
     )
-
-
-def check_attention(name: str, skeleton: nn.Module) -> None:
-    """Raise UserError if the packages or the device for an attention implementation are missing."""
-    try:
-        skeleton.set_attn_implementation(name)
-    except (ImportError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"model.attn_implementation: {name}: {describe(error)[:200]}") from error
 
 
 def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan]]:

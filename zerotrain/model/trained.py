@@ -2,10 +2,8 @@
 model.lora.
 """
 
-import difflib
 import re
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,11 +11,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import freeze_other_parts, other_parts
-from zerotrain.model.hub import first_line
+from zerotrain.model.architecture import is_multimodal
+from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError, listed
 
-NAMES_SHOWN = 8
 ADAPTER = "default"  # peft's name of the adapters
 
 if TYPE_CHECKING:
@@ -29,8 +26,6 @@ class Counts(NamedTuple):
 
     trained: int
     total: int
-    quantized: int = 0
-    """Of model.quantization: those of the linear layers but the output head."""
 
 
 def count_trained(model: nn.Module, config: ModelConfig) -> Counts:
@@ -39,13 +34,11 @@ def count_trained(model: nn.Module, config: ModelConfig) -> Counts:
     Raises:
         UserError: as choose_trained.
     """
-    linear = _quantizable(model) if config.quantization else []
-    quantized = sum(m.weight.numel() for m in linear)
     with torch.device("meta"):
         choose_trained(model, config)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
-    return Counts(trained, total, quantized)
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return Counts(trained, sum(p.numel() for p in parameters))
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> None:
@@ -60,7 +53,9 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
         insert_adapters(model, config, config.lora)
     elif config.trainable:
         _freeze_others(model, config.trainable)
-    freeze_other_parts(model)
+    # Without a gradient, AdamW's weight decay alone would change what is not used for text.
+    for parameter in set(model.parameters()).difference(*_text_parameters(model)):
+        parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         key = "lora" if config.lora else "trainable"
         raise UserError(
@@ -77,11 +72,15 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     """
     import peft  # takes a second
 
-    _check_names(model, config, lora)
+    head, used = model.get_output_embeddings(), _text_modules(model)
+    modules = {name: m for name, m in model.named_modules() if m in used}
     # spelled out: peft includes routers and experts in its own all-linear, of some models
-    all_linear = _linear(model)
-    linear = [name for name, module in model.named_modules() if module in all_linear]
-    others = "|".join(map(re.escape, other_parts(model)))
+    if lora.target_modules == "all-linear":
+        linear = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D))}
+        targets = [name for name, module in linear.items() if module is not head]
+    else:
+        targets = _ending_in("target_modules", lora.target_modules, modules)
+    _ending_in("modules_to_save", lora.modules_to_save, modules)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.name_or_path,
@@ -89,15 +88,14 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=linear if lora.target_modules == "all-linear" else lora.target_modules,
-        exclude_modules=rf"({others})\..*" if others else None,
+        target_modules=targets,
         modules_to_save=lora.modules_to_save or None,
     )
     try:
         with warnings.catch_warnings(action="ignore"):  # tied weights, which an export unties
             adapters = peft.LoraModel(model, settings, ADAPTER)
-    except ValueError as error:
-        raise UserError(f"model.lora.target_modules: {first_line(error)}") from error
+    except (ValueError, RuntimeError) as error:  # e.g. what is frozen in 4 bits, to be saved
+        raise UserError(f"model.lora: {summarize(error)}") from error
     # In models whose experts were modules of their own before transformers 5, peft takes names such
     # as gate and up_proj for those of experts and router, also if other layers have them.
     if settings.target_parameters or settings.rank_pattern:
@@ -109,53 +107,39 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     return adapters
 
 
-def _check_names(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> None:
-    """That the model has what model.lora names."""
-    modules = [name for name, _ in model.named_modules() if name]
-    for key in ("target_modules", "modules_to_save"):
-        wanted = getattr(lora, key)
-        for end in [] if wanted == "all-linear" else wanted:
-            found = [name for name in modules if f".{name}".endswith(f".{end}")]
-            if not found:
-                raise UserError(f"model.lora.{key}: the model has no {_unknown(end, modules)}")
-            if config.quantization and key == "modules_to_save":
-                whole = {m for name in found for m in model.get_submodule(name).modules()}
-                if whole.intersection(_quantizable(model)):
-                    raise UserError(
-                        f"model.lora.{key}: {end} is frozen in {config.quantization}; give it an "
-                        "adapter in model.lora.target_modules"
-                    )
+def _text_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that a model uses for text: not, for example, a vision tower."""
+    if not is_multimodal(model.config):
+        return set(model.modules())
+    return {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
 
 
-def _linear(model: nn.Module) -> set[nn.Module]:
-    """The linear layers but the output head."""
-    linear = {m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))}
-    return linear - {model.get_output_embeddings()}
+def _text_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    return [list(module.parameters(recurse=False)) for module in _text_modules(model)]
 
 
-def _quantizable(model: nn.Module) -> list[nn.Linear]:
-    """The layers that model.quantization concerns."""
-    head = model.get_output_embeddings()
-    return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+def _ending_in(key: str, endings: list[str], modules: dict[str, nn.Module]) -> list[str]:
+    """The names of modules with one of these endings, each of which at least one has."""
+    found: list[str] = []
+    for ending in endings:
+        names = [name for name in modules if f".{name}".endswith(f".{ending}")]
+        if not names:
+            raise UserError(
+                f"model.lora.{key}: the model has no {ending}; its modules are {list(modules)[-9:]}"
+            )
+        found += names
+    return found
 
 
 def _freeze_others(model: nn.Module, patterns: list[str]) -> None:
-    names: dict[nn.Parameter, list[str]] = {}  # several for tied weights
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    named = list(model.named_parameters(remove_duplicate=False))  # tied weights have several names
+    model.requires_grad_(False)
     for pattern in patterns:
-        known = [name for of_one in names.values() for name in of_one]
-        if not any(re.search(pattern, name) for name in known):
-            raise UserError(f"model.trainable: no parameter matches {_unknown(pattern, known)}")
-    for parameter, of_one in names.items():
-        parameter.requires_grad_(any(re.search(p, name) for p in patterns for name in of_one))
-
-
-def _unknown(wanted: str, names: Iterable[str]) -> str:
-    """`wanted`, and what it may have meant: parts of dotted names."""
-    parts = dict.fromkeys(part for name in names for part in name.split(".")[::-1])
-    known = [part for part in parts if not part.isdigit()]
-    near = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.6)
-    if near:
-        return f"{wanted}; did you mean {' or '.join(near)}?"
-    return f"{wanted}; its names have {listed(known, NAMES_SHOWN)}"
+        found = [parameter for name, parameter in named if re.search(pattern, name)]
+        if not found:
+            raise UserError(
+                f"model.trainable: no parameter matches {pattern}; names are like "
+                f"{listed([name for name, _ in named])}"
+            )
+        for parameter in found:
+            parameter.requires_grad_(True)

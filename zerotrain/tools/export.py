@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -23,8 +24,8 @@ from zerotrain.checkpoint.run_folder import checkpoint_name, checkpoints_folder,
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.base import describe_base, is_same_base
-from zerotrain.model.hub import load_pretrained
+from zerotrain.model.architecture import is_multimodal
+from zerotrain.model.hub import describe_base, is_same_base, load_pretrained
 from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
@@ -33,6 +34,7 @@ from zerotrain.tools.new_folder import new_folder
 if TYPE_CHECKING:
     from peft import LoraModel
 
+PROCESSOR_FILES = "*processor_config.json"
 MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
 
 
@@ -66,7 +68,7 @@ def export_checkpoint(
     with new_folder(out) as draft:
         _copy(small_files, draft)
         if not all(map(shards.holds, shards.first.shapes)):
-            model = _load_base(shards, run, base).to(working)
+            model = _load_base(shards, run, base, draft).to(working)
         else:
             model = _empty_model(draft, working)
             model.to_empty(device="cpu").tie_weights()
@@ -161,12 +163,14 @@ def _empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
         ) from error
 
 
-def _load_base(shards: Shards, run: RunIdentity, base: str | None) -> nn.Module:
+def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) -> nn.Module:
     """The model whose files hold the frozen weights, in the run's precision. Weights that the run
     had in 4 bits are rounded to those, as adapters were trained on them.
 
     Args:
         base: folder or hub id of that model; default: where the run read it from.
+        draft: gets the files that say how a multimodal model prepares what is not text; training
+            does not use them, servers do.
 
     Raises:
         UserError: it cannot be loaded, or has other weights.
@@ -184,6 +188,11 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None) -> nn.Module:
         raise UserError(f"the frozen weights: {error}; {fix}") from error
     if not is_same_base(was, describe_base(name, revision)):
         raise UserError(f"{name} has other weights than those that were frozen; {fix}")
+    if is_multimodal(model.config):
+        folder = name
+        if not Path(name).is_dir():
+            folder = snapshot_download(name, revision=revision, allow_patterns=PROCESSOR_FILES)
+        _copy(sorted(Path(folder).glob(PROCESSOR_FILES)), draft)
     return model.dequantize(dtype) if in_4_bits else model
 
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import hidden_size, layer_widths, text_config_of
+from zerotrain.model.architecture import text_config_of
 
 MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
 MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
@@ -228,3 +228,40 @@ def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) 
     # reduce_scatter_coalesced flattens the fp32 copies into another one
     size = width * (live + bucket) + reduced + 4 * max(bucket, largest)
     return Part("buffers", size, f"{live / 1e6:,.0f} M gathered weights, gradients in fp32")
+
+
+def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, float, float]:
+    """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
+    a token visits, and their number. Queries and keys are 0 without attention.
+    """
+    text = text_config_of(model_config)
+    hidden, heads = hidden_size(model_config), _size(text, "num_attention_heads") or 0
+    head_dim = _size(text, "head_dim") or (hidden // heads if heads else 0)
+    kv_heads = _size(text, "num_key_value_heads") or heads
+    names = ("moe_intermediate_size", "intermediate_size", "n_inner")
+    inner = next((size for name in names if (size := _size(text, name))), 4 * hidden)
+    experts = _size(text, "num_experts_per_tok") or 1
+    return hidden, heads * head_dim, kv_heads * head_dim, inner * experts, experts
+
+
+def hidden_size(model_config: PretrainedConfig) -> int:
+    """Hidden size of the model; 1024 if its config has none."""
+    return int(_size(text_config_of(model_config), "hidden_size") or 1024)
+
+
+def _size(text: PretrainedConfig, name: str) -> float | None:
+    """A size of the architecture: the mean if it differs between layers, None if it is missing."""
+    try:
+        size = getattr(text, name, None)
+    except RuntimeError:  # configs with sizes per layer refuse access to the global one
+        size = [getattr(layer, name, None) for layer in text.per_layer_config]
+    sizes = size if isinstance(size, (list, tuple)) else [size]  # some configs have a list
+    numbers = [n for n in sizes if isinstance(n, (int, float))]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def count_quantized(model: nn.Module) -> int:
+    """The weights that model.quantization concerns: of the linear layers but the output head."""
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    return sum(m.weight.numel() for m in linear)

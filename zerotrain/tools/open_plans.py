@@ -31,7 +31,7 @@ def open_plans(
     skeleton = meta_model(model_config, config.model.trust_remote_code)
     check_model_fits(config, skeleton, tokenizer)
     config, _ = resolve_batching(config, skeleton, torch.device("cpu"), "fp32")
-    budget = make_budget(config.data, world_size, linear_cost(model_config))
+    budget = make_budget(config.data, world_size, linear_cost(skeleton))
     return config, tokenizer, *make_plans(config, tokenizer, budget)
 
 

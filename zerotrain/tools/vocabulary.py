@@ -6,7 +6,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from zerotrain.model.hub import first_line
+from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
 PAD_TO_MULTIPLE_OF = 64  # number of rows, which torch's matrix products like
@@ -73,7 +73,7 @@ def resize_vocabulary(model: PreTrainedModel, old_ids: int, new_ids: int) -> int
         model.resize_token_embeddings(rows, mean_resizing=False)
     except Exception as error:  # each model's own
         raise UserError(
-            f"the embeddings of {type(model).__name__} cannot be resized: {first_line(error)}"
+            f"the embeddings of {type(model).__name__} cannot be resized: {summarize(error)}"
         ) from error
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tensors = [embeddings.weight]
