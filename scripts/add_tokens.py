@@ -33,7 +33,6 @@ def main() -> None:
         raise UserError(f"{args.out} exists; choose a new folder")
 
     # slow to import, so after the arguments are checked
-    import psutil
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from zerotrain.model.architecture import count_ids
