@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
@@ -49,9 +49,10 @@ def stat_inside(folder: Path, name: str) -> os.stat_result:
         OSError: it cannot be read.
         ValueError: it is something else, such as a symbolic link, or in a folder that is one.
     """
-    path = folder.resolve() / name
+    folder = folder.resolve()
+    path = folder / name
     status = path.lstat()
-    if not stat.S_ISREG(status.st_mode) or path.resolve() != path:
+    if not stat.S_ISREG(status.st_mode) or path.resolve() != path or folder not in path.parents:
         raise ValueError(f"{name} is not a regular file inside its folder")
     return status
 
@@ -78,17 +79,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of `checkpoint`; its files are not checked.
 
     Raises:
-        UserError: it cannot be read, or names a file outside of `checkpoint`.
+        UserError: it cannot be read, or has another shape.
     """
-    manifest = read_json(checkpoint, MANIFEST, Manifest)
-    for name in manifest.files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or str(path) != name or not name.isprintable():
-            raise UserError(
-                f"{checkpoint}: its manifest names {name[:80]!r}, which is not a path in it; use "
-                "another checkpoint"
-            )
-    return manifest
+    return read_json(checkpoint, MANIFEST, Manifest)
 
 
 def measure(path: Path) -> dict[str, Any]:

@@ -199,20 +199,24 @@ def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Sh
 
 
 class Shards:
-    """The ranks' files of a checkpoint. They are memory-mapped: only what is used is read.
+    """The ranks' files that a node has of a checkpoint. They are memory-mapped: only what is used
+    is read.
 
-    Every method raises UserError if a file is missing or cannot be read.
+    Every method raises UserError if a file cannot be read, or something is in none of them.
     """
 
     def __init__(self, checkpoint: Path, rank: int = 0) -> None:
         """`rank`: whose file is looked into first."""
         self.checkpoint = checkpoint
-        files = read_manifest(checkpoint).files
-        self.world_size = sum(name.startswith(f"{SHARDS}/") for name in files)
-        ranks = range(self.world_size)
-        self._ranks = [*ranks[rank : rank + 1], *ranks[:rank], *ranks[rank + 1 :]]
-        self._shards: dict[int, Shard] = {}
-        self.first = self._shard(self._ranks[0])
+        names = [n for n in read_manifest(checkpoint).files if n.startswith(f"{SHARDS}/")]
+        self.world_size, own = len(names), shard_name(rank)
+        here = [name for name in names if (checkpoint / name).exists()]
+        if not here:
+            raise UserError(f"{checkpoint} has no weights; use another checkpoint")
+        self.has_own = own in here
+        self._names = sorted(here, key=lambda name: (name != own, name))
+        self._shards: dict[str, Shard] = {}
+        self.first = self._shard(self._names[0])
 
     def holds(self, name: str) -> bool:
         """Whether the weight is in the checkpoint, and not only in the files of `first.base`."""
@@ -237,34 +241,33 @@ class Shards:
 
     def _part_at(self, name: str, key: str, position: int) -> tuple[int, torch.Tensor]:
         """The part of a flattened state that has an element, and the number of its first one."""
-        for rank in self._ranks:
-            start, tensors = self._shard(rank).parts.get(name, (0, {}))
+        for file in self._names:
+            start, tensors = self._shard(file).parts.get(name, (0, {}))
             if key in tensors and start <= position < start + len(tensors[key]):
                 return start, tensors[key]
-        raise UserError(f"{self.checkpoint}: {key} of {name} is missing; use another checkpoint")
+        raise UserError(
+            f"{self.checkpoint}: {key} of {name} is not in the files of {len(self._names)} of "
+            f"{self.world_size} ranks that are on this node; resume with the same ranks on the "
+            "same nodes, or gather the files of all nodes"
+        )
 
-    def _shard(self, rank: int) -> Shard:
-        if rank not in self._shards:
-            self._shards[rank] = read_shard(self.checkpoint, shard_name(rank))
-        return self._shards[rank]
+    def _shard(self, name: str) -> Shard:
+        if name not in self._shards:
+            self._shards[name] = read_shard(self.checkpoint, name)
+        return self._shards[name]
 
 
 def read_shard(checkpoint: Path, name: str) -> Shard:
     """A file of a checkpoint that may be untrusted, memory-mapped.
 
     Raises:
-        UserError: it is missing, or holds anything but the tensors and plain types of a Shard.
+        UserError: it cannot be read, or holds anything but the tensors and plain types of a Shard.
     """
     path = checkpoint / name
     try:
         stat_inside(checkpoint, name)
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         return TypeAdapter(Shard).validate_python(content)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} is on another node; resume with the same ranks on the same nodes, or gather "
-            "the files of all nodes"
-        ) from error
     except UnpicklingError as error:
         raise UserError(
             f"{path} holds something other than tensors and plain types, which could run code when "

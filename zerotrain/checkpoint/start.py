@@ -75,7 +75,8 @@ class Resume:
     ) -> Base | None:
         shards = run_on_all_ranks(ranks, lambda: Shards(self.checkpoint, ranks.rank))
         base = load_shards(engine, shards, ranks, base, weights_only=False)
-        if shards.world_size != ranks.world_size or not set_rng_state(shards.first.rng):
+        is_same = shards.has_own and shards.world_size == ranks.world_size
+        if not (is_same and set_rng_state(shards.first.rng)):
             # another seed than at step 0, whose random numbers would be repeated
             seed_everything(rank_seed(seed, ranks.rank, self.progress.step))
         return base
