@@ -28,7 +28,8 @@ def startup_table(
     """What the run is about to do: a text by name, with units."""
     config, counts, meta = setup.config, setup.counts, plan.data.meta
     data, train = config.data, config.train
-    sampled = [plan.step(k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
+    first = plan.start.step  # earlier steps are of another plan
+    sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
     tokens = sum(step.tokens for step in sampled)
     padding = sum(step.padded_tokens for step in sampled) / tokens - 1
     supervised = sum(step.supervised_tokens for step in sampled) / tokens
