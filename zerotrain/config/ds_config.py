@@ -168,27 +168,26 @@ def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: 
             )
         block[leaf] = value
 
-    # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
-    # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
-    budget = "micro-batches follow from data.micro_batch_tokens"
-    fill("train_micro_batch_size_per_gpu", 1, budget)
-    fill("gradient_accumulation_steps", 1, budget)
-    of_batch = f"train.{train.global_batch_key} is {train.global_batch}"
-    fill("train_batch_size", train.global_batch, of_batch)
-    del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
-    for name in ("bf16", "fp16"):
-        fill(f"{name}.enabled", precision == name, f"the run's precision is {precision}")
-
     if "type" not in merged["optimizer"]:
         merged["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
+    # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
+    for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        fill(path, 1, "micro-batches follow from data.micro_batch_tokens")
+    for name in ("bf16", "fp16"):
+        fill(f"{name}.enabled", precision == name, f"the run's precision is {precision}")
     # train.py sets the scaled and scheduled rate before each step
-    for path, key, value in (
-        ("gradient_clipping", "gradient_clipping", train.gradient_clipping),
-        ("optimizer.params.lr", "learning_rate", train.learning_rate),
-        ("optimizer.params.weight_decay", "weight_decay", train.weight_decay),
-        ("optimizer.params.betas", "adam_betas", list(train.adam_betas)),
+    for path, key in (
+        ("train_batch_size", train.global_batch_key),
+        ("gradient_clipping", "gradient_clipping"),
+        ("optimizer.params.lr", "learning_rate"),
+        ("optimizer.params.weight_decay", "weight_decay"),
+        ("optimizer.params.betas", "adam_betas"),
     ):
+        value = getattr(train, key)
+        value = list(value) if isinstance(value, tuple) else value
         fill(path, value, f"train.{key} is {value}")
+    del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
     defaults = {
         "optimizer.params": {"eps": EPSILON},
         "zero_optimization": {

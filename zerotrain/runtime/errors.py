@@ -83,6 +83,12 @@ def rank_prefix() -> str:
     return f"[rank {ranks['RANK']} @ {socket.gethostname()}] "
 
 
+def with_rank(text: str) -> str:
+    """The text with the rank's prefix before every line."""
+    prefix = rank_prefix()
+    return "\n".join(prefix + line for line in text.splitlines())
+
+
 def exit_on_error(work: Callable[[], T]) -> T:
     """Return `work()`, or exit: with one line for a UserError, with a traceback for anything else.
     What ranks other than 0 print of it, and tracebacks of all of them, carry the rank's prefix.
@@ -95,9 +101,7 @@ def exit_on_error(work: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:
-        prefix = rank_prefix()
-        lines = traceback.format_exc().splitlines()
-        print("\n".join(prefix + line for line in lines), file=sys.stderr, flush=True)
+        print(with_rank(traceback.format_exc()), file=sys.stderr, flush=True)
         sys.exit(EXIT_FAILURE)
 
 
@@ -109,11 +113,12 @@ def _report(mistake: UserError) -> None:
     still running then have an error of their own.
     """
     ranks = rank_variables(os.environ)
-    if ranks.get("RANK", "0") == "0":
-        print(f"error: {printable(str(mistake))}", file=sys.stderr, flush=True)
-        return
+    line = f"error: {printable(str(mistake))}"
     is_agreed = isinstance(mistake, AgreedError)
-    if is_agreed or ranks["LOCAL_RANK"] != "0":
-        time.sleep(3)
-    if not is_agreed:
-        print(f"{rank_prefix()}error: {printable(str(mistake))}", file=sys.stderr, flush=True)
+    if ranks.get("RANK", "0") != "0":
+        line = with_rank(line)
+        if is_agreed or ranks["LOCAL_RANK"] != "0":
+            time.sleep(3)
+        if is_agreed:
+            return
+    print(line, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ import sys
 import threading
 import traceback
 
-from zerotrain.runtime.errors import rank_prefix
+from zerotrain.runtime.errors import with_rank
 
 
 class HangWatch:
@@ -33,7 +33,5 @@ class HangWatch:
 
     def _report(self) -> None:
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        lines = [f"no step has ended for {self._seconds:.0f} s; this rank is at:", *stack]
-        prefix = rank_prefix()
-        text = "\n".join(prefix + line for line in "\n".join(lines).splitlines())
-        print(text, file=sys.stderr, flush=True)
+        text = f"no step has ended for {self._seconds:.0f} s; this rank is at:\n{''.join(stack)}"
+        print(with_rank(text), file=sys.stderr, flush=True)

@@ -26,10 +26,10 @@ def rng_state() -> dict[str, Any]:
     """RNG states of this process as tensors and plain types, which
     `torch.load(weights_only=True)` can read.
     """
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -44,8 +44,7 @@ def set_rng_state(state: dict[str, Any]) -> bool:
     if (state["cuda"] is not None) != torch.cuda.is_initialized():
         return False
     random.setstate(state["python"])
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
