@@ -344,6 +344,11 @@ def test_a_turn_of_weight_0_is_context(marked):
     assert supervised_turns(tokenizer, rows[1]) == ["2<|im_end|>", "4<|im_end|>"]
     row = {"messages": [*CHAT[:3], {**CHAT[3], "weight": 0}]}
     assert supervised_turns(tokenizer, row) == ["2<|im_end|>"]
+    text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    every_other = supervised_turns(
+        tokenizer, rows[0], dataclasses.replace(OPTIONS, supervise="all")
+    )
+    assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
 
 MARKED = FAMILIES["chatml"][0].replace(

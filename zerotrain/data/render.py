@@ -75,12 +75,11 @@ def _chat(
     context = [i for i in answers if messages[i].pop("weight", 1) == 0]
     if options.supervise == "last":
         answers = answers[-1:]
-    wanted = [i for i in answers if i not in context]
-    text, spans = locate(messages, row.get("tools"), tokenizer, wanted)
+    wanted = context if options.supervise == "all" else set(answers) - set(context)
+    text, spans = locate(messages, row.get("tools"), tokenizer, sorted(wanted))
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    if options.supervise == "all":
-        return encoded.ids, [True] * len(encoded.ids)
-    return encoded.ids, tokens_within(text, encoded.offsets, spans)
+    mask = tokens_within(text, encoded.offsets, spans)
+    return encoded.ids, [not hit for hit in mask] if options.supervise == "all" else mask
 
 
 def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> list[bool]:
