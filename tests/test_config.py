@@ -60,6 +60,8 @@ def test_a_file_may_have_a_base(tiny_config, tmp_path):
     assert "base" not in yaml.safe_load(dump_config(parse(top)))
     (tmp_path / "middle.yaml").write_text("base: base.yaml\ntrain: {sede: 1}\n")
     assert f"{tmp_path}/middle.yaml: train.sede: unknown key" in complaint(top)
+    (tmp_path / "middle.yaml").write_text("base: top.yaml\n")
+    assert f"{tmp_path}/middle.yaml: base" in complaint(top), "not an endless search"
 
 
 MISTAKES = {  # changes of the config -> key, part of the problem

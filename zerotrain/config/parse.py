@@ -179,14 +179,17 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _with_bases(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _with_bases(file: str, *derived: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, its values), after those of the file that its key `base` names, if it has one."""
     values = read_yaml(read_text(file, "--config: "), file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: not a run config, which is a mapping like recipes/demo.yaml")
     base = values.pop("base", None)
     if base is not None:
-        yield from _with_bases(os.path.normpath(Path(file).parent / str(base)))
+        path = os.path.normpath(Path(file).parent / str(base))
+        if path in derived:
+            raise UserError(f"{file}: base: {base} is based on this file; remove one of the two")
+        yield from _with_bases(path, os.path.normpath(file), *derived)
     yield file, values
 
 
