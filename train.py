@@ -169,7 +169,8 @@ def build_run(
 
 def train_to_the_end(run: Training, progress: Progress) -> int:
     """Train, report how training ended, and return the exit code."""
-    exit_code, ending = EXIT_FAILURE, "interrupted"
+    exit_code = EXIT_FAILURE
+    ending = "interrupted"
     try:
         with run.ranks.stop.deferred():
             progress, ending = train(run, progress)
@@ -191,7 +192,8 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
         The progress after the last step taken, and how the run has ended: finished, preempted, or
         stopped by its user.
     """
-    ranks, pin_memory = run.ranks, run.ranks.device.type == "cuda"
+    ranks = run.ranks
+    pin_memory = run.ranks.device.type == "cuda"
     batches = load_steps(run.plan, ranks.rank, progress.step, run.total_steps, pin_memory)
     saved = progress
     stopped = preempted = save = False
@@ -260,7 +262,10 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for
         mixtures of experts also router_loss, without its coefficient.
     """
-    engine, loss_sum, ranks, timer = run.engine, run.loss, run.ranks, run.timer
+    engine = run.engine
+    loss_sum = run.loss
+    ranks = run.ranks
+    timer = run.timer
     scale = ranks.world_size / batch.plan.supervised_tokens
     router_scale = loss_sum.router_coefficient * ranks.world_size / batch.plan.tokens
     # cross entropy and router loss of each micro-step
@@ -294,9 +299,11 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
     Raises:
         UserError: another run has taken over the output folder.
     """
-    ranks, saver = run.ranks, run.saver
+    ranks = run.ranks
+    saver = run.saver
     lock = saver.lock
-    stop, save, is_lost = False, False, lock.is_lost()
+    is_lost = lock.is_lost()
+    stop = save = False
     if ranks.is_first and not is_lost:
         stop, save = take_requests(run.config.output_dir)
         save = save or saver.is_due(step)
@@ -359,7 +366,8 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
 
 def is_early_stop(run: Training, progress: Progress) -> bool:
     """Whether the run is finished before its last step, by eval.patience."""
-    best, patience = progress.best, run.config.eval.patience
+    best = progress.best
+    patience = run.config.eval.patience
     return best is not None and 0 < patience <= best.evaluations_since
 
 

@@ -134,8 +134,13 @@ def batch_rebalance(lengths: np.ndarray, budget: Budget, examples_per_step: int)
 def figures(steps: Iterator[Step], lengths: np.ndarray, budget: Budget, packed: bool) -> list[str]:
     """A row of the table."""
     logs = np.log(lengths.astype(float))
-    useful, spent, largest, means, sizes = 0, 0, 0, [], []
-    began, seconds = time.perf_counter(), 0.0
+    useful = 0
+    spent = 0
+    largest = 0
+    means = []
+    sizes = []
+    began = time.perf_counter()
+    seconds = 0.0
     for step in steps:
         seconds += time.perf_counter() - began
         examples = np.concatenate([batch for ranks in step for batch in ranks])

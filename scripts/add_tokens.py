@@ -62,7 +62,8 @@ def main() -> None:
             f"{args.model} has weights that its causal language model does not use, and a copy "
             f"would lack: {listed(lost)}; use a text model of its family"
         )
-    new_ids, old_rows = count_ids(tokenizer), model.get_input_embeddings().weight.shape[0]
+    new_ids = count_ids(tokenizer)
+    old_rows = model.get_input_embeddings().weight.shape[0]
     if not (new or args.tokenizer or args.chat_template) and new_ids <= old_rows:
         raise UserError(f"{args.model} has all of these tokens already: there is nothing to add")
     for token in dict.fromkeys(args.tokens):

@@ -45,11 +45,13 @@ def main() -> None:
         names = sorted((path.name for path in args.disks.glob("*/")), key=lambda n: (len(n), n))
         if not names:
             raise UserError(f"--disks {args.disks}: it has to hold one folder for each node")
-        copy, source = rsync_from_disks(args.disks), args.source
+        copy = rsync_from_disks(args.disks)
+        source = args.source
     else:
         hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
         names = [host.name for host in hosts]
-        copy, source = rsync_from(ssh_command(args.ssh_args)), args.source.absolute()
+        copy = rsync_from(ssh_command(args.ssh_args))
+        source = args.source.absolute()
     with new_folder(args.out) as draft, TemporaryDirectory() as small_files:
         chosen = gather(copy, names, source, Path(small_files), draft)
     print(f"{chosen} -> {args.out}", flush=True)

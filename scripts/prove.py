@@ -66,7 +66,8 @@ def prove_data(config: "Config") -> bool:
     from zerotrain.model.load import load_tokenizer
     from zerotrain.tools.row_proof import prove_rows
 
-    tokenizer, proved = load_tokenizer(config), True
+    tokenizer = load_tokenizer(config)
+    proved = True
     held_out = config.data.eval_sets().values()
     for given in [config.data.sources("train_sources"), *held_out]:
         cache = open_cache(tokenize_sources(given, tokenizer, config.data))

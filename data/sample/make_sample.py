@@ -24,16 +24,20 @@ from zerotrain.data.sources import strings_in
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.tools.train_tokenizer import train_tokenizer
 
-DRAWN_ROWS, EVAL_ROWS, SEED = 20_000, 200, 0
+DRAWN_ROWS = 20_000
+EVAL_ROWS = 200
+SEED = 0
 MAX_STEPS = 12
 VOCAB_SIZE = 384
 
 
 def make_row(rng: random.Random) -> dict:
     """One chat row: {"messages": [user turn, assistant turn]}."""
-    start, addend = rng.randint(10, 99), rng.randint(2, 9)
+    start = rng.randint(10, 99)
+    addend = rng.randint(2, 9)
     count = min(MAX_STEPS, 1 + int(rng.lognormvariate(0.6, 0.75)))
-    value, steps = start, []
+    value = start
+    steps = []
     for left in reversed(range(count)):
         steps.append(f"{value}+{addend}={value + addend}, {left} left.")
         value += addend

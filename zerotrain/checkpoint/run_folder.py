@@ -23,9 +23,13 @@ import re
 import shutil
 from pathlib import Path
 
-METRICS, LOCK = "metrics.jsonl", "run.lock"
-RESOLVED_CONFIG, RESOLVED_DS_CONFIG = "resolved_config.yaml", "resolved_ds_config.json"
-COMPLETE, MANIFEST, TRAINER_STATE = "COMPLETE", "manifest.json", "trainer_state.json"
+METRICS = "metrics.jsonl"
+LOCK = "run.lock"
+RESOLVED_CONFIG = "resolved_config.yaml"
+RESOLVED_DS_CONFIG = "resolved_ds_config.json"
+COMPLETE = "COMPLETE"
+MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer_state.json"
 SHARDS = "shards"
 """Folder in a checkpoint with a file for each rank."""
 REQUESTS = ("stop", "save_now")

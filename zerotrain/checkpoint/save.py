@@ -87,9 +87,13 @@ class Saver:
             start: of the run; the checkpoint that it resumes from is never removed.
             log: is called with "save" and its values when a checkpoint is complete.
         """
-        self.engine, self.loaded, self.tokenizer = engine, loaded, setup.tokenizer
+        self.engine = engine
+        self.loaded = loaded
+        self.tokenizer = setup.tokenizer
         self.config = setup.config.checkpoint
-        self.ranks, self.lock, self.log = ranks, lock, log
+        self.ranks = ranks
+        self.lock = lock
+        self.log = log
         self.folder = checkpoints_folder(lock.folder)
         self._resumed = start.checkpoint if isinstance(start, Resume) else None
         self._copies: dict[str, Any] | None = None
@@ -150,7 +154,8 @@ class Saver:
         if self._pending is None:
             return
         began = time.monotonic()
-        (draft, state), self._pending = self._pending, None
+        draft, state = self._pending
+        self._pending = None
         self._writer.join()
         self._run(draft, self._raise_error)
         entries = gather_json(self.ranks, self._entry)
@@ -289,7 +294,8 @@ class Saver:
 
     def _kept(self, state: TrainerState) -> set[Path]:
         """The checkpoints that are kept once that of `state` is complete."""
-        config, best = self.config, state.progress.best
+        config = self.config
+        best = state.progress.best
         complete = list_complete(self.folder)
         kept = {*complete[-config.keep_last :], self._resumed}
         kept.add(self.folder / checkpoint_name(state.progress.step))

@@ -116,15 +116,18 @@ def partition(p: torch.Tensor) -> tuple[int, int]:
 
 def fragments(engine: "DeepSpeedEngine") -> list[Fragment]:
     """What this rank's flat_weights hold, at most one fragment of each parameter."""
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    names, flats = engine.param_names, flat_weights(engine)
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer
+    names = engine.param_names
+    flats = flat_weights(engine)
     found = []
     if stage in (1, 2):  # each group concatenated, then partitioned
         groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
         for flat, group in zip(flats, groups, strict=True):
             for p in group:
                 if (at := p._hp_mapping) is not None:
-                    in_flat, in_parameter = at.hp_fragment_address, at.lp_fragment_address
+                    in_flat = at.hp_fragment_address
+                    in_parameter = at.lp_fragment_address
                     where = in_flat.start, in_parameter.start, in_flat.numel
                     found.append(Fragment(names[p], flat, *where))
     elif stage == 3 or hasattr(optimizer, "fp32_groups_flat"):
@@ -163,7 +166,8 @@ def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Sh
         base: the files that have the frozen weights, which are then left out.
     """
     stage = engine.zero_optimization_stage()
-    updates, states = 0, ["fp32"]
+    updates = 0
+    states = ["fp32"]
     for flat in flat_weights(engine):
         state = optimizer_state(engine, flat)
         updates = max(updates, int(state.get("step", 0)))
@@ -209,7 +213,8 @@ class Shards:
         """`rank`: whose file is looked into first."""
         self.checkpoint = checkpoint
         names = [n for n in read_manifest(checkpoint).files if n.startswith(f"{SHARDS}/")]
-        self.world_size, own = len(names), shard_name(rank)
+        self.world_size = len(names)
+        own = shard_name(rank)
         here = [name for name in names if (checkpoint / name).exists()]
         if not here:
             raise UserError(f"{checkpoint} has no weights; use another checkpoint")
@@ -231,7 +236,8 @@ class Shards:
         """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
         Do not modify them: they may be the mapped file.
         """
-        found, position = [torch.empty(0)], start
+        found = [torch.empty(0)]
+        position = start
         while position < start + numel:
             first, values = self._part_at(name, key, position)
             values = values[position - first : start + numel - first].float()
@@ -293,7 +299,8 @@ def load_shards(
     Raises:
         UserError: the checkpoint is of another model, or damaged.
     """
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer
     run_on_all_ranks(ranks, lambda: check_model(engine, shards, base, weights_only))
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # releases all gathered parameters
@@ -321,7 +328,8 @@ def check_model(
     Raises:
         UserError: names the first parameter that differs.
     """
-    checkpoint, saved = shards.checkpoint, shards.first
+    checkpoint = shards.checkpoint
+    saved = shards.first
     parameters = dict(engine.module.named_parameters())
     shapes = {name: shape_of(p) for name, p in parameters.items()}
     for name in (*shapes, *saved.shapes):
@@ -348,7 +356,8 @@ def check_model(
 
 def _fill(engine: "DeepSpeedEngine", shards: Shards, weights_only: bool) -> None:
     """Copy this rank's part of everything, without communication."""
-    stage, saved = engine.zero_optimization_stage(), shards.first
+    stage = engine.zero_optimization_stage()
+    saved = shards.first
     parameters = dict(engine.module.named_parameters())
     restores_optimizer = not weights_only and saved.updates > 0
     if restores_optimizer:
@@ -377,7 +386,8 @@ def _prepare_state(engine: "DeepSpeedEngine", flat: torch.Tensor, saved: Shard) 
     """Make the optimizer's state of a flat tensor, which torch makes at the first update, and set
     the number of updates.
     """
-    state, optimizer = optimizer_state(engine, flat), engine.basic_optimizer
+    state = optimizer_state(engine, flat)
+    optimizer = engine.basic_optimizer
     state["step"] = saved.updates
     if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's have a number
         on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]

@@ -96,7 +96,8 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
             the rest of the epoch cannot be determined.
     """
 
-    settings, folder = config.checkpoint, checkpoints_folder(config.output_dir)
+    settings = config.checkpoint
+    folder = checkpoints_folder(config.output_dir)
     views = gather_json(ranks, see(settings, folder) if ranks.local_rank == 0 else None)
     nodes = [view for view in views if view is not None]
 
@@ -142,7 +143,8 @@ def find_checkpoint(
             one; or there are checkpoints, and none is usable.
     """
     paths = {path for view in views for path in view if Path(path).parent == folder}
-    skipped, newest = [], None
+    skipped = []
+    newest = None
     for path in sorted(paths, reverse=True):
         problem = _problem(path, views)
         if problem is None:

@@ -99,7 +99,8 @@ class Progress:
 
     def evaluated(self, eval_loss: float) -> "Progress":
         """After an evaluation."""
-        now, best = replace(self, eval_loss=eval_loss), self.best
+        now = replace(self, eval_loss=eval_loss)
+        best = self.best
         if best is None or lowest_first(eval_loss) < lowest_first(best.value):
             return replace(now, best=Best(eval_loss, self.step))
         return replace(now, best=replace(best, evaluations_since=best.evaluations_since + 1))

@@ -121,10 +121,12 @@ def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
     Raises:
         UserError: the block has no equal schedule, or contradicts the run config.
     """
-    file, train = config.ds_config, config.train
+    file = config.ds_config
+    train = config.train
     name = train.lr_schedule or "cosine"
     if "type" in block:
-        kind, params = block["type"], block["params"]
+        kind = block["type"]
+        params = block["params"]
         if str(kind) not in SCHEDULES:
             raise UserError(
                 f"{file}: scheduler.type is {json.dumps(kind)}, which is none of "
@@ -152,7 +154,8 @@ def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: 
     Raises:
         UserError: the file has another value.
     """
-    file, train = config.ds_config, config.train
+    file = config.ds_config
+    train = config.train
 
     def fill(path: str, value: Any, source: str) -> None:
         """Set `path`; the file may state the same value or "auto"."""
@@ -209,7 +212,8 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     Raises:
         UserError: what DeepSpeed would refuse or silently ignore, or what is not supported.
     """
-    file, stage = config.ds_config, zero_stage(merged)
+    file = config.ds_config
+    stage = zero_stage(merged)
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():

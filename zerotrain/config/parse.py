@@ -133,7 +133,8 @@ def check_start(config: Config, world_size: int) -> None:
     Raises:
         UserError: one of these is not so.
     """
-    model, resume = config.model.name_or_path, config.checkpoint.resume
+    model = config.model.name_or_path
+    resume = config.checkpoint.resume
     if model.startswith((".", "/")) and not Path(model).is_dir():
         raise UserError(f"model.name_or_path: no such folder: {model}")
     if resume != "auto" and not Path(resume).is_dir():
@@ -239,9 +240,11 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
         place = place.rpartition(".")[0]
     problem = best["msg"].removeprefix("Value error, ")
     if best["type"] == "unexpected_keyword_argument":
-        name, names = key, known
+        name = key
+        names = known
         if key in known:  # a list of sources
-            name, names = str(best["loc"][-1]), config_keys(Source)
+            name = str(best["loc"][-1])
+            names = config_keys(Source)
         near = difflib.get_close_matches(name, names, n=1)
         problem = f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
     elif best["type"] not in ("missing", "value_error"):

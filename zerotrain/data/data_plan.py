@@ -130,7 +130,8 @@ def make_plans(
         UserError: a row cannot be used, there is less than one global batch, or an example exceeds
             the budget.
     """
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
 
     def tokenized(sources: list["Source"]) -> TokenizedRows:
         return open_cache(tokenize_sources(sources, tokenizer, data))
@@ -191,7 +192,8 @@ class PlanRecord:
 
     @classmethod
     def of(cls, plan: DataPlan) -> "PlanRecord":
-        order, content = plan.order, plan.data.meta["content"]
+        order = plan.order
+        content = plan.data.meta["content"]
         batch = order.global_batch_size, order.global_batch_tokens
         return cls(PLAN_VERSION, content, order.seed, *batch)
 

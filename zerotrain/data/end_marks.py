@@ -46,7 +46,8 @@ def _end_tokens(
     A token that is within answers too is none of them if there are others: with gpt-oss, <|end|>
     also follows the reasoning before an answer.
     """
-    last_tokens, inner_tokens = set[int](), set[int]()
+    last_tokens = set[int]()
+    inner_tokens = set[int]()
     for batch in rows.with_format("numpy").iter(batch_size=ROWS_AT_ONCE):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
             supervised = ids[mask]

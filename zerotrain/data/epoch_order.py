@@ -36,7 +36,8 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     walking = np.arange(len(out))
     while len(walking):
         value = out[walking]
-        left, right = value >> widths[1], value & masks[1]
+        left = value >> widths[1]
+        right = value & masks[1]
         for i, round_key in enumerate(round_keys):
             left, right = right, left ^ (_mix(right + round_key) & masks[i % 2])
         value = (left << widths[1]) | right

@@ -93,7 +93,8 @@ def load_steps(
 
 def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroBatch:
     """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
-    ids, masks = [np.zeros(1, np.int32)], [np.zeros(1, bool)]
+    ids = [np.zeros(1, np.int32)]
+    masks = [np.zeros(1, bool)]
     if len(examples):
         ids, masks = data.fetch(examples)
     lengths = np.array([len(example) for example in ids])

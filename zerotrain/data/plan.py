@@ -68,7 +68,8 @@ def plan_step(
     examples = np.sort(examples)
     exact = lengths[examples].astype(np.int64)
     order = np.argsort(-exact, kind="stable")
-    examples, exact = examples[order], exact[order]
+    examples = examples[order]
+    exact = exact[order]
     padded = budget.padded(exact)
     groups, costs = (_pack if budget.packed else _bucket)(padded, budget)
     padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
@@ -107,7 +108,8 @@ def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nd
         bounds[-1] = len(padded)
         return bounds
 
-    low, high = int(cost[0]), int((max_examples * cost).max())
+    low = int(cost[0])
+    high = int((max_examples * cost).max())
     fewest = len(cut(high)) - 1
     count = min(len(padded), -(-fewest // budget.world_size) * budget.world_size)
     while low < high:
@@ -191,7 +193,8 @@ def _head_start(cost: np.ndarray, bins: int, at_once: int) -> np.ndarray:
     An example that costs more than the mean bin makes the other ranks of its micro-step wait. So
     the bins next to it are filled up to its cost, and the others correspondingly less.
     """
-    level, left = np.empty(bins, np.int64), int(cost.sum())
+    level = np.empty(bins, np.int64)
+    left = int(cost.sum())
     for start in range(0, bins, at_once):
         here = min(at_once, bins - start)
         longest = int(cost[start]) if start < len(cost) else 0

@@ -132,7 +132,8 @@ def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[RawRow]:
         batch.validate(full=True)  # offsets beyond a buffer would read other memory
         for row in batch.to_struct_array():
             number += 1
-            pieces, characters = [], 0
+            pieces = []
+            characters = 0
             for piece in encoder.iterencode(row):  # a few bytes of Arrow can stand for large texts
                 pieces.append(piece)
                 characters += len(piece)

@@ -149,12 +149,15 @@ def fit(
         )
     if options.on_too_long == "drop":
         return [([], [], DROPPED)]
-    starts, outcome = [0], TRUNCATED
+    starts = [0]
+    outcome = TRUNCATED
     if options.on_too_long == "split":
-        starts, outcome = range(0, len(ids) - 1, max(1, limit - 1)), SPLIT
+        starts = range(0, len(ids) - 1, max(1, limit - 1))
+        outcome = SPLIT
     pieces = []
     for start in starts:
-        piece, piece_mask = ids[start : start + limit], mask[start : start + limit]
+        piece = ids[start : start + limit]
+        piece_mask = mask[start : start + limit]
         piece_mask[0] = False
         pieces.append((piece, piece_mask, outcome) if any(piece_mask) else ([], [], LOST_ANSWER))
     return pieces

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from zerotrain.config.schema import DataConfig, Source
 
 CACHE_VERSION = 11  # increase it when the same input is to give another cache than before
-BATCH_ROWS, BATCH_CHARACTERS = 500, 1 << 24  # at most so much is tokenized at a time
+# at most so much is tokenized at a time
+BATCH_ROWS = 500
+BATCH_CHARACTERS = 1 << 24
 MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
 SCHEMA = pa.schema(
@@ -257,13 +259,15 @@ def _tokenized(
 
 def _batches(source: "Source", first: int) -> Iterator[RowBatch]:
     """The rows of a source, numbered from `first` on."""
-    batch, characters = RowBatch(first), 0
+    batch = RowBatch(first)
+    characters = 0
     for file, raw in read_rows(source):
         batch.rows.append((file, raw))
         characters += len(raw.text)
         if len(batch.rows) == BATCH_ROWS or characters > BATCH_CHARACTERS:
             yield batch
-            batch, characters = RowBatch(batch.first + len(batch.rows)), 0
+            batch = RowBatch(batch.first + len(batch.rows))
+            characters = 0
     if batch.rows:
         yield batch
 
@@ -293,7 +297,9 @@ def _build_cache(
     chat = any(option.is_chat for option in options)
     if chat:
         check_template(tokenizer, tokenizer.name_or_path)
-    examples, rows_read, content = [0] * len(given), 0, xxhash.xxh3_64()
+    examples = [0] * len(given)
+    rows_read = 0
+    content = xxhash.xxh3_64()
     outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
     reasons = Counter()
     with (
@@ -312,7 +318,8 @@ def _build_cache(
             for found in _tokenized(_batches(source, rows_read), tokenize):
                 batch = pa.RecordBatch.from_pydict(found.columns, SCHEMA)
                 writer.write_batch(batch)
-                tokens, masks = batch["input_ids"].flatten(), batch["loss_mask"].flatten()
+                tokens = batch["input_ids"].flatten()
+                masks = batch["loss_mask"].flatten()
                 for values in (batch["length"], tokens, masks):
                     content.update(values.to_numpy(zero_copy_only=False).tobytes())
                 for row in found.rejected:

@@ -174,7 +174,8 @@ def _header(template: Template) -> str | None:
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
     _, gap, following, *_ = LABEL.split(template.render(chat)[0])
-    end, prompt = template.tail(chat[:1]), template.tail(chat[:1], prompt=True)
+    end = template.tail(chat[:1])
+    prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
     end_mark = shared_pieces(answer_end, following)
     rest = answer_end.removeprefix(end_mark).strip()  # only after the last answer
@@ -208,7 +209,9 @@ class Layout:
     def __init__(
         self, template: Template, messages: list[Message], owners: tuple[int, ...]
     ) -> None:
-        self.template, self.messages, self.owners = template, messages, owners
+        self.template = template
+        self.messages = messages
+        self.owners = owners
         self.text, self.marks = template.render(messages)
         self.constants = LABEL.split(self.text)
         self.places = [found.start() for found in LABEL.finditer(self.text)]
@@ -240,7 +243,8 @@ class Layout:
 
     def _shifts(self, text: str, strings: list[str]) -> list[int]:
         """By how much longer the row's text is than this one after 0, 1, 2 ... labels."""
-        shifts, expected = [0], self.constants[0]
+        shifts = [0]
+        expected = self.constants[0]
         for label, following in zip(self.labels, self.constants[1:], strict=True):
             forms = forms_of(strings[label]) if label < len(strings) else []
             at = len(expected)
@@ -265,7 +269,8 @@ class Layout:
             ]
             if not own or len(own) <= own[-1] - own[0]:
                 raise self._refused(number, "is not in one piece")
-            first, last = own[0], own[-1]
+            first = own[0]
+            last = own[-1]
             if self.marks:
                 spans = self._marked_turn(number, first, last)
             else:
@@ -290,7 +295,8 @@ class Layout:
 
     def _start(self, number: int, first: int) -> int:
         """Where the text begins that a server would ask for."""
-        before, header = self.constants[first], _header(self.template)
+        before = self.constants[first]
+        header = _header(self.template)
         if header and header in before:
             return self.places[first] - len(before.rpartition(header)[2])
         prompt = self.template.tail(self.messages[:number], prompt=True)
@@ -301,7 +307,8 @@ class Layout:
 
     def _end(self, number: int, last: int) -> int:
         """Where the text ends that also follows the turn when it is the last."""
-        end, after = self.template.tail(self.messages[: number + 1]), self.constants[last + 1]
+        end = self.template.tail(self.messages[: number + 1])
+        after = self.constants[last + 1]
         return (
             self.places[last] + 1 + len(end if after.startswith(end) else shared_pieces(end, after))
         )

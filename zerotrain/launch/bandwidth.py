@@ -20,9 +20,13 @@ import torch.distributed as dist
 from zerotrain.runtime.errors import UserError, exit_on_error
 
 REPEATS = 5
-GPU_BYTES, CPU_BYTES = 256 << 20, 4 << 20
-GPU_MATMUL, CPU_MATMUL = 8192, 512
-MIN_LINK, MIN_MATMUL = 0.5, 0.8  # of the median
+GPU_BYTES = 256 << 20
+CPU_BYTES = 4 << 20
+GPU_MATMUL = 8192
+CPU_MATMUL = 512
+# of the median
+MIN_LINK = 0.5
+MIN_MATMUL = 0.8
 
 
 def connect(seconds: float) -> None:
@@ -65,7 +69,8 @@ def all_reduce_gb_per_s(payload: torch.Tensor, ranks: list[int]) -> float | None
 
 
 def main(timeout_seconds: float) -> None:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -73,7 +78,8 @@ def main(timeout_seconds: float) -> None:
     if rank > 0:
         connect(timeout_seconds)
     limit = timedelta(seconds=timeout_seconds)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=limit

@@ -104,10 +104,12 @@ def check_clock(reports: Reports, slots: Mapping[str, int]) -> Problems:
 
 def check_gpus(reports: Reports, slots: Mapping[str, int]) -> Problems:
     for host, report in reports.items():
-        devices, what = report["gpus"], "GPUs"
+        devices = report["gpus"]
+        what = "GPUs"
         count = len(devices)
         if not devices:
-            count, what = report["cores"], "cores and no GPU"
+            count = report["cores"]
+            what = "cores and no GPU"
         if slots[host] > count:
             yield host, f"{slots[host]} slots, but {count} {what}; lower slots= in the hostfile"
         for number, gpu in enumerate(devices):

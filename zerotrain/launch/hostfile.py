@@ -46,7 +46,8 @@ def read_hostfile(path: str | Path) -> list[Host]:
         match = LINE.fullmatch(content)
         if match is None:
             raise UserError(f"{where}: expected `NAME slots=N` with the number of GPUs as N")
-        name, slots = match[1], int(match[2])
+        name = match[1]
+        slots = int(match[2])
         if "@" in name:
             raise UserError(
                 f"{where}: user@ is not supported, because deepspeed splits at @; put `User "

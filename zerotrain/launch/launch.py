@@ -85,7 +85,8 @@ class Attempt:
     """One attempt at a job: connects to its hosts, runs it, and ends it on all of them."""
 
     def __init__(self, job: Job, events: queue.SimpleQueue) -> None:
-        self.job, self.events = job, events
+        self.job = job
+        self.events = events
         self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 6)
         self.connections = [Connection(host, job.ssh, events) for host in job.hosts]
         self.running = set(self.connections)
@@ -252,7 +253,9 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, on_signal)
-    now, restarts, saved = job, 0, None
+    now = job
+    restarts = 0
+    saved = None
     while True:
         try:
             outcome = Attempt(now, events).run()

@@ -28,7 +28,8 @@ from zerotrain.runtime.errors import UserError, describe
 
 MARK = "REPORT "
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy", "accelerate")
-BLOCK_BYTES, BLOCKS = 1 << 20, 64
+BLOCK_BYTES = 1 << 20
+BLOCKS = 64
 
 
 def versions() -> dict[str, str]:

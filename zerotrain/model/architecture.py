@@ -131,7 +131,8 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
         skeleton: the model on the meta device, with requires_grad as in training.
     """
     sizes = text_config_of(skeleton.config).to_dict()
-    heads, head_size = sizes.get("num_attention_heads"), sizes.get("head_dim")
+    heads = sizes.get("num_attention_heads")
+    head_size = sizes.get("head_dim")
     width = _hidden_size(skeleton)
     if isinstance(heads, int) and isinstance(head_size, int):
         width = heads * head_size
@@ -167,7 +168,8 @@ def _multiplied_weights(skeleton: nn.Module) -> list[tuple[float, float]]:
     """How many weights a token is multiplied with, and how many of them are trained: of the part
     for text without the output head, and of the head.
     """
-    text, head = text_config_of(skeleton.config), skeleton.get_output_embeddings()
+    text = text_config_of(skeleton.config)
+    head = skeleton.get_output_embeddings()
     body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
     of_head = set(head.modules())
     active = getattr(text, "num_experts_per_tok", None) or 1

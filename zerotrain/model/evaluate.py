@@ -70,7 +70,8 @@ class HeldOutSets:
         once. All ranks take part in every micro-step, some with filler, because ZeRO-3 gathers
         weights in the forward pass.
         """
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        tokens = 0
         for step in load_steps(plan, self.ranks.rank, 0, plan.steps_per_epoch):
             for batch in step.micro_batches:
                 total += self.loss(self.engine, batch.to(self.ranks.device)).cross_entropy
@@ -102,7 +103,8 @@ class HeldOutSets:
         depend on the number of ranks. One without a prompt repeats the last one, because ZeRO-3
         gathers the weights for all ranks at once.
         """
-        ranks, answered = self.ranks, {}
+        ranks = self.ranks
+        answered = {}
         for first in range(0, len(prompts), ranks.world_size):
             self._check_preemption()
             number = min(first + ranks.rank, len(prompts) - 1)

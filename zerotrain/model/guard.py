@@ -41,7 +41,8 @@ class Guard:
     """
 
     def __init__(self, state: GuardState, ranks: Ranks) -> None:
-        self.state, self.ranks = state, ranks
+        self.state = state
+        self.ranks = ranks
         # of the last step
         self.problem: Problem | None = None
         self.is_applied = False

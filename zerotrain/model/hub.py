@@ -23,7 +23,9 @@ from zerotrain.config.schema import Config, Source
 from zerotrain.data.sources import loaded_commit
 from zerotrain.runtime.errors import UserError, describe
 
-SAMPLES, SAMPLE_BYTES = 128, 256  # of each file
+# of each file
+SAMPLES = 128
+SAMPLE_BYTES = 256
 MAX_ERROR_CHARACTERS = 400  # of a library's message
 
 Base: TypeAlias = dict[str, str | None]
@@ -69,7 +71,8 @@ def pin_revisions(config: Config) -> Config:
     Raises:
         UserError: a data set cannot be loaded.
     """
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     revision = _commit(model.name_or_path, model.revision, "config.json")
     if model.tokenizer is not None:
         name, asked = config.tokenizer_source

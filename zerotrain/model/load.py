@@ -84,7 +84,8 @@ def load_model_config(config: Config) -> PretrainedConfig:
     Raises:
         UserError: it cannot be loaded, or is that of quantized weights.
     """
-    name, revision = config.model.name_or_path, config.model.revision
+    name = config.model.name_or_path
+    revision = config.model.revision
     trust = config.model.trust_remote_code
     model_config = load_pretrained(
         AutoConfig.from_pretrained, name, "model.name_or_path", revision, trust
@@ -121,7 +122,8 @@ def load_model(
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
     """
-    name, revision = config.model.name_or_path, config.model.revision
+    name = config.model.name_or_path
+    revision = config.model.revision
     trust = config.model.trust_remote_code
     hf_ds_config = HfDeepSpeedConfig(ds_config)
     dtype = DTYPES[

@@ -55,7 +55,8 @@ class SupervisedLoss:
         self._functions = [
             (LOGIT_FUNCTIONS[name], value) for name, value in values.items() if value is not None
         ]
-        self._model, self._head = model, model.get_output_embeddings()
+        self._model = model
+        self._head = model.get_output_embeddings()
         self._chunk_tokens = chunk_tokens
         self._takes_whole_logits = False
         # of the current call
@@ -120,7 +121,8 @@ class SupervisedLoss:
     ) -> torch.Tensor | None:
         if self._hidden is None:
             return None
-        hidden, self._hidden = self._hidden, None
+        hidden = self._hidden
+        self._hidden = None
         targets = self._batch.targets
         weights = [p for p in head.parameters() if p.requires_grad]
         self._loss, zeros = _ChunkedLoss.apply(

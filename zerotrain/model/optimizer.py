@@ -102,7 +102,8 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
     """The settings in which a resumed run has to agree with the saved one."""
-    train, model = config.train, config.model
+    train = config.train
+    model = config.model
     return {
         "train.learning_rate (scaled)": scaled_learning_rate(train, mean_batch),
         "train.weight_decay": train.weight_decay,

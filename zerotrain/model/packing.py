@@ -42,7 +42,9 @@ def resolve_batching(
     Raises:
         UserError: packed is requested, but not possible for this model.
     """
-    attention, batching, why = config.model.attn_implementation, config.data.batching, None
+    attention = config.model.attn_implementation
+    batching = config.data.batching
+    why = None
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
     problem = _packing_problem(skeleton)
@@ -68,7 +70,8 @@ def _packing_problem(skeleton: nn.Module) -> str | None:
     """Why examples in one sequence would influence each other, or attention would not be that of
     the model; None if nothing says so. probes.check_packing tests what the real model does.
     """
-    name, text = type(skeleton).__name__, text_config_of(skeleton.config)
+    name = type(skeleton).__name__
+    text = text_config_of(skeleton.config)
     if "position_ids" not in inspect.signature(skeleton.forward).parameters:
         return f"{name} takes no position_ids, so it cannot know where an example begins"
     layers = set(getattr(text, "layer_types", None) or [])

@@ -72,7 +72,8 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     """
     import peft  # takes a second
 
-    head, used = model.get_output_embeddings(), _text_modules(model)
+    head = model.get_output_embeddings()
+    used = _text_modules(model)
     modules = {name: m for name, m in model.named_modules() if m in used}
     # spelled out: peft includes routers and experts in its own all-linear, of some models
     if lora.target_modules == "all-linear":

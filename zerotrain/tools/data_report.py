@@ -18,7 +18,9 @@ from zerotrain.runtime.errors import printable
 QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100)
 PLANNED_STEPS = 50  # of the first epoch, for each number of ranks
 MAX_TOKENS = 1000  # of an example
-PLAIN, ANSWER, END = "plain", "answer", "end"
+PLAIN = "plain"
+ANSWER = "answer"
+END = "end"
 # Kind of segment -> its style on a terminal with colors, and its brackets on one without
 STYLES = {PLAIN: ("", "", ""), ANSWER: ("green", "[[", "]]"), END: ("bold magenta", "{{", "}}")}
 
@@ -53,13 +55,15 @@ def segments(
 
 def print_counts(name: str, plan: DataPlan) -> None:
     """What was read, how long rows were handled, token counts, and what is supervised."""
-    data, meta = plan.data, plan.data.meta
+    data = plan.data
+    meta = plan.data.meta
     became = [f"{meta[key]:,} {text}" for key, text in OUTCOMES.values() if meta[key]]
     became += [f"{n:,} left out ({reason})" for reason, n in meta["rejected"].items()]
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]
     sources = ", ".join(meta["sources"])
-    tokens, supervised = int(data.lengths.sum()), int(data.supervised.sum())
+    tokens = int(data.lengths.sum())
+    supervised = int(data.supervised.sum())
     rows = {
         "examples": f"{len(data):,}, of {meta['rows_read']:,} rows read from {sources}",
         "format": ", ".join(dict.fromkeys(meta["formats"])),
@@ -128,7 +132,9 @@ def costs(step: StepPlan, plan: DataPlan) -> tuple[int, int]:
     """Cost of a step's examples without padding, see Budget.cost; and with padding and the time in
     which ranks wait for the slowest.
     """
-    budget, useful, elapsed = plan.budget, 0, 0
+    budget = plan.budget
+    useful = 0
+    elapsed = 0
     for of_ranks in step.micro_batches:
         lengths = [plan.data.lengths[examples].astype(np.int64) for examples in of_ranks]
         useful += sum(int(budget.cost(each).sum()) for each in lengths)

@@ -24,11 +24,14 @@ def prove_epoch(plan: "DataPlan", then: int, cut: float, epoch: int) -> bool:
     Returns:
         Whether each example came once, both times.
     """
-    world, resumed = plan.budget.world_size, replace(plan.budget, world_size=then)
-    first, last = epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch
+    world = plan.budget.world_size
+    resumed = replace(plan.budget, world_size=then)
+    first = epoch * plan.steps_per_epoch
+    last = (epoch + 1) * plan.steps_per_epoch
     middle = first + round(cut * plan.steps_per_epoch)
     print(f"{len(plan.data):,} examples, epoch {epoch}: steps {first:,} to {last - 1:,}")
-    stored, places = Counter(), {}
+    stored = Counter()
+    places = {}
     for number in range(len(plan.data)):
         ids, masks = plan.data.fetch(np.array([number]))
         key = _key(ids[0], masks[0])
@@ -40,7 +43,8 @@ def prove_epoch(plan: "DataPlan", then: int, cut: float, epoch: int) -> bool:
         (f"{world} ranks", _loaded(plan, first, last)),
         (f"{world} ranks for {middle - first:,} steps, then {then}", split),
     ):
-        missing, repeated = stored - counts, counts - stored
+        missing = stored - counts
+        repeated = counts - stored
         print(
             f"  {name}: {(stored & counts).total():,} examples once, {missing.total():,} missing, "
             f"{repeated.total():,} repeated or not in the data set"

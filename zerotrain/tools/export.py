@@ -113,7 +113,8 @@ def export_adapter(
     target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
     with new_folder(out) as draft:
         _copy(small_files, draft)
-        shards, model = Shards(checkpoint), _empty_model(draft, target)
+        shards = Shards(checkpoint)
+        model = _empty_model(draft, target)
         (draft / "config.json").unlink()  # that of the base model
         _insert_adapters(model, run, shards)
         model.peft_config[ADAPTER].save_pretrained(draft)
@@ -221,7 +222,8 @@ def _fill(model: nn.Module, shards: Shards) -> None:
     Raises:
         UserError: the model has other parameters.
     """
-    parameters, names = dict(model.named_parameters()), set(shards.first.shapes)
+    parameters = dict(model.named_parameters())
+    names = set(shards.first.shapes)
     if wrong := sorted(names.symmetric_difference(parameters)):
         raise UserError(
             f"the checkpoint does not fit {type(model).__name__}: one of them has no {wrong[0]}; "

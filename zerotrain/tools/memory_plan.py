@@ -170,12 +170,11 @@ def _activations(config: Config, skeleton: nn.Module, width: int) -> list[Part]:
     (Korthikanti et al., section 5). The loss is done before any layer's backward pass begins, so
     the larger of the two counts. Every token is taken to be supervised.
     """
-    model, text, tokens = (
-        config.model,
-        text_config_of(skeleton.config),
-        config.data.micro_batch_tokens,
-    )
-    layers, hidden = int(text.num_hidden_layers), hidden_size(skeleton.config)
+    model = config.model
+    text = text_config_of(skeleton.config)
+    tokens = config.data.micro_batch_tokens
+    layers = int(text.num_hidden_layers)
+    hidden = hidden_size(skeleton.config)
     sizes = layer_bytes(skeleton.config)
     kept, gradients = (width / 2 * tokens * size for size in sizes)
     loss = _loss(config, skeleton, width)
@@ -195,12 +194,11 @@ def _loss(config: Config, skeleton: nn.Module, width: int) -> Part:
     """Logits, and input and gradient of the output head. The loss over chunks computes all
     gradients at once: it sums those of the head in fp32.
     """
-    tokens, vocabulary = (
-        config.data.micro_batch_tokens,
-        int(text_config_of(skeleton.config).vocab_size),
-    )
+    tokens = config.data.micro_batch_tokens
+    vocabulary = int(text_config_of(skeleton.config).vocab_size)
     chunk = config.model.loss_chunk_tokens
-    logits, head = min(tokens, chunk or tokens), skeleton.get_output_embeddings()
+    logits = min(tokens, chunk or tokens)
+    head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad) if chunk else 0
     states = 2 * width * hidden_size(skeleton.config) * tokens
     return Part(
@@ -235,7 +233,8 @@ def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, f
     a token visits, and their number. Queries and keys are 0 without attention.
     """
     text = text_config_of(model_config)
-    hidden, heads = hidden_size(model_config), _size(text, "num_attention_heads") or 0
+    hidden = hidden_size(model_config)
+    heads = _size(text, "num_attention_heads") or 0
     head_dim = _size(text, "head_dim") or (hidden // heads if heads else 0)
     kv_heads = _size(text, "num_key_value_heads") or heads
     names = ("moe_intermediate_size", "intermediate_size", "n_inner")

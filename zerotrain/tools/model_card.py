@@ -41,7 +41,10 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
     """README.md of an exported checkpoint. Of local paths it has only the last part, because a card
     is published and paths name people and machines.
     """
-    model, train, data, progress = config.model, config.train, config.data, state.progress
+    model = config.model
+    train = config.train
+    data = config.data
+    progress = state.progress
     front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if is_adapter:
         front["library_name"] = "peft"

@@ -27,7 +27,8 @@ def open_plans(
     Raises:
         UserError: whatever train.py would refuse.
     """
-    tokenizer, model_config = load_tokenizer(config), load_model_config(config)
+    tokenizer = load_tokenizer(config)
+    model_config = load_model_config(config)
     skeleton = meta_model(model_config, config.model.trust_remote_code)
     check_model_fits(config, skeleton, tokenizer)
     config, _ = resolve_batching(config, skeleton, torch.device("cpu"), "fp32")

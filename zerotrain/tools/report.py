@@ -23,7 +23,9 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import UserError, describe
 
-GREY, FAINT = "#7b828c", "rgba(128,128,128,0.25)"  # readable on white and on black
+# readable on white and on black
+GREY = "#7b828c"
+FAINT = "rgba(128,128,128,0.25)"
 MAX_POINTS = 2000  # drawn of a series
 MAX_RECORDS = 250  # of a kind other than steps, the last ones
 CHARTS = {  # heading: keys of metrics.jsonl
@@ -60,7 +62,9 @@ class RunRecords:
 def read_run(folder: Path) -> RunRecords:
     """Raises UserError: it is not a run folder."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    problems, configs, unreadable = [], "", 0
+    problems = []
+    configs = ""
+    unreadable = 0
     try:
         stat_inside(folder, METRICS)  # a pipe would be waited for, a link could lead anywhere
         lines = (folder / METRICS).read_bytes().splitlines()
@@ -132,7 +136,8 @@ def report_page(folders: Sequence[Path]) -> str:
 
 def summary(run: RunRecords) -> dict[str, str]:
     """What a person asks first."""
-    facts, starts = {"steps": "none is finished"}, run.records.get("start", [])
+    facts = {"steps": "none is finished"}
+    starts = run.records.get("start", [])
     if "loss" in run.series:
         facts["steps"] = f"{run.series['loss'].index[-1]:,}"
         facts["loss, last step"] = f"{run.series['loss'].iloc[-1]:.4f}"

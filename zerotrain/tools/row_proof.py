@@ -40,7 +40,8 @@ def check_row(
         is_target: _squeeze("".join(text for kind, text in found if (kind != PLAIN) == is_target))
         for is_target in (True, False)
     }
-    problems, position = [], {True: 0, False: 0}
+    problems = []
+    position = {True: 0, False: 0}
     for i, message in enumerate(messages):
         is_target = i in supervised and message.get("weight") != 0
         if message["role"] == "assistant" and not is_target and supervise == "last":
@@ -71,7 +72,10 @@ def prove_rows(
 ) -> bool:
     """Check every row that became one whole example, and print what was found."""
     row_of = np.asarray(data.rows["row"][:])
-    rows, compared, end_marks, problems = 0, 0, Counter(), []
+    rows = 0
+    compared = 0
+    end_marks = Counter()
+    problems = []
 
     def decoded(text: str) -> str:
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

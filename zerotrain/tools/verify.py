@@ -243,7 +243,8 @@ def mean_loss(model: Any, examples: list[tuple[list[int], list[int]]]) -> float:
     """Over all targets, one example at a time, so without padding."""
     losses = [torch.zeros(0)]
     for ids, targets in examples:
-        tokens, places = torch.tensor(ids, device=model.device), torch.tensor(targets)
+        tokens = torch.tensor(ids, device=model.device)
+        places = torch.tensor(targets)
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, places - 1].float().cpu()
         losses.append(
             torch.nn.functional.cross_entropy(logits, tokens.cpu()[places], reduction="none")

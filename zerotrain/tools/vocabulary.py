@@ -75,7 +75,8 @@ def resize_vocabulary(model: PreTrainedModel, old_ids: int, new_ids: int) -> int
         raise UserError(
             f"the embeddings of {type(model).__name__} cannot be resized: {summarize(error)}"
         ) from error
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tensors = [embeddings.weight]
     if head is not None:
         tensors += [] if head.weight is embeddings.weight else [head.weight]

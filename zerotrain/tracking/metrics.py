@@ -111,7 +111,8 @@ def open_metrics(
     Raises:
         UserError: W&B rejects its settings; on every rank.
     """
-    metrics, folder = Metrics([]), Path(config.output_dir)
+    metrics = Metrics([])
+    folder = Path(config.output_dir)
     places = gather_json(ranks, [socket.gethostname(), device_name(ranks.device)])
     cluster = {
         "world_size": len(places),

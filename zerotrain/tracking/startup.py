@@ -26,8 +26,11 @@ def startup_table(
     ranks: Ranks,
 ) -> dict[str, str]:
     """What the run is about to do: a text by name, with units."""
-    config, counts, meta = setup.config, setup.counts, plan.data.meta
-    data, train = config.data, config.train
+    config = setup.config
+    counts = setup.counts
+    meta = plan.data.meta
+    data = config.data
+    train = config.train
     first = plan.start.step  # earlier steps are of another plan
     sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
     tokens = sum(step.tokens for step in sampled)
@@ -72,7 +75,8 @@ def startup_table(
 
 
 def span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 

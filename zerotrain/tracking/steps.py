@@ -74,8 +74,11 @@ class StepReporter:
     def __init__(
         self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks, start: Progress
     ) -> None:
-        self._flops, self._precision, self._plan = setup.flops, setup.precision, plan
-        self._metrics, self._ranks = metrics, ranks
+        self._flops = setup.flops
+        self._precision = setup.precision
+        self._plan = plan
+        self._metrics = metrics
+        self._ranks = ranks
         self._on_cuda = ranks.device.type == "cuda"
         self._peak_flops_per_s = peak_flops_per_s(device_name(ranks.device))
         self._step = start.step
@@ -91,7 +94,8 @@ class StepReporter:
         Args:
             values: what the loop has measured: loss, lr, step_seconds, data_seconds ...
         """
-        plan, step_seconds = batch.plan, values["step_seconds"]
+        plan = batch.plan
+        step_seconds = values["step_seconds"]
         self._step = progress.step
         record = {
             "step": progress.step,
@@ -130,7 +134,8 @@ class StepReporter:
         """
         if not self._ranks.is_first:
             return
-        micro_batches, bad = batch.plan.micro_batches, enumerate(problem.micro_batches)
+        micro_batches = batch.plan.micro_batches
+        bad = enumerate(problem.micro_batches)
         suspects = [micro_batches[i][rank] for rank, micro_steps in bad for i in micro_steps]
         examples = np.concatenate(suspects or examples_of_step(batch.plan))
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]

@@ -42,7 +42,8 @@ class WandbSink:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # takes a second, and tracking may be disabled
 
-        folder, mode = Path(config.output_dir), config.tracking.wandb
+        folder = Path(config.output_dir)
+        mode = config.tracking.wandb
         ds_config = json.loads((folder / RESOLVED_DS_CONFIG).read_text())
         attempts = [{"mode": mode, "id": start.wandb_id, "resume": "allow"}]
         if mode == "online":
