@@ -186,16 +186,16 @@ def parse_row(
         raise BadRow("not an object", f"a row must be a JSON object, not {json_type(row)}")
     for key in ignore_keys:
         row.pop(key, None)
-    for ours, theirs in columns.items():
-        if theirs not in row or ours in MESSAGE_COLUMNS:
+    for known, given in columns.items():
+        if given not in row or known in MESSAGE_COLUMNS:
             continue
-        if ours in row:
+        if known in row:
             raise BadRow(
                 "doubled key",
-                f"it has both {ours!r} and {theirs!r} (data.columns); data.ignore_keys: [{ours}] "
+                f"it has both {known!r} and {given!r} (data.columns); data.ignore_keys: [{known}] "
                 "leaves out the former",
             )
-        row[ours] = row.pop(theirs)
+        row[known] = row.pop(given)
     return row
 
 
