@@ -107,9 +107,7 @@ def serve() -> None:
                     except BaseException:
                         traceback.print_exc()
                     finally:
-                        for thread in threading.enumerate():  # as Python does at its exit
-                            if thread is not threading.current_thread() and not thread.daemon:
-                                thread.join()
+                        threading._shutdown()  # as Python does: ends executors, joins threads
                         sys.stdout.flush()
                         sys.stderr.flush()
                         os._exit(code)
