@@ -74,9 +74,10 @@ class Bench:
 
     def command(self, *words: object) -> str:
         """The output of a command; kills it with all that it has started when time is over."""
+        command = [str(word) for word in words]
         process = subprocess.Popen(
-            [str(word) for word in words], cwd=REPO, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=max(0, self.end - time.monotonic()))
@@ -88,7 +89,7 @@ class Bench:
                 process.wait()
         if process.returncode:
             tail = output[-TAIL_CHARACTERS:]
-            raise CheckFailed(f"exit code {process.returncode}: {' '.join(words[:4])}\n{tail}")
+            raise CheckFailed(f"exit code {process.returncode}: {' '.join(command[:4])}\n{tail}")
         return output
 
     def model(self, shape: str, max_length: int) -> Path:
@@ -126,8 +127,9 @@ class Bench:
         longest = 256 if self.toy else int(flags.pop("micro_batch_tokens", 4096))
         flags.pop("micro_batch_tokens", None)
         run = Path(str(flags.pop("output_dir", self.folder / f"run_{self.runs}")))
+        config = self.folder / f"run_{self.runs}.yaml"
+        config.write_text(f"output_dir: {run}\n")
         given = {
-            "output_dir": run,
             "ds_config": "ds_configs/zero1.json",
             "model__name_or_path": self.model(shape, longest),
             "model__from_config": True,
@@ -153,7 +155,7 @@ class Bench:
         launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", 1]
         if not launcher[0].exists():  # packages installed into a folder have no commands
             launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", 1]
-        self.command(*launcher, "--master_port", port, "train.py", *words)
+        self.command(*launcher, "--master_port", port, "train.py", "--config", config, *words)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if line["kind"] == "train"]
 

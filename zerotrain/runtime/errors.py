@@ -35,6 +35,9 @@ class UserError(Exception):
 
     exit_code = EXIT_USER_MISTAKE
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())  # of a user's text too
+
 
 class EnvironmentFailure(UserError):
     """What the user cannot have mistyped, such as a full disk or a lost lock: one line too, but
