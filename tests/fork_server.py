@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import socket
+import signal
 import sys
 import threading
 import traceback
@@ -65,6 +66,8 @@ def rank(request: dict, number: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.setsid()
+    # a suite that a shell has started in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = str(request["ranks"])
     os.environ.update(request["environment"])
     if request["module"].endswith(".py"):
