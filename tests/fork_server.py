@@ -17,8 +17,8 @@ import importlib
 import json
 import os
 import runpy
-import socket
 import signal
+import socket
 import sys
 import threading
 import traceback
