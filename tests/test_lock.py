@@ -113,7 +113,7 @@ def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
     first.kill(0, signal.SIGCONT)
     ended = first.wait()
     assert ended.code == 1 and len(ended.errors) == 1, ended.output
-    assert f"output_dir {run_folder} now belongs to another run (process" in ended.errors[0]
+    assert f"output_dir {run_folder} now belongs to another run" in ended.errors[0]
     before = list_complete(checkpoints)[-1]
     second.until(lambda: list_complete(checkpoints)[-1] > before)
     second.kill(0, signal.SIGTERM)

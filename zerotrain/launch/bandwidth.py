@@ -77,7 +77,7 @@ def main(timeout_seconds: float) -> None:
         torch.cuda.set_device(device)
     if rank > 0:
         connect(timeout_seconds)
-    limit = timedelta(seconds=timeout_seconds)
+    limit = timedelta(seconds=2 * timeout_seconds)  # the cause that connect() tells comes first
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)

@@ -36,7 +36,7 @@ class UserError(Exception):
     exit_code = EXIT_USER_MISTAKE
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())  # of a user's text too
+        return printable(super().__str__())
 
 
 class EnvironmentFailure(UserError):
