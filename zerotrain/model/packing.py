@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask
 
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import text_config_of
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError
 
 PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
@@ -40,19 +40,13 @@ def resolve_batching(
         skeleton: the model on the meta device.
 
     Raises:
-        UserError: packed is requested, but not possible for this model; or an attention is
-            unknown or not installed.
+        UserError: packed is requested, but not possible for this model.
     """
     attention = config.model.attn_implementation
     batching = config.data.batching
     why = None
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
-    if attention:
-        try:
-            skeleton.set_attn_implementation(attention)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"model.attn_implementation: {describe(error)}") from error
     problem = _packing_problem(skeleton)
     if attention and not any(part in attention for part in VARLEN):
         problem = problem or f"{attention} computes scores between examples too"
