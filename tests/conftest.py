@@ -377,6 +377,16 @@ def save_tiny_llama(folder, tokenizer, dropout, intermediate_size=64, layers=2) 
     return folder
 
 
+def copy_with_code(model, folder, ran) -> Path:
+    """A copy of a model whose config.json names code of its own, which creates the file `ran`."""
+    shutil.copytree(model, folder)
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: ...\n")
+    architecture = json.loads((folder / "config.json").read_text())
+    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
+    (folder / "config.json").write_text(json.dumps(architecture))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def chat_rows() -> list[dict]:
     """70 rows of the sample data: prompts masked, 30 to 220 tokens each."""

@@ -13,6 +13,7 @@ from conftest import (
     start,
     wait_until,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from zerotrain.checkpoint.run_folder import list_complete
 
@@ -111,6 +112,10 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
         r"12 = 2 epochs of 6; seed 7",
     ):
         assert re.search(text, finished.output), f"{text}\n{finished.output}"
+    attention = "unknown" if is_flash_attn_2_available() else "flash_attention_2"
+    refused = forks.train(config, "--dry_run", f"--model.attn_implementation={attention}")
+    assert refused.code == 2 and len(refused.errors) == 1, refused.output
+    assert "model.attn_implementation" in refused.errors[0]
     assert not (tmp_path / "run").exists()
 
 

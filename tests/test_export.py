@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import yaml
-from conftest import save_tiny_llama, strategy, write_rows
+from conftest import copy_with_code, save_tiny_llama, strategy, write_rows
 from engine_logits import TOKENS
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -213,12 +213,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     template.write_text(text)
 
     # a config that says that a model's code may run, and a model that has some
-    evil = tmp_path / "evil"
-    shutil.copytree(base, evil)
-    (evil / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
-    architecture = json.loads((evil / "config.json").read_text())
-    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
-    (evil / "config.json").write_text(json.dumps(architecture))
+    evil = copy_with_code(base, tmp_path / "evil", tmp_path / "ran")
     config = tmp_path / "run" / "resolved_config.yaml"
     values = yaml.safe_load(config.read_text())
     for trusted in (True, False):

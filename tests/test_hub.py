@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from conftest import strategy
+from conftest import copy_with_code, strategy
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Source
@@ -74,12 +74,7 @@ def test_code_that_comes_with_a_model_never_runs_nor_asks(
     tmp_path, tiny_config, tiny_model, monkeypatch
 ):
     """Standard input is a terminal's, where transformers would ask."""
-    folder = tmp_path / "evil"
-    shutil.copytree(tiny_model, folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
-    architecture = json.loads((folder / "config.json").read_text())
-    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
-    (folder / "config.json").write_text(json.dumps(architecture))
+    folder = copy_with_code(tiny_model, tmp_path / "evil", tmp_path / "ran")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
     with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:

@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask
 
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import text_config_of
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import UserError, describe
 
 PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
@@ -29,6 +29,19 @@ VARLEN = ("flash", "flex_attention")
 
 _lengths = WeakTensorKeyDictionary()
 """{position_ids: lengths}: computed by the first layer of a forward pass, used by all of them."""
+
+
+def check_attention(name: str | None, skeleton: nn.Module) -> None:
+    """Raise UserError if model.attn_implementation is unknown or its package is not installed.
+
+    Args:
+        skeleton: the model on the meta device, which gets this attention.
+    """
+    if name not in (None, PACKED_EXAMPLES):
+        try:
+            skeleton.set_attn_implementation(name)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"model.attn_implementation: {describe(error)}") from error
 
 
 def resolve_batching(

@@ -25,10 +25,9 @@ from zerotrain.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from zerotrain.model.packing import PACKED_EXAMPLES, resolve_batching
+from zerotrain.model.packing import check_attention, resolve_batching
 from zerotrain.model.trained import Counts, count_trained
 from zerotrain.runtime.agreement import require_same, run_on_all_ranks
-from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.process_group import Ranks
 
 
@@ -74,12 +73,7 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     skeleton = meta_model(model_config, config.model.trust_remote_code)
     check_model_fits(config, skeleton, tokenizer)
     check_quantization(config, ranks.device)
-    attention = config.model.attn_implementation
-    if attention not in (None, PACKED_EXAMPLES):
-        try:
-            skeleton.set_attn_implementation(attention)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"model.attn_implementation: {describe(error)}") from error
+    check_attention(config.model.attn_implementation, skeleton)
     config, why = resolve_batching(config, skeleton, ranks.device, precision)
     cost = linear_cost(skeleton)
     return Setup(
