@@ -7,6 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from html import escape
@@ -42,7 +43,6 @@ CHARTS = {  # heading: keys of metrics.jsonl
         "step_seconds", "data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
     ),
 }  # fmt: skip
-STEP_KEYS = ("time", *(key for keys in CHARTS.values() for key in keys))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunRecords:
 
     name: str
     series: dict[str, pd.Series]
-    """Values over steps: keys of the steps' records, and loss/SET and exact_match/SET."""
+    """Values over steps: what the records of steps and evaluations hold."""
     records: dict[str, list[dict[str, Any]]]
     """Other lines of metrics.jsonl by kind. Only `step` is checked."""
     configs: str
@@ -64,7 +64,6 @@ def read_run(folder: Path) -> RunRecords:
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     problems = []
     configs = ""
-    unreadable = 0
     try:
         stat_inside(folder, METRICS)  # a pipe would be waited for, a link could lead anywhere
         lines = (folder / METRICS).read_bytes().splitlines()
@@ -73,28 +72,23 @@ def read_run(folder: Path) -> RunRecords:
             f"{folder}: not a run folder ({describe(error)}); give output_dir of a run"
         ) from None
     for line in lines:
-        try:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)  # which may have half a surrogate pair
             record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
             if type(record["step"]) is not int or not 0 <= record["step"] < 1 << 53:
                 raise ValueError("not a step")
             records[str(record["kind"])].append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            unreadable += 1
+    unreadable = len(lines) - sum(len(of_kind) for of_kind in records.values())
     if unreadable:
         problems.append(f"{METRICS}: {unreadable:,} lines cannot be read")
     values: dict[str, dict[int, float]] = defaultdict(dict)
-    for record in records.pop("train", []):
-        for key in STEP_KEYS:
-            values[key][record["step"]] = number(record.get(key))
-    if not values:
+    for record in [*records.pop("train", []), *records.pop("eval", [])]:
+        for key, value in record.items():
+            values[key][record["step"]] = number(value)
+    if "loss" not in values:
         problems.append("no step is recorded: the run ended, or still is, before its first")
-    for record in records.pop("eval", []):
-        for key in record:
-            if key.startswith(("loss/", "exact_match/")):
-                values[key][record["step"]] = number(record[key])
-    series = {key: pd.Series(of_key).sort_index().dropna() for key, of_key in values.items()}
-    series = {key: points for key, points in series.items() if len(points)}
+    frame = pd.DataFrame(values).sort_index().dropna(axis="columns", how="all")
+    series = {key: points.dropna() for key, points in frame.items()}
     if "loss" in series:
         halflife = max(1.0, len(series["loss"]) / 100)
         series["loss, smoothed"] = series["loss"].ewm(halflife=halflife).mean()
@@ -146,13 +140,12 @@ def summary(run: RunRecords) -> dict[str, str]:
         lasted = timedelta(seconds=round(times.max() - times.min()))
         facts["duration"] = f"{lasted}, to {datetime.fromtimestamp(times.max(), UTC):%F %H:%M} UTC"
     if starts:
-        facts["ranks"] = (
-            f"{shown(starts[-1].get('world_size'))} on {shown(starts[-1].get('hosts'))}"
-        )
+        start = starts[-1]
+        facts["ranks"] = f"{shown(start.get('world_size'))} on {shown(start.get('hosts'))}"
         facts["restarts"] = f"{len(starts) - 1:,}"
     for name, points in run.series.items():
         if "/" in name:
-            best = points.idxmin() if name.startswith("loss") else points.idxmax()
+            best = points.idxmax() if name.startswith("exact_match") else points.idxmin()
             last = f"{points.iloc[-1]:.4f} at step {points.index[-1]:,}"
             facts[name] = f"{last}, best {points[best]:.4f} at step {best:,}"
     for key in ("tokens_per_s", "mfu", "step_seconds", "data_seconds"):
@@ -174,8 +167,8 @@ def charts(runs: Sequence[RunRecords]) -> Iterator[str]:
         if parts:
             points = pd.concat(parts)
             figure = px.line(points, x="step", y="value", color="series", render_mode="svg")
-            figure.update_layout(showlegend=len(parts) > 1, height=200 + 20 * len(parts))
-            figure.update_yaxes(title_text="")
+            height = 200 + 20 * len(parts)
+            figure.update_layout(showlegend=len(parts) > 1, height=height, yaxis_title_text="")
             for step in restarts[-20:]:
                 figure.add_vline(x=step, line_dash="dash", line_color=GREY)
             yield section(heading, figure_html(figure))
@@ -185,8 +178,6 @@ def thin(points: pd.Series) -> pd.Series:
     """At most MAX_POINTS: of each bin of steps the smallest and the largest value, so that no spike
     is lost.
     """
-    if len(points) <= MAX_POINTS:
-        return points
     bins = points.groupby(pd.RangeIndex(len(points)) * (MAX_POINTS // 2) // len(points))
     return points.loc[sorted({*bins.idxmin(), *bins.idxmax()})]
 
@@ -219,10 +210,10 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
 
 
 def figure_html(figure: go.Figure) -> str:
-    clear = "rgba(0,0,0,0)"
     figure.update_layout(
-        template="none", paper_bgcolor=clear, plot_bgcolor=clear, font_color=GREY,
-        margin={"l": 50, "r": 5, "t": 10, "b": 40}, legend_title_text="", autosize=True,
+        template="none", font_color=GREY, legend_title_text="", autosize=True,
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 50, "r": 5, "t": 10, "b": 40},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
     )  # fmt: skip
     figure.update_xaxes(gridcolor=FAINT, zerolinecolor=FAINT)
