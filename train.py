@@ -15,6 +15,7 @@ Exit code: 0 the run is finished; 2 a mistake in the input, reported in one line
 SIGTERM or SIGUSR1 and saved, the same command resumes; anything else is a failure.
 """
 
+import gc
 import sys
 
 from zerotrain.config.parse import check_start, parse_command_line
@@ -23,6 +24,9 @@ from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, ex
 if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
+
+# What they create stays: collecting garbage would take a fifth of their time, and find none.
+gc.disable()
 
 import time
 from collections.abc import Iterator
@@ -61,6 +65,9 @@ from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.metrics import Metrics, open_metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import PhaseTimer, StepReporter, open_profiler
+
+gc.freeze()
+gc.enable()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-import datasets
 import transformers
 from rich.console import Console, Group
 from rich.live import Live
@@ -111,7 +110,8 @@ def quieten_libraries(is_first: bool) -> None:
     terminal. Other ranks print errors only. With LIBRARY_LOGS=INFO every rank prints everything.
     """
     if not (is_first and sys.stderr.isatty()):
-        datasets.disable_progress_bars()
+        # read when datasets is imported, which takes a second, for sources of the hub
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
         transformers.utils.logging.disable_progress_bar()
     level = os.environ.get(LIBRARY_LOGS)
     if level:

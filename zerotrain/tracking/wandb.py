@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from zerotrain.checkpoint.run_folder import RESOLVED_DS_CONFIG
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
@@ -96,6 +94,8 @@ class WandbSink:
         if kind == "event":
             row[f"event/{values['name']}"] = 1
         if kind == "generations":
+            import pandas as pd  # takes half a second, and most runs generate nothing
+
             # not W&B's own tables: they are artifacts, which wait for the server
             with pd.option_context("display.max_colwidth", None):
                 table = pd.DataFrame(values["rows"]).to_html(index=False)
