@@ -5,9 +5,12 @@
 Each side trains one epoch of the same rows, whose prompts are not supervised, under the same
 ds_config: the same model from random weights, global batch and precision. Trainer pads, with each
 of its sampling strategies in turn, and has as many rows in a micro-batch as fit into
---micro_batch_tokens on average. Tokens are counted without padding, seconds from the end of the
-second step to the end of the last one. The result is the median over --repeats of the ratio of
-train.py's tokens/s to Trainer's in the same repeat, with the smallest and largest one.
+--micro_batch_tokens on average. The strategy trl is TRL's SFTTrainer, where it is installed, with
+its packing, and as many tokens in a step.
+
+Tokens are counted without padding, seconds from the end of the second step to the end of the last
+one. A ratio is train.py's tokens/s over the other side's in the same repeat: the median over
+--repeats, with the smallest and largest one.
 """
 
 import argparse
@@ -19,14 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 REPO = Path(__file__).resolve().parent.parent
 TOKENIZER = REPO / "data" / "sample" / "model"
-STRATEGIES = ("random", "group_by_length", "batch_rebalance")
+OURS = "train.py"
+STRATEGIES = ("random", "group_by_length", "batch_rebalance", "trl")
 WARM_UP_STEPS = 2
 
 
@@ -43,9 +50,11 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--zero", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--vocab_size", type=int, help="default: the sample tokenizer's, 296")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)  # in a rank of Trainer: the strategy
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -56,7 +65,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         write_inputs(args)
-        print(json.dumps(compare(args), indent=2))
+        runs = compare(args)
+    if args.json:
+        args.json.write_text(json.dumps(runs, indent=2))
+    Console(width=110).print(table_of(runs))
 
 
 def write_inputs(args: argparse.Namespace) -> None:
@@ -75,7 +87,7 @@ def write_inputs(args: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=len(tokenizer),
+        vocab_size=args.vocab_size or len(tokenizer),
         hidden_size=args.hidden_size,
         intermediate_size=4 * args.hidden_size,
         num_hidden_layers=args.layers,
@@ -98,52 +110,84 @@ def write_inputs(args: argparse.Namespace) -> None:
     (args.folder / "ds_config.json").write_text(json.dumps(ds_config))
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all sides in turn, --repeats times."""
-    sides = ["train.py", *args.strategies.split(",")]
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """{side: what was measured in each repeat}, the sides of a repeat one after the other."""
+    sides = [OURS, *args.strategies.split(",")]
+    if "trl" in sides and find_spec("trl") is None:
+        print("trl: not installed, left out", file=sys.stderr)
+        sides.remove("trl")
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for repeat in range(args.repeats):
         for side in sides:
-            began = time.perf_counter()
-            steps = run_ours(args, repeat) if side == "train.py" else start_trainer(args, side)
+            began = time.time()
+            if side == OURS:
+                steps, peak_gib = run_ours(args, repeat)
+            else:
+                steps, peak_gib = start_trainer(args, side)
             timed = steps[WARM_UP_STEPS:]
-            rate = sum(s["tokens"] for s in timed) / sum(s["step_seconds"] for s in timed)
-            seconds = time.perf_counter() - began
-            runs[side].append({"tokens_per_s": rate, "seconds": seconds, "steps": len(steps)})
-            print(f"{side}: {rate:,.0f} tokens/s, {seconds:.0f} s in all", file=sys.stderr)
-    report: dict[str, Any] = {}
-    for side in sides:
-        report[side] = {
-            key: round(statistics.median(run[key] for run in runs[side]), 1)
-            for key in ("tokens_per_s", "seconds", "steps")
-        }
+            seconds = [step["step_seconds"] for step in timed]
+            tokens = sum(step["tokens"] for step in timed)
+            padded = sum(step["tokens"] / step["padding_efficiency"] for step in timed)
+            figures = {
+                "tokens_per_s": tokens / sum(seconds),
+                "padding_efficiency": tokens / padded,
+                "peak_gib": peak_gib,
+                "first_step_seconds": steps[0]["time"] - began,
+                "step_seconds": statistics.fmean(seconds),
+                "step_seconds_deviation": statistics.pstdev(seconds) / statistics.fmean(seconds),
+                "steps": len(steps),
+            }
+            runs[side].append(figures)
+            print(f"{side}: {figures['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
+    return runs
+
+
+def table_of(runs: dict[str, list[dict[str, float]]]) -> Table:
+    """Medians over the repeats."""
+    table = Table(
+        "", "tokens/s", "train.py / this (min, max)", "padding efficiency", "peak GiB",
+        "first step, s", "step, s", "deviation of a step, %", "steps",
+    )  # fmt: skip
+    for side, of_side in runs.items():
         ratios = [
-            ours["tokens_per_s"] / theirs["tokens_per_s"]
-            for ours, theirs in zip(runs["train.py"], runs[side], strict=True)
+            ours["tokens_per_s"] / other["tokens_per_s"]
+            for ours, other in zip(runs[OURS], of_side, strict=True)
         ]
-        report[side]["train.py over this"] = [
-            round(value, 2) for value in (statistics.median(ratios), min(ratios), max(ratios))
-        ]
-    return report
+        median = {key: statistics.median(run[key] for run in of_side) for key in of_side[0]}
+        table.add_row(
+            side,
+            f"{median['tokens_per_s']:,.0f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})",
+            f"{median['padding_efficiency']:.3f}",
+            f"{median['peak_gib']:.2f}",
+            f"{median['first_step_seconds']:.1f}",
+            f"{median['step_seconds']:.2f}",
+            f"{100 * median['step_seconds_deviation']:.0f}",
+            f"{median['steps']:.0f}",
+        )
+    return table
 
 
-def launch(args: argparse.Namespace, *command: object) -> None:
+def launch(args: argparse.Namespace, *command: object) -> float:
+    """Run a script under the deepspeed launcher. Returns the memory of its largest process, GiB."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", args.ranks]
     log = args.folder / "log.txt"
     with log.open("w") as output:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [str(word) for word in (*launcher, "--master_port", port, *command)],
             cwd=REPO, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    if done.returncode:
-        sys.exit(f"{log.read_text()[-4000:]}\nended with exit code {done.returncode}")
+        _, status, usage = os.wait4(process.pid, 0)  # of the ranks too
+    if status:
+        sys.exit(f"{log.read_text()[-4000:]}\nended with exit code {status >> 8}")
+    return usage.ru_maxrss / 2**20
 
 
-def run_ours(args: argparse.Namespace, repeat: int) -> list[dict[str, Any]]:
-    """The step records of train.py."""
+def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]], float]:
+    """The step records of train.py, and its peak memory, GiB."""
     run = args.folder / f"run_{repeat}"
     config = {
         "output_dir": str(run),
@@ -166,23 +210,25 @@ def run_ours(args: argparse.Namespace, repeat: int) -> list[dict[str, Any]]:
     }
     file = args.folder / "config.yaml"
     file.write_text(json.dumps(config))  # JSON is YAML
-    launch(args, "train.py", "--config", file)
+    peak_gib = launch(args, "train.py", "--config", file)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return [line for line in lines if line["kind"] == "train"], peak_gib
 
 
-def start_trainer(args: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
-    """The step records of Trainer with a sampling strategy."""
+def start_trainer(args: argparse.Namespace, strategy: str) -> tuple[list[dict[str, Any]], float]:
+    """The same of Trainer with a sampling strategy."""
     options = ("rows", "max_length", "global_batch_size", "micro_batch_tokens", "precision")
     flags = [f"--{name}={getattr(args, name)}" for name in options]
-    launch(args, Path(__file__), "--trainer", strategy, "--folder", args.folder, *flags)
-    return json.loads((args.folder / "trainer.json").read_text())
+    command = (Path(__file__), "--trainer", strategy, "--folder", args.folder, *flags)
+    peak_gib = launch(args, *command)
+    return json.loads((args.folder / "trainer.json").read_text()), peak_gib
 
 
 def run_trainer(args: argparse.Namespace) -> None:
     """One rank of Trainer; the first one writes the step records."""
     import deepspeed
     import torch
+    from datasets import Dataset
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -195,26 +241,57 @@ def run_trainer(args: argparse.Namespace) -> None:
 
     # as in train.py: on CPU DeepSpeed would compile a shared-memory all-reduce
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    world_size = int(os.environ["WORLD_SIZE"])
+    packs = args.trainer == "trl"
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
-    examples = []
-    for line in (args.folder / "rows.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        answer = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        labels = [-100] * len(prompt) + answer
-        examples.append({"input_ids": prompt + answer, "labels": labels})
-    mean = sum(len(e["input_ids"]) for e in examples) / len(examples)
-    per_rank = args.global_batch_size // world_size
-    fitting = max(1, int(args.micro_batch_tokens / mean))
-    rows = max(n for n in range(1, fitting + 1) if per_rank % n == 0)
-    collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    step_tokens: list[int] = []
-    seconds: list[float] = []
+    rows = map(json.loads, (args.folder / "rows.jsonl").read_text().splitlines())
+    examples = Dataset.from_list([tokenized(row, tokenizer) for row in rows])
+    per_rank = args.global_batch_size // int(os.environ["WORLD_SIZE"])
+    mean_tokens = sum(map(len, examples["input_ids"])) / len(examples)
+    if packs:
+        micro_batch_rows = 1
+        accumulation = max(1, round(per_rank * mean_tokens / args.micro_batch_tokens))
+    else:
+        fitting = max(1, int(args.micro_batch_tokens / mean_tokens))
+        micro_batch_rows = max(n for n in range(1, fitting + 1) if per_rank % n == 0)
+        accumulation = per_rank // micro_batch_rows
+    options = {
+        "output_dir": str(args.folder / "trainer"),
+        "deepspeed": str(args.folder / "ds_config.json"),
+        "bf16": args.precision == "bf16",
+        "per_device_train_batch_size": micro_batch_rows,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(args.folder / "model"),
+        dtype=torch.bfloat16 if options["bf16"] else torch.float32,
+    )
+    if packs:
+        from trl import SFTConfig, SFTTrainer
 
-    def collate(batch: list[dict]) -> Any:
-        step_tokens.append(sum(len(e["input_ids"]) for e in batch))
-        return collator(batch)
+        arguments = SFTConfig(**options, packing=True, max_length=args.micro_batch_tokens)
+        trainer = SFTTrainer(model, arguments, train_dataset=examples, processing_class=tokenizer)
+    else:
+        arguments = TrainingArguments(**options, train_sampling_strategy=args.trainer)
+        collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
+        trainer = Trainer(model, arguments, train_dataset=examples, data_collator=collator)
+    collate = trainer.data_collator
+    steps: list[dict[str, float]] = []
+    counts: list[tuple[int, int]] = []  # tokens without and with padding of each micro-batch
+
+    def counting_collate(batch: list[dict]) -> Any:
+        collated = collate(batch)
+        counts.append((sum(len(e["input_ids"]) for e in batch), collated["input_ids"].numel()))
+        return collated
 
     class Clock(TrainerCallback):
         began = 0.0
@@ -226,45 +303,27 @@ def run_trainer(args: argparse.Namespace) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             now = time.perf_counter()
-            seconds.append(now - self.began)
+            steps.append({"step_seconds": now - self.began, "time": time.time()})
             self.began = now
 
-    arguments = TrainingArguments(
-        str(args.folder / "trainer"),
-        deepspeed=str(args.folder / "ds_config.json"),
-        bf16=args.precision == "bf16",
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=per_rank // rows,
-        num_train_epochs=1,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        train_sampling_strategy=args.trainer,
-        use_cpu=not torch.cuda.is_available(),
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(args.folder / "model"),
-        dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
-    )
-    Trainer(
-        model, arguments, train_dataset=examples, data_collator=collate, callbacks=[Clock()]
-    ).train()
+    trainer.data_collator = counting_collate
+    trainer.add_callback(Clock())
+    trainer.train()
     # the tokens of this rank times the ranks: equal on average
-    accumulation = per_rank // rows
-    batches = [
-        sum(step_tokens[i : i + accumulation]) * world_size
-        for i in range(0, len(step_tokens), accumulation)
-    ]
-    steps = [
-        {"tokens": tokens, "step_seconds": taken}
-        for tokens, taken in zip(batches, seconds, strict=False)
-    ]
+    for i, step in enumerate(steps):
+        of_step = counts[i * accumulation : (i + 1) * accumulation]
+        tokens, padded_tokens = map(sum, zip(*of_step, strict=True))
+        step["tokens"] = tokens * arguments.world_size
+        step["padding_efficiency"] = tokens / padded_tokens
     if arguments.process_index == 0:
         (args.folder / "trainer.json").write_text(json.dumps(steps))
+
+
+def tokenized(row: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
+    """Token ids of a row, and labels, -100 for its prompt."""
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    answer = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+    return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
 
 if __name__ == "__main__":
