@@ -131,18 +131,19 @@ def test_an_epoch_has_the_same_losses_packed_and_bucketed(
 # The kernel of GPUs
 
 
-def attend(window, device, dtype):
+def attend(window, device, dtype, size):
     """The output of attention with two heads per key, and the gradients of its inputs."""
     lengths = [12, 7, 1, 150]
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
     generator, model = torch.Generator().manual_seed(0), models("llama, grouped heads")[1]
     layer = model.model.layers[0].self_attn
     states = [
-        torch.randn(1, heads, 170, 16, generator=generator).to(device, dtype).requires_grad_()
+        torch.randn(1, heads, 170, size, generator=generator).to(device, dtype).requires_grad_()
         for heads in (4, 2, 2)
     ]
+    scale = 1.2 * size**-0.5  # not the default, 1 * size**-0.5
     output, _ = packing.packed_attention(
-        layer, *states, None, position_ids=position_ids, scaling=0.3, sliding_window=window
+        layer, *states, None, position_ids=position_ids, scaling=scale, sliding_window=window
     )
     output.square().sum().backward()
     return [output.detach(), *(state.grad for state in states)]
@@ -152,14 +153,15 @@ def attend(window, device, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the varlen kernel needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_varlen_kernel_equals_attention_per_example(window, dtype, monkeypatch):
+@pytest.mark.parametrize("size", [16, 96, 128, 256])
+def test_the_varlen_kernel_equals_attention_per_example(window, dtype, size, monkeypatch):
     calls, varlen_attn = [], packing.varlen_attn
     monkeypatch.setattr(
         packing, "varlen_attn", lambda *a, **k: calls.append(a) or varlen_attn(*a, **k)
     )
-    found = attend(window, "cuda", dtype)
+    found = attend(window, "cuda", dtype, size)
     assert len(calls) == 1
-    for one, other in zip(found, attend(window, "cpu", torch.float32), strict=True):
+    for one, other in zip(found, attend(window, "cpu", torch.float32, size), strict=True):
         assert (one.cpu().float() - other).norm() < 2e-2 * other.norm()
 
 
