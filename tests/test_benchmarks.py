@@ -18,14 +18,24 @@ def bench(script, *args):
 
 @pytest.mark.launch
 def test_a_check_of_a_gpu_passes_at_toy_size_and_is_not_repeated(tmp_path):
-    toy = ["--toy", "--out", tmp_path, "--minutes", 9, "--only", "dense_0.5b_4k"]
+    checks = "dense_1.5b_8k_zero1,against_trainer_1"
+    toy = ["--toy", "--out", tmp_path, "--only", checks]
     done = bench("gpu.py", *toy)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == ["dense_0.5b_4k"] and results["dense_0.5b_4k"]["passed"]
-    assert results["dense_0.5b_4k"]["figures"]["tokens_per_s"] > 0
+    assert ",".join(results) == f"environment,{checks}"
+    figures = results["dense_1.5b_8k_zero1"]["figures"][""]
+    assert figures["tokens_per_s"] > 0 and figures["planned_memory_gib"] > 0
+    of_matmul = results["environment"]["figures"][""]["tflops_per_s"]
+    assert figures["share_of_matmul"] * of_matmul == pytest.approx(figures["model_tflops_per_s"])
+    ours, *theirs = results["against_trainer_1"]["figures"].values()
+    assert len(theirs) == 2
+    for other in theirs:
+        ratio = ours["tokens_per_s"] / other["tokens_per_s"]
+        assert other["train_py_over_this"] == pytest.approx(ratio)
     again = bench("gpu.py", *toy, "--continue")
-    assert again.returncode == 0 and again.stdout == ""
+    assert again.returncode == 0 and "missed" in again.stdout  # the table alone
+    assert json.loads((tmp_path / "results.json").read_text()) == results
     assert bench("gpu.py", "--out", tmp_path, "--only", "nothing").returncode == 2
 
 
