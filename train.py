@@ -163,7 +163,7 @@ def build_run(
         schedule=schedule,
         engine=engine,
         loss=loss,
-        guard=Guard(start.progress.guard, ranks),
+        guard=Guard(start.progress.skipped_in_a_row, ranks),
         held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
         saver=Saver(engine, loaded, setup, ranks, lock, start, metrics.log),
         metrics=metrics,
@@ -213,8 +213,8 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
             is_last = progress.step >= run.total_steps or is_early_stop(run, progress)
             save = save or is_last or stopped or preempted
             if save and progress.step > 0 and progress != saved:
-                state = replace(progress, guard=run.guard.state)
-                run.saver.save(TrainerState(run.identity, state))
+                run.hang_watch.restart()
+                run.saver.save(TrainerState(run.identity, progress))
                 saved = progress
                 preempted = preempted or any_rank_preempted(ranks)  # during the save
             if is_last or stopped or preempted:
@@ -248,6 +248,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         examples=progress.examples + batch.plan.examples,
         tokens=progress.tokens + batch.plan.tokens,
         eval_loss=None,
+        skipped_in_a_row=run.guard.skipped_in_a_row,
     )
     run.reporter.report(batch, values, progress)
     if run.profiler is not None:
@@ -328,7 +329,7 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
 def report_problem(run: Training, batch: StepBatch) -> None:
     """Report what the guard found in the last step. Raises RunFailed if the run has to stop."""
     run.reporter.report_problem(run.guard.problem, batch)
-    in_a_row = run.guard.state.skipped_in_a_row
+    in_a_row = run.guard.skipped_in_a_row
     if in_a_row >= MAX_SKIPPED_IN_A_ROW:
         run.saver.finish()
         raise RunFailed(
@@ -354,6 +355,7 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
     """Evaluate and report. Returns the progress with what was measured, and whether a rank was
     preempted meanwhile; then nothing was, and a resumed run starts with the evaluation.
     """
+    run.hang_watch.restart()
     began = time.perf_counter()
     measured = run.held_out.measure()
     if measured is None:

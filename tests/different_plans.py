@@ -1,9 +1,14 @@
 """Two ranks whose plans are not the same, for tests/test_data_commands.py."""
 
 import math
+from dataclasses import replace
+
+import pytest
 
 from zerotrain.config.schema import Config
+from zerotrain.model.setup import describe_run
 from zerotrain.runtime.agreement import gather_json, require_same
+from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import process_group
 
 
@@ -14,5 +19,8 @@ def main(config: Config, dry_run: bool) -> None:
         assert gather_json(ranks, value)[ranks.rank] == value
         nan, other = gather_json(ranks, math.nan if ranks.is_first else ranks.rank)
         assert math.isnan(nan) and other == 1
-        require_same(ranks, "the same", "a")
+        own = replace(config, train=replace(config.train, learning_rate=1e-3 * (1 + ranks.rank)))
+        with pytest.raises(UserError, match=r"'learning_rate: 0.002' on rank 1"):
+            describe_run(own, ranks)
+        require_same(ranks, "the same", "a\nb")
         require_same(ranks, "the data plan", "a" if ranks.rank == 0 else "b")

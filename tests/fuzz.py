@@ -220,7 +220,7 @@ STATE = {
         "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": "5f3a91c2",
         "plan_start": {"step": 0, "epoch": 0, "position": 0},
         "best": {"value": 1.25, "step": 2, "evaluations_since": 1},
-        "guard": {"skipped": 1, "skipped_in_a_row": 0},
+        "skipped_in_a_row": 0,
     },
 }  # fmt: skip
 

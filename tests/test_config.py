@@ -280,6 +280,8 @@ REFUSED_BLOCKS = {
     "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
     "amp": {"amp": {"enabled": True}},
     "stage": {"zero_optimization": {"stage": "auto"}},
+    'stage is "3"': {"zero_optimization": {"stage": "3"}},
+    "optimizer.params.lr": {"optimizer": {"params": {"lr": 123}}},
 }
 
 

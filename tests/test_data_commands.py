@@ -11,7 +11,7 @@ from conftest import read_metrics, write_rows
 
 def test_ranks_with_different_plans_are_refused(forks, tiny_config):
     finished = forks.train(tiny_config(), ranks=2, module="different_plans")
-    assert finished.code == 2 and "error: the data plan of rank 1 (b on " in finished.output
+    assert finished.code == 2 and "error: the data plan: 'b' on rank 1 (" in finished.output
 
 
 def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):

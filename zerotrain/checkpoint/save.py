@@ -17,7 +17,6 @@ node has the files of its own ranks, and together they are the checkpoint.
 
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -103,7 +102,7 @@ class Saver:
         self._pending: tuple[Path, TrainerState] | None = None
         self._owns_disk = False
         self._writer: threading.Thread | None = None
-        self._entry: dict[str, Any] = {}
+        self._entry: dict[str, Any] | None = None
         self._error: UserError | None = None
 
     def is_due(self, step: int) -> bool:
@@ -131,6 +130,7 @@ class Saver:
         if self.config.async_save:
             content = self._copy(content)
         path = draft / shard_name(self.ranks.rank)
+        self._entry = self._error = None
         self._writer = threading.Thread(target=self._write, args=(path, content))
         self._writer.start()
         self._pending = draft, state
@@ -250,8 +250,7 @@ class Saver:
             sync_folder(path)  # other hosts cannot sync what this one has not written yet
             self._entry = measure(path)
         except Exception as error:  # reported to the other ranks, whatever it is
-            free = shutil.disk_usage(path.parent).free
-            self._error = UserError(f"{describe(error)}; the disk has {free:,} bytes free")
+            self._error = UserError(describe(error))
 
     def _raise_error(self) -> None:
         if self._error is not None:

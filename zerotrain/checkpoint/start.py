@@ -117,6 +117,8 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
         return Resume(rest, checkpoint, replace(saved.progress, plan_start=rest.start)), lines
 
     start, lines = run_on_all_ranks(ranks, decide)
+    wandb_id = gather_json(ranks, start.progress.wandb_id)[0]  # each node's checkpoints have it
+    start = replace(start, progress=replace(start.progress, wandb_id=wandb_id))
     if ranks.is_first:
         for line in lines:
             print(line, flush=True)

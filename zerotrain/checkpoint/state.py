@@ -14,7 +14,6 @@ from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
-from zerotrain.model.guard import GuardState
 from zerotrain.model.optimizer import optimization_of
 from zerotrain.model.setup import Setup
 
@@ -87,7 +86,8 @@ class Progress:
     eval_loss: float | None = None
     """Of the evaluation after this step, if there was one: that of the first held-out set."""
     best: Best | None = None
-    guard: GuardState = field(default_factory=GuardState)
+    skipped_in_a_row: int = 0
+    """The last steps, whose updates the guard skipped."""
     wandb_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     plan_start: PlanStart = field(default_factory=PlanStart)
     """Where the steps of the run's plan begin."""

@@ -172,7 +172,8 @@ def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: 
         block[leaf] = value
 
     if "type" not in merged["optimizer"]:
-        merged["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+        merged["optimizer"]["type"] = "AdamW"
+        _at(merged, "optimizer.params").setdefault("torch_adam", True)
     # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
     # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
     for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -214,6 +215,8 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     """
     file = config.ds_config
     stage = zero_stage(merged)
+    if type(stage) is not int:  # DeepSpeed would convert "3" and true
+        raise UserError(f"{file}: zero_optimization.stage is {json.dumps(stage)}; use 0 to 3")
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():

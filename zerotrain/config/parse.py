@@ -170,7 +170,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         name, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             raise UserError(f"{COMMAND_LINE}: {argument}: expected --section.key VALUE")
-        if name == "dry_run":
+        if argument == "--dry_run":
             continue
         if not equals:
             value = next(arguments, "--")

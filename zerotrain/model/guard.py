@@ -17,15 +17,6 @@ MAX_SKIPPED_IN_A_ROW = 5
 
 
 @dataclass(frozen=True)
-class GuardState:
-    """What a resumed run continues with."""
-
-    skipped: int = 0
-    """Steps of the run whose update was skipped."""
-    skipped_in_a_row: int = 0
-
-
-@dataclass(frozen=True)
 class Problem:
     """Why the update of a step was skipped."""
 
@@ -40,8 +31,8 @@ class Guard:
     fp16 skips to find its loss scale are not counted.
     """
 
-    def __init__(self, state: GuardState, ranks: Ranks) -> None:
-        self.state = state
+    def __init__(self, skipped_in_a_row: int, ranks: Ranks) -> None:
+        self.skipped_in_a_row = skipped_in_a_row
         self.ranks = ranks
         # of the last step
         self.problem: Problem | None = None
@@ -60,12 +51,12 @@ class Guard:
         norm, self.is_applied = apply_update(engine)
         self.problem = None
         if self.is_applied:
-            self.state = GuardState(self.state.skipped)
+            self.skipped_in_a_row = 0
         elif not engine.fp16_enabled() or not math.isfinite(loss):
             bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
             reason = f"loss {loss:.4f}, gradient norm {norm}"
             self.problem = Problem(reason, gather_json(self.ranks, bad))
-            self.state = GuardState(self.state.skipped + 1, self.state.skipped_in_a_row + 1)
+            self.skipped_in_a_row += 1
         return norm
 
 

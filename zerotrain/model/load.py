@@ -235,19 +235,8 @@ def quantized(dtype: torch.dtype, device: str) -> dict[str, Any]:
     return {"quantization_config": kind, "device_map": {"": device}}
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase, trained: Sequence[int] | None) -> Sequence[int]:
-    """The ids that end answers in the training data.
-
-    Args:
-        trained: what the data say; None for the tokenizer's eos.
-    """
-    if trained is not None:
-        return trained
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
 def set_end_tokens(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, trained: Sequence[int] | None
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, trained: Sequence[int]
 ) -> None:
     """Set the end tokens of the model's generation config, which checkpoints and exports keep, to
     those that the training data teach.
@@ -256,9 +245,8 @@ def set_end_tokens(
     tokenizer; ids that a config only has by default may be ordinary words.
 
     Args:
-        trained: ids that end the assistant's turns; None for the tokenizer's eos.
+        trained: ids that end the assistant's turns.
     """
-    trained = end_tokens(tokenizer, trained)
     if not trained or not model.can_generate():
         return
     generation = model.generation_config

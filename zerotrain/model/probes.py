@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.model.hub import summarize
-from zerotrain.model.load import end_tokens
 from zerotrain.model.packing import PACKED_EXAMPLES
 from zerotrain.runtime.errors import UserError
 
@@ -95,7 +94,7 @@ def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.devic
 def check_end_tokens(
     forward: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    trained: Sequence[int] | None,
+    trained: Sequence[int],
     device: torch.device,
 ) -> None:
     """Refuse to train a model with a frozen output head that cannot tell a token that ends answers
@@ -104,7 +103,7 @@ def check_end_tokens(
 
     Args:
         forward: the engine (or the model) to call.
-        trained: ids that end answers in the training data; None for the tokenizer's eos.
+        trained: ids that end answers in the training data.
 
     Raises:
         UserError: names the two tokens, and the head.
@@ -115,7 +114,7 @@ def check_end_tokens(
     [ids] = draw(ordinary_tokens(tokenizer), device, PROBE_TOKENS)
     [logits] = compute_logits(forward, ids)  # [tokens, vocabulary]
     spread = (logits - logits.median()).abs().median()  # some models mask logits with -3e38
-    for end in end_tokens(tokenizer, trained):
+    for end in trained:
         distance = (logits - logits[:, end, None]).abs().amax(0) / spread
         distance[end] = torch.inf
         if distance.min() < SAME_TOKEN:

@@ -1,11 +1,13 @@
 """What a run is, resolved before any data or weights are read; and its data plans."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import resolve_ds_config
+from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
 from zerotrain.data.plan import Budget
@@ -65,7 +67,6 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config), first_on_machine=True)
     model_config = run_on_all_ranks(ranks, lambda: load_model_config(config), first_on_machine=True)
     config = run_on_all_ranks(ranks, lambda: pin_revisions(config), first_on_machine=True)
-    require_same(ranks, "the model's commit on the hub", str(config.model.revision))
     hidden_size = text_config_of(model_config).hidden_size
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size
@@ -76,6 +77,8 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     check_attention(config.model.attn_implementation, skeleton)
     config, why = resolve_batching(config, skeleton, ranks.device, precision)
     cost = linear_cost(skeleton)
+    resolved = dump_config(config) + json.dumps({"linear_cost": cost, **ds_config}, indent=1)
+    require_same(ranks, "the resolved config", resolved)
     return Setup(
         config=config,
         tokenizer=tokenizer,

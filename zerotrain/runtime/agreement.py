@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -65,16 +66,19 @@ def run_on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     return gather_json(ranks, result)[0]
 
 
-def require_same(ranks: Ranks, name: str, value: str) -> None:
-    """Raise UserError on every rank where `value` is not the same on all of them."""
-    values = gather_json(ranks, [value, socket.gethostname()])
-    for rank, (other, host) in enumerate(values):
-        if other != values[0][0]:
-            raise AgreedError(
-                f"{name} of rank {rank} ({other} on {host}) differs from that of rank 0 "
-                f"({' on '.join(values[0])}): do all machines have the same files, tokenizer and "
-                "library versions?"
-            )
+def require_same(ranks: Ranks, name: str, text: str) -> None:
+    """Raise UserError on all ranks if `text` is not the same on all of them; it shows the first
+    line that differs.
+    """
+    first, *others = gather_json(ranks, [*text.splitlines(), f"host: {socket.gethostname()}"])
+    for rank, lines in enumerate(others, start=1):
+        for expected, line in zip_longest(first[:-1], lines[:-1], fillvalue="nothing"):
+            if line != expected:
+                raise AgreedError(
+                    f"{name}: {line.strip()!r} on rank {rank} ({lines[-1]}), but "
+                    f"{expected.strip()!r} on rank 0 ({first[-1]}): do all nodes have the same "
+                    "files, tokenizer, library versions and kind of GPU?"
+                )
 
 
 def count_ranks(ranks: Ranks, *flags: bool) -> list[int]:

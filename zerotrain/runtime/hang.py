@@ -20,7 +20,7 @@ class HangWatch:
         self._timer: threading.Timer | None = None
 
     def restart(self) -> None:
-        """Count from now on; called after every step."""
+        """Count from now on; called before every step, evaluation and save."""
         self.close()
         self._timer = threading.Timer(self._seconds, self._report)
         self._timer.daemon = True

@@ -1,10 +1,10 @@
-"""The parts of DeepSpeed, torch and transformers that are used here although they are not public.
+"""The parts of libraries that are used here although they are not public.
 
 Another version may rename them or change what they mean. Before an upgrade, compare each of them
 with the new version, run the tests, and then change READ_FROM.
 """
 
-READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23"}
+READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23", "datasets": "5.2"}
 
 PATCHES = {
     "zerotrain/runtime/process_group.py: __compatible_ops__": "on CPU, gloo instead of a "
@@ -38,6 +38,24 @@ INTERNALS = {
     """,
     "zerotrain/checkpoint/save.py": """
         torch.utils._pytree: tree_map
+    """,
+    "zerotrain/data/sources.py": """
+        datasets.arrow_dataset: _fingerprint
+    """,
+    "zerotrain/model/hub.py": """
+        transformers.utils.hub: _raise_exceptions_for_missing_entries
+    """,
+    "zerotrain/model/load.py": """
+        transformers.generation.configuration_utils: _from_model_config _original_object_hash
+    """,
+    "zerotrain/model/packing.py": """
+        transformers.modeling_utils: _is_stateful _supports_attention_backend _supports_sdpa
+    """,
+    "zerotrain/model/probes.py": """
+        transformers.configuration_utils: _attn_implementation
+    """,
+    "zerotrain/model/blocks.py": """
+        torch._dynamo.config: recompile_limit
     """,
     "zerotrain/model/engine.py": """
         deepspeed.runtime.engine: basic_optimizer

@@ -75,7 +75,7 @@ def verify_export(
         VerificationFailed: something differs, or transformers cannot load the folder.
         UserError: a row cannot be read any more.
     """
-    from zerotrain.model.load import DTYPES, end_tokens
+    from zerotrain.model.load import DTYPES
 
     eval_plan = next(iter(eval_plans.values()), None)
     data = train_plan.data if eval_plan is None else eval_plan.data
@@ -99,9 +99,7 @@ def verify_export(
         result["evaluation loss"] = text
     result["prompts"] = check_prompts(answers["prompts"], requests, tokenizer)
     ends = tokenizer.convert_ids_to_tokens(answers["end_tokens"])
-    trained = tokenizer.convert_ids_to_tokens(
-        end_tokens(tokenizer, train_plan.data.meta["end_tokens"])
-    )
+    trained = tokenizer.convert_ids_to_tokens(train_plan.data.meta["end_tokens"])
     if not {*trained} <= {*ends}:
         raise VerificationFailed(
             f"end tokens: generate() stops at {ends}, but answers were trained to end in {trained}"

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol
 
 from zerotrain.checkpoint.lock import RunLock
@@ -34,14 +33,13 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Passes every record to every sink; has none on ranks other than 0. Threads may log.
+    """Passes every record to every sink; has none on ranks other than 0.
 
     A sink that fails, e.g. on a full disk, is left out with a warning: training goes on.
     """
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
-        self._lock = Lock()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Report a record.
@@ -59,14 +57,13 @@ class Metrics:
         self._for_each(lambda sink: sink.close(exit_code))
 
     def _for_each(self, work: Callable[[Sink], None]) -> None:
-        with self._lock:
-            for sink in list(self.sinks):
-                try:
-                    work(sink)
-                except Exception as error:  # whatever it is, e.g. W&B's process was killed
-                    self.sinks.remove(sink)
-                    name = type(sink).__name__
-                    print(f"WARNING: {name} failed and is left out: {describe(error)}", flush=True)
+        for sink in list(self.sinks):
+            try:
+                work(sink)
+            except Exception as error:  # whatever it is, e.g. W&B's process was killed
+                self.sinks.remove(sink)
+                name = type(sink).__name__
+                print(f"WARNING: {name} failed and is left out: {describe(error)}", flush=True)
 
 
 class JsonlSink:

@@ -86,7 +86,6 @@ class StepReporter:
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
         place = f"{socket.gethostname()} (local rank {ranks.local_rank})"
         self._places = gather_json(ranks, place)
-        self.rank_names = [f"rank {rank} @ {place}" for rank, place in enumerate(self._places)]
 
     def report(self, batch: StepBatch, values: Mapping[str, float], progress: Progress) -> None:
         """Report a finished step. Counts are of the global batch, over all ranks.
@@ -158,7 +157,7 @@ class StepReporter:
         self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
         for rank, windows in self._windows_slow.items():
             if windows == WINDOWS:
-                name = self.rank_names[rank]
+                name = f"rank {rank} @ {self._places[rank]}"
                 text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
                 self.report_event("slow_rank", text, ranks=[rank])
 
