@@ -1,5 +1,6 @@
 """Parameter groups, the update, and the learning-rate schedule."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from zerotrain.config.batch_math import scaled_learning_rate, warmup_steps
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.runtime.errors import UserError, describe
+
+WITH_ARGUMENTS = ("cosine_with_min_lr", "warmup_stable_decay")  # schedules that need some
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -72,8 +75,6 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     Raises:
         UserError: train.lr_schedule_args does not fit train.lr_schedule.
     """
-    from transformers import get_scheduler  # imports peft and bitsandbytes, .5 s
-
     steps = total_steps(train, plan)
     shift = plan.step_shift if train.steps is None else 0
     peak = scaled_learning_rate(train, plan.mean_batch)
@@ -81,23 +82,35 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
     # of w warm-up steps runs at k/w of the peak.
     skip = 1 if warmup else 0
-    try:
-        scheduler = get_scheduler(
-            train.lr_schedule,
-            torch.optim.SGD([torch.zeros(1)], lr=peak),
-            num_warmup_steps=warmup,
-            num_training_steps=steps + shift + skip,
-            scheduler_specific_kwargs=train.lr_schedule_args,
-        )
-        [factor] = scheduler.lr_lambdas
-        for step in (0, warmup, steps - 1):
-            factor(step + shift + skip)  # to check it
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(
-            f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
-            f"{describe(error)}"
-        ) from error
-    return Schedule(train.lr_schedule, peak, warmup, lambda step: factor(step + shift + skip))
+
+    @functools.cache
+    def factor_function() -> Callable[[int], float]:
+        # imports peft and bitsandbytes, which take 2 s, so that few dry runs import them
+        from transformers import get_scheduler
+
+        try:
+            scheduler = get_scheduler(
+                train.lr_schedule,
+                torch.optim.SGD([torch.zeros(1)], lr=peak),
+                num_warmup_steps=warmup,
+                num_training_steps=steps + shift + skip,
+                scheduler_specific_kwargs=train.lr_schedule_args,
+            )
+            [factor] = scheduler.lr_lambdas
+            for step in (0, warmup, steps - 1):
+                factor(step + shift + skip)  # to check it
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(
+                f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
+                f"{describe(error)}"
+            ) from error
+        return factor
+
+    if train.lr_schedule_args or train.lr_schedule in WITH_ARGUMENTS:
+        factor_function()  # to check them
+    return Schedule(
+        train.lr_schedule, peak, warmup, lambda step: factor_function()(step + shift + skip)
+    )
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
