@@ -168,7 +168,7 @@ def rows_target() -> Target:
     from zerotrain.config.schema import Source
     from zerotrain.data import sources
     from zerotrain.data.options import RenderOptions
-    from zerotrain.data.render import fit, render
+    from zerotrain.data.render import encode, find_targets, fit, render
 
     tokenizer = AutoTokenizer.from_pretrained(REPO / "data" / "sample" / "model")
     binary = []
@@ -200,7 +200,10 @@ def rows_target() -> Target:
                     row = sources.parse_row(raw, {})
                     form = sources.detect_format(row)
                     options = RenderOptions(form, {}, as_chat, "answers", 64, "split")
-                    for ids, mask, _ in fit(*render(row, tokenizer, options)[:2], options):
+                    rendered = render(row, tokenizer, options)
+                    [encoded] = encode([rendered], tokenizer)
+                    found = find_targets(rendered, encoded, tokenizer, options)
+                    for ids, mask, _ in fit(*found, options):
                         assert len(ids) == len(mask) <= 64
                 except sources.BadRow:  # tokenizing counts it, or raises a UserError
                     pass

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from zerotrain.config.schema import CHAT_TEMPLATES
 from zerotrain.data.end_marks import fit_template
 from zerotrain.data.options import RenderOptions
-from zerotrain.data.render import render
+from zerotrain.data.render import encode, find_targets, render
 from zerotrain.data.sources import BadRow
 
 OPTIONS = RenderOptions("messages", {}, False, "answers", 10_000, "truncate")
@@ -46,9 +46,16 @@ def tokenizer_with(base, template, special=(), eos=None):
     return tokenizer
 
 
+def tokens_of(row, tokenizer, options):
+    """Token ids and mask."""
+    rendered = render(row, tokenizer, options)
+    [encoded] = encode([rendered], tokenizer)
+    return find_targets(rendered, encoded, tokenizer, options)
+
+
 def supervised_turns(tokenizer, row, options=OPTIONS):
     """The text of each run of supervised tokens."""
-    ids, mask = render(row, tokenizer, options)[:2]
+    ids, mask = tokens_of(row, tokenizer, options)
     turns, before = [], False
     for token, now in zip(ids, mask, strict=True):
         if now and not before:
@@ -407,7 +414,7 @@ def test_rows_without_a_template():
     tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
     row = {"prompt": "1+1? ", "completion": "2"}
     options = dataclasses.replace(OPTIONS, format="prompt_completion")
-    ids, mask = render(row, tokenizer, options)
+    ids, mask = tokens_of(row, tokenizer, options)
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
     assert tokenizer.decode(ids) == "1+1? 2</s>"
     with pytest.raises(BadRow, match="special token"):

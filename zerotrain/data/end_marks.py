@@ -3,6 +3,8 @@
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from zerotrain.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -10,8 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from zerotrain.config.schema import DataConfig
-
-ROWS_AT_ONCE = 500
 
 
 def describe_masks(
@@ -46,15 +46,18 @@ def _end_tokens(
     A token that is within answers too is none of them if there are others: with gpt-oss, <|end|>
     also follows the reasoning before an answer.
     """
-    last_tokens = set[int]()
-    inner_tokens = set[int]()
-    for batch in rows.with_format("numpy").iter(batch_size=ROWS_AT_ONCE):
-        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
-            supervised = ids[mask]
-            inner_tokens.update(supervised[:-1].tolist())
-            if len(ids) < max_length:
-                last_tokens.update(supervised[-1:].tolist())
-    ends = last_tokens & tokenizer.added_tokens_decoder.keys()
+    is_last, is_inner = np.zeros((2, max(tokenizer.get_vocab().values()) + 1), bool)
+    for batch in rows.data.to_batches():
+        ids, mask = (
+            batch[name].flatten().to_numpy(zero_copy_only=False)
+            for name in ("input_ids", "loss_mask")
+        )
+        supervised = ids[mask]
+        last = np.cumsum(batch["supervised"].to_numpy()) - 1
+        is_last[supervised[last[batch["length"].to_numpy() < max_length]]] = True
+        is_inner[np.delete(supervised, last)] = True
+    ends = {token for token in tokenizer.added_tokens_decoder if is_last[token]}
+    inner_tokens = set(np.flatnonzero(is_inner).tolist())
     return sorted(ends - inner_tokens or ends)
 
 

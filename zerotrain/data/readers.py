@@ -38,6 +38,19 @@ def reader_of(file: str) -> "Reader | None":
     return READERS.get(path.suffix)
 
 
+def rows_in(file: str) -> int | None:
+    """The rows of a Parquet file, or the lines of a JSONL file; None for other kinds."""
+    suffix = Path(file).suffix
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_metadata(file).num_rows
+    if suffix not in (".jsonl", ".ndjson"):
+        return None
+    with Path(file).open("rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
+
+
 def _read_text(file: str) -> Iterator[str]:
     """The lines of a text file, decompressed according to its extension."""
     import pyarrow

@@ -18,6 +18,7 @@ from zerotrain.data.readers import (
     ROWS_AT_ONCE,
     RawRow,
     reader_of,
+    rows_in,
     rows_of,
 )
 from zerotrain.runtime.errors import UserError, describe
@@ -158,6 +159,17 @@ def read_rows(source: "Source") -> Iterator[tuple[str, RawRow]]:
                 yield name, row
         except Exception as error:  # each kind of file raises its own
             raise UserError(f"{name}: cannot be read: {describe(error)}") from error
+
+
+def count_rows(source: "Source") -> int | None:
+    """The rows of a source, counted in seconds; None where they would have to be parsed."""
+    if source.hub is not None:
+        return None
+    try:
+        counts = [rows_in(file) for file in local_files(source.path)]
+    except Exception:  # each kind of file raises its own; reading the rows names the problem
+        return None
+    return None if None in counts else sum(counts)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ neither a killed process nor a failed machine leaves an incomplete cache.
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,19 @@ from zerotrain.data.end_marks import describe_masks
 from zerotrain.data.epoch_order import permute
 from zerotrain.data.options import RenderOptions
 from zerotrain.data.readers import RawRow
-from zerotrain.data.render import OUTCOMES, SPLIT, check_template, fit, render
+from zerotrain.data.render import (
+    OUTCOMES,
+    SPLIT,
+    Rendered,
+    check_template,
+    encode,
+    find_targets,
+    fit,
+    render,
+)
 from zerotrain.data.sources import (
     BadRow,
+    count_rows,
     detect_format,
     fingerprint,
     name_of,
@@ -182,10 +192,11 @@ class TokenizedBatch:
     """What became of a RowBatch."""
 
     rows_read: int
-    columns: dict[str, list] = field(default_factory=lambda: {name: [] for name in SCHEMA.names})
-    outcomes: Counter[str] = field(default_factory=Counter)
+    examples: pa.RecordBatch
+    """SCHEMA."""
+    outcomes: Counter[str]
     """Numbers of examples, by the names in OUTCOMES."""
-    rejected: list[dict[str, Any]] = field(default_factory=list)
+    rejected: list[dict[str, Any]]
 
 
 def tokenize_batch(
@@ -196,26 +207,40 @@ def tokenize_batch(
     Raises:
         UserError: a row cannot be used, and data.on_bad_row is error.
     """
-    out = TokenizedBatch(len(batch.rows))
-    for number, (file, raw) in enumerate(batch.rows, start=batch.first):
+    rendered: list[Rendered | BadRow] = []
+    for _, raw in batch.rows:
         try:
             row = parse_row(raw, options.columns, options.ignore_keys)
-            pieces = fit(*render(row, tokenizer, options), options)
+            rendered.append(render(row, tokenizer, options))
+        except BadRow as error:
+            rendered.append(error)
+    encodings = encode([row for row in rendered if isinstance(row, Rendered)], tokenizer)
+    columns: dict[str, list] = {name: [] for name in SCHEMA.names}
+    outcomes = Counter[str]()
+    rejected = []
+    for number, ((file, raw), row) in enumerate(
+        zip(batch.rows, rendered, strict=True), start=batch.first
+    ):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            pieces = fit(*find_targets(row, next(encodings), tokenizer, options), options)
         except BadRow as error:
             if on_bad_row == "error":
                 raise _refused(file, raw, error) from error
             why = {"reason": error.reason, "problem": str(error)}
             text = raw.text[:SHOWN_CHARACTERS]
-            out.rejected.append({"file": file, "place": raw.place, **why, "text": text})
+            rejected.append({"file": file, "place": raw.place, **why, "text": text})
             continue
         for ids, mask, outcome in pieces:
             if outcome in OUTCOMES:
-                out.outcomes[OUTCOMES[outcome][0]] += 1
+                outcomes[OUTCOMES[outcome][0]] += 1
             if outcome <= SPLIT:
-                values = (ids, mask, len(ids), sum(mask), file, raw.place, number)
+                values = (ids, mask, len(ids), np.count_nonzero(mask), file, raw.place, number)
                 for name, value in zip(SCHEMA.names, values, strict=True):
-                    out.columns[name].append(value)
-    return out
+                    columns[name].append(value)
+    examples = pa.RecordBatch.from_pydict(columns, SCHEMA)  # arrays are copied as a whole
+    return TokenizedBatch(len(batch.rows), examples, outcomes, rejected)
 
 
 def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
@@ -230,7 +255,6 @@ _tokenize: Callable[[RowBatch], TokenizedBatch]  # of a process of the pool
 
 def _start_process(tokenize: Callable[[RowBatch], TokenizedBatch]) -> None:
     global _tokenize
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _tokenize = tokenize
 
 
@@ -241,16 +265,26 @@ def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
 def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
-    """The batches in their order, from a process per core if there are enough."""
+    """The batches in their order, from a process per core if there are enough, else from the
+    tokenizer's threads in this process.
+    """
     workers = len(os.sched_getaffinity(0))
     read = list(islice(batches, MIN_POOL_BATCHES))
     if len(read) < MIN_POOL_BATCHES:
         yield from map(tokenize, read)
         return
-    with ProcessPoolExecutor(workers, get_context("fork"), _start_process, (tokenize,)) as pool:
-        while read:
-            yield from pool.map(_tokenize_in_pool, read)
-            read = list(islice(batches, 4 * workers))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not exist after a fork
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_process, (tokenize,))
+    try:
+        pending = deque[Future[TokenizedBatch]]()
+        for batch in chain(read, batches):
+            pending.append(pool.submit(_tokenize_in_pool, batch))
+            if len(pending) > 4 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,13 +331,15 @@ def _build_cache(
     chat = any(option.is_chat for option in options)
     if chat:
         check_template(tokenizer, tokenizer.name_or_path)
+    counts = [count_rows(source) for source in given]
+    total = None if None in counts else sum(counts)  # of which the bar tells the time left
     examples = [0] * len(given)
     rows_read = 0
     content = xxhash.xxh3_64()
     outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
     reasons = Counter()
     with (
-        progress_bar("tokenizing", None, "rows") as bar,
+        progress_bar("tokenizing", total, "rows") as bar,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
@@ -316,7 +352,7 @@ def _build_cache(
                 on_bad_row=config.on_bad_row,
             )
             for found in _tokenized(_batches(source, rows_read), tokenize):
-                batch = pa.RecordBatch.from_pydict(found.columns, SCHEMA)
+                batch = found.examples
                 writer.write_batch(batch)
                 tokens = batch["input_ids"].flatten()
                 masks = batch["loss_mask"].flatten()

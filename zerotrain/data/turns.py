@@ -14,6 +14,7 @@ import contextlib
 import json
 import re
 from bisect import bisect_left
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,12 +85,14 @@ def label_messages(messages: list[Message]) -> tuple[list[Message], list[str], l
     return [labeled(message, i) for i, message in enumerate(messages)], strings, owners
 
 
-def forms_of(text: str) -> list[str]:
-    """What a template may write for a string."""
-    forms = [text, json.dumps(text, ensure_ascii=False)[1:-1]]
+def forms_of(text: str) -> Iterator[str]:
+    """What a template may write for a string, the most likely first."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
     for blank in (None, "\n"):
-        forms += [text.strip(blank), text.rstrip(blank), text.lstrip(blank)]
-    return forms
+        yield text.strip(blank)
+        yield text.rstrip(blank)
+        yield text.lstrip(blank)
 
 
 @lru_cache(maxsize=8)
@@ -118,7 +121,7 @@ def locate(
     """
     source = tokenizer.get_chat_template(tools=tools)
     template = Template(tokenizer, FIXED_DATE + source, json.dumps(tools))
-    text, _ = template.render(messages)
+    text = template.render(messages)
     labeled, strings, owners = label_messages(messages)
     layout = _layout(template, json.dumps(labeled), tuple(owners))
     return text, layout.spans(text, strings, wanted)
@@ -132,30 +135,36 @@ class Template(NamedTuple):
     tools: str
     """As JSON."""
 
-    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
-        """The text, and the spans of its {% generation %} blocks.
+    def render(self, messages: list[Message], prompt: bool = False) -> str:
+        """The text.
 
         Raises:
             BadRow: the template raises an exception.
         """
+        return self._render(messages, add_generation_prompt=prompt)[0][0]
+
+    def marks(self, messages: list[Message]) -> list[Span]:
+        """The spans of the text's {% generation %} blocks."""
+        has_marks = "endgeneration" in self.source
+        return self._render(messages, return_assistant_tokens_mask=True)[1][0] if has_marks else []
+
+    def _render(self, messages: list[Message], **options: bool) -> tuple[list, list]:
         try:
-            texts, marks = render_jinja_template(
+            return render_jinja_template(
                 conversations=[messages],
                 tools=json.loads(self.tools),
                 chat_template=self.source,
-                return_assistant_tokens_mask="endgeneration" in self.source,
-                add_generation_prompt=prompt,
+                **options,
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # templates raise anything: TemplateError, TypeError ...
             roles = ", ".join(message["role"] for message in messages)
             problem = f"the chat template refuses the turns {roles}: {describe(error)}"
             raise BadRow("refused by the chat template", problem) from error
-        return texts[0], marks[0] if marks else []
 
     def tail(self, messages: list[Message], prompt: bool = False) -> str:
         """The text after the last label."""
-        return LABEL.split(self.render(messages, prompt)[0])[-1]
+        return LABEL.split(self.render(messages, prompt))[-1]
 
 
 @lru_cache(maxsize=4096)
@@ -173,7 +182,7 @@ def _header(template: Template) -> str | None:
     """
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
-    _, gap, following, *_ = LABEL.split(template.render(chat)[0])
+    _, gap, following, *_ = LABEL.split(template.render(chat))
     end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
@@ -212,7 +221,8 @@ class Layout:
         self.template = template
         self.messages = messages
         self.owners = owners
-        self.text, self.marks = template.render(messages)
+        self.text = template.render(messages)
+        self.marks = template.marks(messages)
         self.constants = LABEL.split(self.text)
         self.places = [found.start() for found in LABEL.finditer(self.text)]
         self.labels = [ord(label) - FIRST_LABEL for label in LABEL.findall(self.text)]
