@@ -50,11 +50,24 @@ def test_trainer_has_the_same_work(tmp_path):
     assert ours["padding_efficiency"] > trainer["padding_efficiency"]
 
 
-def test_the_plan_is_measured_beside_its_peers(tmp_path):
+def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 500, 2000))
-    done = bench("plan.py", tmp_path / "lengths.npy", "--worlds", 2, "--micro_batch_tokens", 1024)
+    small = ["--micro_batch_tokens", 1024, "--steps", 3, "--out", tmp_path / "charts.html"]
+    done = bench("simulate.py", tmp_path / "lengths.npy", "--ranks", 2, 16, *small)
     assert done.returncode == 0, done.stderr
-    lines = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
-    efficiency = {line[2].strip(): float(line[3]) for line in lines}
-    assert len(efficiency) == 5 and efficiency["packed"] == max(efficiency.values())
-    assert 0.5 < efficiency["bucketed"] < 1
+    lines = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    orders = {(row[0], row[1]): [float(x) for x in row[3:]] for row in cells if len(row) > 4}
+    assert len(orders) == 2 * 5
+    for ranks in ("2", "16"):
+        efficiency = {order: row[0] for (of, order), row in orders.items() if of == ranks}
+        assert 1 >= efficiency["packed"] == max(efficiency.values())
+        assert efficiency["bucketed"] > efficiency["random"]
+    for compute, zero_1, zero_2, zero_3, slow_node in orders.values():
+        assert compute > zero_1 > zero_2 > zero_3 > 0
+        assert compute / 1.25 <= slow_node + 0.001 and slow_node < compute
+    small_job, large_job = ([float(x.replace(",", "")) for x in row] for row in cells[-2:])
+    assert small_job[1] == 2 * large_job[1]  # hours between failures: one node, two nodes
+    assert small_job[2] > large_job[2] and 1 > small_job[3] > large_job[3]
+    assert (tmp_path / "charts.html").stat().st_size > 0
+    assert bench("simulate.py", "--ranks", 0).returncode == 2
