@@ -329,8 +329,8 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 0
     """Save every this many steps and at the end; 0: only at the end."""
     every_minutes: NonNegativeInt = 0
-    """Save every this many minutes, instead of every_steps; 0: never. `scripts/memory.py` prints a
-    good interval."""
+    """Save every this many minutes, instead of every_steps; 0: never. A good interval is the root
+    of 2 x the minutes of a save x the minutes between failures."""
     keep_last: PositiveInt = 2
     """Complete checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_every_steps: NonNegativeInt = 0
