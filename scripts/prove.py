@@ -7,8 +7,9 @@ epoch   Run every rank's loader over a whole epoch and count the examples that i
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
         example must appear exactly once.
 data    Read every row of all sources and compare it with its decoded tokens and loss mask. The
-        content of each answer must be supervised, that of every other message must not be. It also
-        lists the end marks.
+        content of each answer must be supervised, that of every other message must not be. Rows of
+        plain text, cut or split rows, and all rows under data.supervise: all are counted but not
+        compared. It also lists the end marks.
 
 Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in the input.
 """
@@ -61,19 +62,31 @@ def main() -> None:
 
 
 def prove_data(config: "Config") -> bool:
-    """Check every row of the training and held-out sources."""
+    """Compare the rows of the training and held-out sources with their masks.
+
+    Raises:
+        UserError: there is no row that can be compared.
+    """
     from zerotrain.data.tokenize import open_cache, tokenize_sources
     from zerotrain.model.load import load_tokenizer
     from zerotrain.tools.row_proof import prove_rows
 
     tokenizer = load_tokenizer(config)
-    proved = True
+    compared = 0
+    problems = 0
     held_out = config.data.eval_sets().values()
     for given in [config.data.sources("train_sources"), *held_out]:
         cache = open_cache(tokenize_sources(given, tokenizer, config.data))
         print(", ".join(cache.meta["sources"]))
-        proved &= prove_rows(given, tokenizer, cache, config)
-    return proved
+        counts = prove_rows(given, tokenizer, cache, config)
+        compared += counts[0]
+        problems += counts[1]
+    if compared == 0:
+        raise UserError(
+            "no row could be compared: all are plain text, cut or split, or data.supervise is all; "
+            "scripts/inspect_data.py shows them with their masks"
+        )
+    return problems == 0
 
 
 if __name__ == "__main__":

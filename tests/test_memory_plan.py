@@ -1,8 +1,12 @@
 """The memory plan's arithmetic.    pytest tests/test_memory_plan.py"""
 
+import re
+
 import pytest
+from conftest import REPO
 from transformers import LlamaConfig
 
+from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.model.trained import count_trained
@@ -33,3 +37,25 @@ def test_what_is_frozen_is_only_its_weights(tiny_config):
         assert {name: states(stage)[name] for name in expected} == expected
     in_4_bits = states(2, quantized=whole - trained)["weights"]
     assert in_4_bits == pytest.approx(2 * trained + (whole - trained) * 4.127 / 8)
+
+
+@pytest.mark.parametrize(
+    "file, gpu, gpu_share, cpu_share",
+    [("zero0", 16, 0, 0), ("zero1", 8, 12, 0), ("zero2", 2, 16, 0), ("zero3", 0, 18, 0),
+     ("zero2_offload", 2, 4, 18), ("zero3_offload", 0, 0, 22)],
+)  # fmt: skip
+def test_model_states_are_those_of_the_table(tiny_config, file, gpu, gpu_share, cpu_share):
+    """Bytes per parameter on 4 ranks, in bf16, of the table in ds_configs/README.md."""
+    path = tiny_config(ds_config=f"ds_configs/{file}.json")
+    config = parse_command_line(["--config", str(path)]).config
+    skeleton = meta_model(LlamaConfig(**SIZES), False)
+    parameters = count_trained(skeleton, config.model).total
+    config, _, ds_config = resolve_ds_config(config, "bf16", SIZES["hidden_size"])
+    memory = estimate_memory(config, skeleton, 0, ds_config, ranks=4, local_ranks=1)
+    on_gpu = sum(part.size for part in memory.states if part.name != "buffers")
+    assert on_gpu == parameters * (gpu + gpu_share / 4)
+    assert memory.host == parameters * cpu_share / 4
+    text = (REPO / "ds_configs" / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{file}.json`"))
+    figures = {float(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", row.split("|")[3])}
+    assert figures == {gpu, gpu_share, cpu_share} - {0}, row

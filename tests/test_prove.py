@@ -11,6 +11,7 @@ from conftest import REPO
 
 import zerotrain.data.loader
 import zerotrain.data.tokenize
+from zerotrain.runtime.errors import UserError
 
 sys.path.insert(0, str(REPO / "scripts"))
 import prove
@@ -74,3 +75,11 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
         prove.main()
     out = capsys.readouterr().out
     assert ended.value.code == 1 and "REFUTED" in out and "train.jsonl:1: " in out
+
+
+def test_rows_that_cannot_be_compared_prove_nothing(tiny_config, monkeypatch, capsys):
+    config = str(tiny_config(data__supervise="all"))
+    monkeypatch.setattr(sys, "argv", ["prove.py", "data", "--config", config])
+    with pytest.raises(UserError, match="no row could be compared"):
+        prove.main()
+    assert "proved" not in capsys.readouterr().out

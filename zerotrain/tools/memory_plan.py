@@ -105,8 +105,12 @@ def estimate_memory(
         Part("gradients", gradients, f"{summed} bytes x trained{by if stage >= 2 else ''}"),
         Part("optimizer", optimizer, f"{updated} bytes x trained{by if stage >= 1 else ''}"),
     ]
-    moved = (on_cpu["param"], on_cpu["optimizer"], on_cpu["optimizer"])
+    # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
+    sums_moved = on_cpu["optimizer"] and not (stage == 2 and summed != width)
+    moved = (on_cpu["param"], sums_moved, on_cpu["optimizer"])
     host = sum(part.size for part, gone in zip(states, moved, strict=True) if gone)
+    if on_cpu["optimizer"]:
+        host += MASTER * share  # the fp32 gradients that CPU Adam reads, beside their sums
     if on_cpu["optimizer"] and stage < 3:
         host += width * share  # updated weights, pinned, on their way back to the GPU
     states = [part for part, gone in zip(states, moved, strict=True) if not gone]
