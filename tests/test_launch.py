@@ -1,6 +1,7 @@
 """Launching on real hosts: environment, exit codes, lost hosts.    pytest tests/test_launch.py"""
 
 import json
+import queue
 import shlex
 import signal
 import subprocess
@@ -10,9 +11,10 @@ import time
 import namespaces
 import numpy as np
 import pytest
-from conftest import REPO, environment, read_metrics, wait_until
+from conftest import REPO, environment, read_metrics, run, wait_until
 from namespaces import left_on, needs_hosts, start
 
+from zerotrain.launch import node
 from zerotrain.launch.environment import environment_of_job
 from zerotrain.launch.hostfile import read_hostfile, select_hosts
 from zerotrain.runtime.errors import UserError
@@ -145,6 +147,37 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     assert ("rank 1 ended with exit code" in output) == (kind == "killed")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(script) not in listed and "sleep 1234.5" not in listed
+
+
+JOB = {"command": ["-c", "import time; time.sleep(100)"], "environment": {}, "devices": None,
+       "ranks": 1, "first_rank": 0, "world_size": 1, "master_addr": "localhost", "master_port": 1,
+       "silence_seconds": 100, "grace_seconds": 10}  # fmt: skip
+
+
+def test_a_signal_that_arrives_with_the_job_is_forwarded():
+    wrapper = subprocess.Popen(
+        [sys.executable, "-m", "zerotrain.launch.node"], cwd=REPO, env=environment(),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wrapper.stdin.write(f"{json.dumps(JOB)}\nSIGTERM\n")
+    wrapper.stdin.flush()  # and stays open: its end would stop the ranks too
+    assert wrapper.wait(90) == 143
+    assert "rank 0 ended with exit code 143" in wrapper.stdout.read()
+
+
+def test_an_address_that_cannot_be_resolved_is_a_mistake_unless_it_is_not_needed(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(node, "RESOLVE_SECONDS", 0)
+    with pytest.raises(UserError, match=r"nosuch\.invalid"):
+        node.interface_towards("nosuch.invalid", queue.SimpleQueue())
+    (tmp_path / "nothing.py").touch()
+    options = ["--nodes=2", "--node_rank=0", "--ranks_per_node=1", "--master_addr=nosuch.invalid"]
+    finished = run(
+        ["env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m", "zerotrain.launch.node", *options,
+         tmp_path / "nothing.py"]
+    )  # fmt: skip
+    assert finished.code == 0, finished.output
 
 
 # --------------------------------------------------------------------------------------------------

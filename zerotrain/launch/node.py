@@ -31,11 +31,19 @@ from pathlib import Path
 
 import psutil
 
+from zerotrain.runtime.errors import (
+    EXIT_PREEMPTED,
+    UserError,
+    describe,
+    exit_code_of_signal,
+    exit_on_error,
+)
+
 READY = "node: ready "
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
+RESOLVE_SECONDS = 60.0  # on Kubernetes, a pod can start before the name of the first one resolves
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-EXIT_PREEMPTED = 75
 # <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -62,6 +70,9 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
         job: command, environment, ranks (their number), first_rank, world_size, devices (None:
             leave them), master_addr, master_port, grace_seconds.
         requests: names of signals to forward, and "close".
+
+    Raises:
+        UserError: master_addr cannot be reached.
     """
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
     environment = {**os.environ, **job["environment"]}
@@ -74,10 +85,10 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
     }
     if job["devices"] is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job["devices"]))
-    if job["world_size"] > job["ranks"]:
-        interface = interface_towards(job["master_addr"])
+    if job["world_size"] > job["ranks"] and "GLOO_SOCKET_IFNAME" not in environment:
+        interface = interface_towards(job["master_addr"], requests)
         if interface != "lo":  # gloo's default is the address of the host's own name
-            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+            environment["GLOO_SOCKET_IFNAME"] = interface
     running = {}
     try:
         for local_rank in range(job["ranks"]):
@@ -103,7 +114,7 @@ def wait_for_ranks(
             if status is None:
                 continue
             del running[rank]
-            code = 128 - status if status < 0 else status
+            code = exit_code_of_signal(-status) if status < 0 else status
             if code not in (0, EXIT_PREEMPTED) and deadline == float("inf") and not stop:
                 print(f"node: rank {rank} ended with exit code {code}{explain(status)}", flush=True)
                 exit_code = code
@@ -119,7 +130,7 @@ def wait_for_ranks(
         if stop and deadline == float("inf"):
             send(running, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
-    return exit_code or (128 + signal.SIGKILL if running else 0)
+    return exit_code or (exit_code_of_signal(signal.SIGKILL) if running else 0)
 
 
 def explain(status: int) -> str:
@@ -149,12 +160,25 @@ def kill_descendants() -> None:
         time.sleep(POLL_SECONDS)
 
 
-def interface_towards(address: str) -> str:
-    """The network interface that the kernel uses for traffic to an address; nothing is sent."""
-    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        source = probe.getsockname()[0]
+def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
+    """The network interface that the kernel uses for traffic to an address; nothing is sent. A name
+    that cannot be resolved is tried again for RESOLVE_SECONDS, or until there is a request.
+
+    Raises:
+        UserError: the name does not resolve, or there is no route.
+    """
+    deadline = time.monotonic() + RESOLVE_SECONDS
+    while True:
+        try:
+            family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                source = probe.getsockname()[0]
+            break
+        except OSError as error:
+            if time.monotonic() > deadline or not requests.empty():
+                raise UserError(f"--master_addr {address}: {describe(error)}") from None
+        time.sleep(POLL_SECONDS)
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == source for entry in entries):
             return name
@@ -186,14 +210,10 @@ def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) ->
 
 
 def read_job() -> dict:
-    """The first line of standard input; os.read, because a buffer would hide later lines."""
-    data = b""
-    while not data.endswith(b"\n"):
-        block = os.read(0, 1 << 16)
-        if not block:
-            sys.exit(0)  # launch.sh could not reach all hosts
-        data += block
-    line, _, _ = data.partition(b"\n")
+    """The first line of standard input; unbuffered, because a buffer would hide later lines."""
+    line = sys.stdin.buffer.raw.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(0)  # launch.sh could not reach all hosts
     return json.loads(line)
 
 
@@ -231,4 +251,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_on_error(main))
