@@ -13,7 +13,7 @@ pytest_plugins = ["namespaces"]
 GOOD = {
     "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0, "throttle": []}] * 2,
     "cores": 64, "shm_bytes": 8 << 30, "open_files": 1 << 20, "locked_bytes": -1,
-    "infiniband": True, "ahead_seconds": 0.01,
+    "infiniband": True, "ahead_seconds": 0.01, "slots": 2,
 }  # fmt: skip
 
 
@@ -34,10 +34,9 @@ def gpus(**changes):
 )
 def test_a_host_with_a_fault_is_named(check, changes):
     reports = {"a": GOOD, "b": {**GOOD, **changes}, "c": GOOD}
-    slots = dict.fromkeys(reports, 2)
-    found = list(check(reports, slots))
+    found = list(check(reports))
     assert found and {host for host, _ in found} == {"b"}, found
-    assert not list(check(dict.fromkeys(reports, GOOD), slots))
+    assert not list(check(dict.fromkeys(reports, GOOD)))
 
 
 @needs_hosts
@@ -52,10 +51,10 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     output.mkdir()
     config = tiny_config(output_dir=str(output / "run"), data__eval_sources=[str(eval_rows)])
 
-    def preflight(*options):
+    def preflight(*options, command=("train.py", "--config", config)):
         return namespaces.run(
             hosts, tmp_path / "log", sys.executable, REPO / "scripts/preflight.py",
-            "--hostfile", hostfile, *options, "--", "train.py", "--config", config,
+            "--hostfile", hostfile, *options, "--", *command,
         )  # fmt: skip
 
     faults = {code: REPO / "train.py", rows: eval_rows}
@@ -70,6 +69,8 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     assert good.code == 0, good.output
     for measured in ("all ranks:", "node-1 - node-2:", "matmul of rank 1 on node-2:"):
         assert measured in good.output, good.output
+    other_script = preflight("--hosts_only", command=["data/sample/make_sample.py"])
+    assert other_script.code == 0, other_script.output
     hosts.block(1, "tcp dport 1024-65535 drop")
     try:
         blocked = preflight("--timeout", "10")

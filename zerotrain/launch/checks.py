@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zerotrain.launch.hostfile import Host
@@ -61,7 +62,8 @@ def collect(job: Job) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
                 "code and .venv at the same paths as here"
             )
         reported = json.loads(text)
-        return {**reported, "ahead_seconds": reported["clock"] - time.time()}
+        ahead_seconds = reported["clock"] - time.time()
+        return {**reported, "ahead_seconds": ahead_seconds, "slots": len(host.slots)}
 
     with ThreadPoolExecutor(64) as pool:
         answers = dict(
@@ -80,21 +82,21 @@ def unlike_most(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((host, common) for host, value in values.items() if repr(value) != usual)
 
 
-def check_versions(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_versions(reports: Reports) -> Problems:
     for host, common in unlike_most({h: report["versions"] for h, report in reports.items()}):
         here = reports[host]["versions"]
         odd = [f"{n} is {v}, elsewhere {common[n]}" for n, v in here.items() if v != common[n]]
         yield host, f"{'; '.join(odd)}; install requirements.txt there"
 
 
-def check_code(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_code(reports: Reports) -> Problems:
     for host, common in unlike_most({h: report["code"] for h, report in reports.items()}):
         here = reports[host]["code"]
         odd = sorted(n for n in {*here, *common} if here.get(n) != common.get(n))
         yield host, f"{len(odd)} files differ ({', '.join(odd[:3])}); check out one commit"
 
 
-def check_clock(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_clock(reports: Reports) -> Problems:
     middle = statistics.median([0.0, *(report["ahead_seconds"] for report in reports.values())])
     for host, report in reports.items():
         seconds = report["ahead_seconds"] - middle
@@ -102,7 +104,7 @@ def check_clock(reports: Reports, slots: Mapping[str, int]) -> Problems:
             yield host, f"clock is {seconds:+.1f} s from the others'; start chrony or ntpd there"
 
 
-def check_gpus(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_gpus(reports: Reports) -> Problems:
     for host, report in reports.items():
         devices = report["gpus"]
         what = "GPUs"
@@ -110,8 +112,8 @@ def check_gpus(reports: Reports, slots: Mapping[str, int]) -> Problems:
         if not devices:
             count = report["cores"]
             what = "cores and no GPU"
-        if slots[host] > count:
-            yield host, f"{slots[host]} slots, but {count} {what}; lower slots= in the hostfile"
+        if report["slots"] > count:
+            yield host, f"{report['slots']} slots, but {count} {what}; lower slots= in the hostfile"
         for number, gpu in enumerate(devices):
             if gpu["used_bytes"] > MAX_USED_BYTES:
                 used = gpu["used_bytes"] / 2**30
@@ -124,19 +126,11 @@ def check_gpus(reports: Reports, slots: Mapping[str, int]) -> Problems:
         yield host, f"GPUs are {names[host] or 'missing'}, elsewhere {common}"
 
 
-def check_config(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_config(reports: Reports) -> Problems:
     for host, report in reports.items():
         if report["mistake"]:
             yield host, report["mistake"]
     yield from differing_files("config", reports)
-
-
-def check_model(reports: Reports, slots: Mapping[str, int]) -> Problems:
-    yield from differing_files("model", reports)
-
-
-def check_data(reports: Reports, slots: Mapping[str, int]) -> Problems:
-    yield from differing_files("data", reports)
 
 
 def differing_files(check: str, reports: Reports) -> Problems:
@@ -154,7 +148,7 @@ def differing_files(check: str, reports: Reports) -> Problems:
                 yield host, f"{name} differs from the other hosts'; copy one version to all"
 
 
-def check_disk(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_disk(reports: Reports) -> Problems:
     for host, report in reports.items():
         disk = report.get("disk", {"problem": "", "free_bytes": MIN_FREE_BYTES})
         if disk["problem"]:
@@ -164,7 +158,7 @@ def check_disk(reports: Reports, slots: Mapping[str, int]) -> Problems:
             yield host, f"output_dir {disk['folder']} has {free:.1f} GiB free; is that enough?"
 
 
-def check_limits(reports: Reports, slots: Mapping[str, int]) -> Problems:
+def check_limits(reports: Reports) -> Problems:
     for host, report in reports.items():
         if report["gpus"] and report["shm_bytes"] < MIN_SHM_BYTES:
             yield (
@@ -177,14 +171,14 @@ def check_limits(reports: Reports, slots: Mapping[str, int]) -> Problems:
             yield host, f"{report['open_files']} open files allowed; raise nofile in limits.conf"
 
 
-CHECKS: dict[str, Callable[[Reports, Mapping[str, int]], Problems]] = {
+CHECKS: dict[str, Callable[[Reports], Problems]] = {
     "versions": check_versions,
     "code": check_code,
     "clock": check_clock,
     "gpus": check_gpus,
     "config": check_config,
-    "model": check_model,
-    "data": check_data,
+    "model": partial(differing_files, "model"),
+    "data": partial(differing_files, "data"),
     "disk": check_disk,
     "limits": check_limits,
 }
@@ -193,12 +187,11 @@ CHECKS: dict[str, Callable[[Reports, Mapping[str, int]], Problems]] = {
 def check_hosts(job: Job) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
     """The reports of all hosts that can be reached, and what is wrong."""
     reports, findings = collect(job)
-    slots = {host.name: len(host.slots) for host in job.hosts}
     if reports:
         for check, problems in CHECKS.items():
             findings += [
                 Finding(host, check, text, is_warning=text.endswith("?"))
-                for host, text in problems(reports, slots)
+                for host, text in problems(reports)
             ]
     return reports, findings
 

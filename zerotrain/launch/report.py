@@ -1,8 +1,8 @@
 """What preflight wants to know about a host, collected there: python -m zerotrain.launch.report
 
-Standard input has the host's slots and the arguments of train.py as JSON; the last line printed is
-the report, as JSON. Nothing on the host is changed, except for a file that is made and removed in
-the run folder.
+Standard input has the arguments of train.py as JSON, or null for another script; the last line
+printed is the report, as JSON. Nothing on the host is changed, except for a file that is made and
+removed in the run folder.
 """
 
 import json
@@ -143,7 +143,7 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def report(argv: Sequence[str]) -> dict[str, Any]:
+def report(argv: Sequence[str] | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "versions": versions(),
         "code": code(),
@@ -155,6 +155,8 @@ def report(argv: Sequence[str]) -> dict[str, Any]:
         "infiniband": Path("/sys/class/infiniband").is_dir(),
         "mistake": "",
     }
+    if argv is None:
+        return facts
     try:
         config = parse_command_line(argv).config
     except UserError as error:
