@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit(EXIT_FAILURE)
     if not arguments.hosts_only:
         program = ["-m", "zerotrain.launch.bandwidth", str(arguments.timeout)]
-        if launch(job.with_command(program)) != 0:
+        if launch(job.with_command(program)).code != 0:
             sys.exit(EXIT_FAILURE)
 
 

@@ -8,7 +8,7 @@ batch is that of the smallest number of nodes and grows with the ranks, so that 
 same work. With --strong the global batch stays. Efficiency is tokens/s per rank, relative to the
 smallest number of nodes. The phase of a step that has grown most says what to look at: `data` the
 loader; `forward`, `backward` and `optimizer` the network, as the own work of a rank stays the same.
-Exit code 1 if a run fails; the others still count.
+Exit code 1 if a run fails; the others still count. After Ctrl-C, sizes that are left are not run.
 """
 
 import json
@@ -44,6 +44,7 @@ def short_run(job: Job, nodes: int, growth: float, steps: int, folder: Path) -> 
         "checkpoint.every_steps": 0,
         "checkpoint.every_minutes": 0,
         "checkpoint.resume": "auto",
+        "checkpoint.weights_only": "false",
         "tracking.wandb": "disabled",
         "distributed.world_size": "null",
     }
@@ -88,13 +89,15 @@ def main() -> None:
         folder = arguments.output / f"nodes_{nodes}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            code = launch(short_run(job, nodes, growth, arguments.steps, folder))
+            outcome = launch(short_run(job, nodes, growth, arguments.steps, folder))
         except UserError as error:
             print(f"{nodes} nodes: {error}", file=sys.stderr, flush=True)
             continue
-        if code == 0:
+        if outcome.code == 0:
             found[nodes] = {"ranks": ranks, **measure(folder)}
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        if outcome.stopped_by_user:
+            break
     print(f"{'strong' if arguments.strong else 'weak'} scaling, seconds per step by phase")
     for nodes, measured in found.items():
         base = found[min(found)]

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from zerotrain.launch.hostfile import Host, world_size
 from zerotrain.launch.job import Job, job_of, make_parser, remote_command, split_command
-from zerotrain.launch.node import GRACE_SECONDS, READY
+from zerotrain.launch.node import FORWARDED, GRACE_SECONDS, READY
 from zerotrain.launch.restart import prepare_restart
 from zerotrain.runtime.errors import (
     EXIT_FAILURE,
@@ -237,44 +237,56 @@ class Attempt:
         return Outcome(0, "", stopped)
 
 
-def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> int:
-    """Run the job, and restart it after a failure, until `max_restarts` restarts in a row have
-    produced no new checkpoint. Returns its exit code.
-
-    Raises:
-        UserError: a host cannot be reached at the first start, or no restart is possible.
+@contextmanager
+def signals_as_events(events: queue.SimpleQueue) -> Iterator[threading.Event]:
+    """Put (None, number) into `events` for each signal that is to stop the job. The result is set
+    by the first.
     """
-    events: queue.SimpleQueue = queue.SimpleQueue()
     stopped = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
         stopped.set()
         events.put((None, number))
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in FORWARDED}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> Outcome:
+    """Run the job, and restart it after a failure, until `max_restarts` restarts in a row have
+    produced no new checkpoint.
+
+    Raises:
+        UserError: a host cannot be reached at the first start, or no restart is possible.
+    """
+    events: queue.SimpleQueue = queue.SimpleQueue()
     now = job
     restarts = 0
     saved = None
-    while True:
-        try:
-            outcome = Attempt(now, events).run()
-        except UserError as error:
-            if restarts == 0:
-                raise
-            outcome = Outcome(EXIT_FAILURE, str(error))
-        if outcome.cause:
-            line = f"launch: {outcome.cause} (exit code {outcome.code})"
-            print(line, file=sys.stderr, flush=True)
-        is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
-        if is_over or max_restarts == 0:
-            return outcome.code
-        before = saved
-        now, saved = prepare_restart(job, restart_wait_seconds, stopped)
-        restarts = 1 if saved != before else restarts + 1
-        if restarts > max_restarts:
-            return outcome.code
-        print(f"launch: restart from {saved or 'the beginning'}", flush=True)
+    with signals_as_events(events) as stopped:
+        while True:
+            try:
+                outcome = Attempt(now, events).run()
+            except UserError as error:
+                if restarts == 0:
+                    raise
+                outcome = Outcome(EXIT_FAILURE, str(error))
+            if outcome.cause:
+                line = f"launch: {outcome.cause} (exit code {outcome.code})"
+                print(line, file=sys.stderr, flush=True)
+            is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
+            if is_over or max_restarts == 0:
+                return outcome
+            before = saved
+            now, saved = prepare_restart(job, restart_wait_seconds, stopped)
+            restarts = 1 if saved != before else restarts + 1
+            if restarts > max_restarts:
+                return outcome
+            print(f"launch: restart from {saved or 'the beginning'}", flush=True)
 
 
 def main() -> int:
@@ -297,7 +309,7 @@ def main() -> int:
     options, command = split_command(sys.argv[1:])
     arguments = parser.parse_args(options)
     job = job_of(arguments, command)
-    return launch(job, arguments.max_restarts, arguments.restart_wait_seconds)
+    return launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
 
 
 if __name__ == "__main__":
