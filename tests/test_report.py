@@ -143,7 +143,17 @@ def test_the_page_in_a_browser_is_drawn_and_runs_no_text_of_a_run(tmp_path):
 def test_curves_are_compared(tmp_path, monkeypatch, capsys):
     before, after = (write_run(tmp_path / name, 20) for name in ("before", "after"))
     other = write_run(tmp_path / "other", 20, seed=1)
-    for second, code in ((after, 0), (other, 1)):
+    shorter, diverged, with_gap = (write_run(tmp_path / name, 20) for name in ("s", "d", "g"))
+    records = [json.loads(line) for line in (before / "metrics.jsonl").read_text().splitlines()]
+
+    def rewrite(folder, change):
+        lines = [json.dumps(change(r)) for r in records if change(r)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+    rewrite(shorter, lambda r: r if r["step"] <= 15 else None)
+    rewrite(diverged, lambda r: r | {"loss": math.nan} if r["step"] > 15 else r)
+    rewrite(with_gap, lambda r: r if r["step"] != 15 else None)
+    for second, code in ((after, 0), (shorter, 0), (diverged, 1), (with_gap, 1), (other, 1)):
         monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(before), str(second)])
         with pytest.raises(SystemExit) as ended:
             compare_runs.main()
