@@ -153,7 +153,7 @@ MANY, HUGE = 300, "x" * 4_000_000
 
 
 def giants(path):
-    """A file of a few kB, whose rows have 1.2 GB; and what reading it gives."""
+    """A small file whose rows take up to 1.2 GB."""
     indices = pa.array([0] * MANY, pa.int32())
     column = pa.DictionaryArray.from_arrays(indices, pa.array([HUGE]))
     if path.name == "rows.parquet":  # one value in a dictionary, and a run of references to it
@@ -164,6 +164,8 @@ def giants(path):
     elif path.suffix == ".arrow":
         with pa.ipc.new_file(path, pa.schema({"text": column.type})) as writer:
             writer.write_batch(pa.record_batch({"text": column}))
+    elif path.name == "rows.csv.gz":  # one row of short cells with line breaks
+        path.write_bytes(gzip.compress(b"a,b\n" + b'"x\n",' * 20_000_000, 1))
     else:  # a row longer than the limit
         text = "\n".join(json.dumps({"text": HUGE * n}) for n in (1, 3, 1))
         path.write_bytes(gzip.compress(text.encode(), 1))
@@ -176,6 +178,7 @@ def giants(path):
         ("nested.parquet", [1, [True]]),
         ("rows.arrow", [MANY, [False]]),
         ("a.jsonl.gz", [3, [False, True]]),
+        ("rows.csv.gz", [1, ["refused"]]),
     ],
 )
 def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected):

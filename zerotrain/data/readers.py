@@ -92,12 +92,23 @@ def _read_json(file: str) -> Iterator[RawRow]:
 def _read_csv(file: str) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     delimiter = "\t" if ".tsv" in Path(file).suffixes else ","
+    characters = 0  # of the lines since the last row: cells may contain line breaks
+
+    def lines() -> Iterator[str]:
+        nonlocal characters
+        for line in _read_text(file):
+            characters += len(line)
+            if characters > MAX_LINE_BYTES:
+                raise csv.Error(f"the row has over {MAX_LINE_BYTES:,} characters")
+            yield line
+
     # strict: otherwise an unclosed quote would turn the rest of the file into one cell
     reader = csv.DictReader(
-        _read_text(file), restkey="cells beyond the header", delimiter=delimiter, strict=True
+        lines(), restkey="cells beyond the header", delimiter=delimiter, strict=True
     )
     try:
         for row in reader:
+            characters = 0
             yield RawRow(reader.line_num, json.dumps(row, ensure_ascii=False))
     except csv.Error as error:
         raise ValueError(f"not CSV after line {reader.line_num} ({error})") from error
