@@ -11,8 +11,9 @@ gradients over the ranks, under ZeRO 0 and 1 once, in the last micro-batch, and 
 in every micro-batch. Then the optimizer updates once. Under ZeRO 1 and 2 the ranks gather the
 updated weights; under ZeRO 3 each layer is gathered when it runs.
 
-Exit code: 0 the run is finished; 2 a mistake in the input, reported in one line; 75 preempted by
-SIGTERM or SIGUSR1 and saved, the same command resumes; anything else is a failure.
+Exit code: 0 finished, or stopped by its user and saved; 2 a mistake in the input, in one line; 75
+preempted by SIGTERM or SIGUSR1 and saved: the same command resumes; 130 Ctrl-C; 143 or 138 stopped
+by SIGTERM or SIGUSR1 before there was anything to save; 1 a failure.
 """
 
 import gc
@@ -107,7 +108,7 @@ def main(config: Config, dry_run: bool) -> None:
         run_on_all_ranks(ranks, lambda: check_start(config, ranks.world_size))
         setup = describe_run(config, ranks)
 
-        # 2. Its data: tokenized by the first rank of each machine, memory-mapped by all ranks.
+        # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
         train_plan, eval_plans = load_plans(setup, ranks)
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs sshd in a container, as its user, on port SSH_PORT (2222): ssh lands inside, for
-# scripts/launch.sh. ~/.ssh holds authorized_keys and host_key; docs/containers.md makes them.
+# Runs sshd in a container, as its user, on port SSH_PORT (2222), so that ssh connects to the
+# container, for scripts/launch.sh. ~/.ssh holds authorized_keys and host_key; docs/containers.md
+# makes them.
 set -euo pipefail
 keys=$HOME/.ssh
 for file in authorized_keys host_key; do

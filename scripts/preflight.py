@@ -23,8 +23,9 @@ def main() -> None:
     parser = make_parser("scripts/preflight.py")
     parser.add_argument("--hosts_only", action="store_true", help="without the job on all ranks")
     parser.add_argument(
-        "--timeout", type=int, default=60, help="seconds for each collective of the job (60)"
-    )
+        "--timeout", type=int, default=60,
+        help="seconds to reach the master port; collectives have twice that (60)",
+    )  # fmt: skip
     options, command = split_command(sys.argv[1:])
     arguments = parser.parse_args(options)
     job = job_of(arguments, command)

@@ -15,6 +15,7 @@ from copier import run_copy, run_update
 
 from scripts import memory
 from zerotrain.config.parse import parse_command_line
+from zerotrain.launch.job import job_of, make_parser, split_command
 
 QUESTIONS = yaml.safe_load((REPO / "copier.yml").read_text())
 NO_GIT = "/nonexistent"
@@ -111,6 +112,16 @@ def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
     assert batch.model == own.model and batch.data == own.data and batch.train == own.train
     choices = set(QUESTIONS["recipe"]["choices"])
     assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
+
+
+def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
+    monkeypatch.chdir(copies / "hosts")
+    line = re.search(r"scripts/preflight.py (.*)", Path("README.md").read_text())[1]
+    options, command = split_command(line.split())
+    given = make_parser("scripts/preflight.py").parse_args(options)
+    shutil.copy("hostfile.example", given.hostfile)
+    job = job_of(given, command)
+    assert len(job.hosts) == 2 and "recipes/hosts.yaml" in job.command
 
 
 @pytest.mark.launch

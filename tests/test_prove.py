@@ -38,13 +38,13 @@ def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):
     for wrong, said in ((0, "missing: "), (2, "repeated: ")):
         calls = Counter()
 
-        def spoilt(rows, picked, budget, wrong=wrong, calls=calls):
+        def spoiled(rows, picked, budget, wrong=wrong, calls=calls):
             calls["n"] += 1
             if calls["n"] == 1:
                 picked = np.concatenate([picked] * wrong) if wrong else picked[:0]
             return collate(rows, picked, budget)
 
-        monkeypatch.setattr(zerotrain.data.loader, "collate", spoilt)
+        monkeypatch.setattr(zerotrain.data.loader, "collate", spoiled)
         with pytest.raises(SystemExit) as ended:
             prove.main()
         out = capsys.readouterr().out

@@ -17,8 +17,6 @@ from zerotrain.runtime.files import replace_text
 from zerotrain.tools.export import export_checkpoint
 from zerotrain.tools.new_folder import new_folder
 
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-
 
 class Touch:
     """Unpickling creates the file `canary`."""
@@ -134,7 +132,3 @@ def test_a_new_folder_deletes_nothing_and_is_whole_or_missing(tmp_path, monkeypa
     link.symlink_to(out / "whole")
     replace_text(link, "new")
     assert not link.is_symlink() and (out / "whole").read_text() == ""
-
-
-# --------------------------------------------------------------------------------------------------
-# Full disks

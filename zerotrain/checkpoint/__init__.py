@@ -1,4 +1,4 @@
-"""The run folder and its checkpoints: save, find, verify, load, convert to another world size or
-ZeRO stage, export as a Hugging Face folder.
+"""The run folder and its checkpoints: save, find, check, and load into any world size or ZeRO
+stage.
 May import: runtime, config, data, model.
 """

@@ -15,8 +15,6 @@
 
 Only exactly these names are ever read, renamed or removed: anything else in the folder is the
 user's. A link is removed as a link; what it points to is never touched.
-
-Imports only the standard library, because agents on other hosts read the folder too.
 """
 
 import re

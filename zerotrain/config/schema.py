@@ -74,8 +74,9 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub; the run folder's resolved_config.yaml has the commit."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, or the name of a bundled one: alpaca,
-    chatml, llama3, plain, zephyr."""
+    """Jinja file that replaces the tokenizer's chat template, or the name of one in
+    data/chat_templates, such as chatml or llama3.
+    """
     attn_implementation: str | None = None
     """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
     zerotrain/model/packing.py, for packed examples.
@@ -99,8 +100,8 @@ class ModelConfig(Section):
     default: all are trained.
     """
     quantization: Literal["nf4"] | None = None
-    """nf4: freeze the linear layers in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes, which has
-    to be installed; with model.lora, at ZeRO stages 0 to 2.
+    """nf4: freeze the linear layers in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes, on GPUs;
+    with model.lora, at ZeRO stages 0 to 2.
     """
 
     def __post_init__(self) -> None:
@@ -312,7 +313,8 @@ class EvalConfig(Section):
     every_steps: NonNegativeInt = 0
     """Evaluate before the first step, every this many steps, and at the end; 0: only at the end."""
     patience: NonNegativeInt = 0
-    """Finish the run early after this many evaluations in a row without a better metric; 0: never.
+    """Finish the run early after this many evaluations in a row without a lower eval_loss; 0:
+    never.
     """
     generate: NonNegativeInt = 0
     """Let the model answer this many examples of each set, by greedy decoding, and score the
@@ -329,8 +331,9 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 0
     """Save every this many steps and at the end; 0: only at the end."""
     every_minutes: NonNegativeInt = 0
-    """Save every this many minutes, instead of every_steps; 0: never. A good interval is the root
-    of 2 x the minutes of a save x the minutes between failures."""
+    """Save every this many minutes, also beside every_steps; 0: never. A good interval is the root
+    of 2 x the minutes of a save x the minutes between failures.
+    """
     keep_last: PositiveInt = 2
     """Complete checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_every_steps: NonNegativeInt = 0

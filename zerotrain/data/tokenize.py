@@ -6,7 +6,7 @@ files that every rank memory-maps.
     rejected_rows.jsonl rows skipped under data.on_bad_row, with reasons
 
 A cache folder is written under a temporary name, synced to disk, and renamed when complete, so
-neither a killed process nor a failed machine leaves an incomplete cache.
+neither a killed process nor a failed node leaves an incomplete cache.
 """
 
 import json

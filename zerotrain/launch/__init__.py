@@ -1,4 +1,4 @@
-"""Many hosts: hostfile, launch, the node wrapper, preflight. It serves train.py, which does not
-know it: they meet in environment variables, signals, exit codes and the run folder.
+"""Many hosts: hostfile, launch, the node wrapper, preflight. train.py imports nothing
+from here: they communicate through environment variables, signals, exit codes and the run folder.
 May import: everything but scripts and benchmarks.
 """

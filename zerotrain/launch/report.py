@@ -107,7 +107,7 @@ def disk(folder: Path) -> dict[str, Any]:
 
 def gpus() -> list[dict[str, Any]]:
     """name, used_bytes, ecc_errors (uncorrected, since the driver was loaded) and throttle (why its
-    clock is held down) of each GPU; empty without a driver.
+    clock is throttled) of each GPU; empty without a driver.
     """
     import pynvml
 

@@ -34,10 +34,10 @@ def build_engine(
     """
     config = setup.config
     if not config.model.from_config:
-        # once per machine, within the 24 hours of Ranks.control
+        # once per node, within the 24 hours of Ranks.control
         name = config.model.name_or_path
         revision = config.model.revision
-        run_on_all_ranks(ranks, lambda: weight_files(name, revision), first_on_machine=True)
+        run_on_all_ranks(ranks, lambda: weight_files(name, revision), first_on_node=True)
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = run_on_all_ranks(

@@ -1,5 +1,5 @@
 """Short forward passes that check a model's attention, and a frozen output head, before training.
-They test its behaviour, so they also work for code that comes with a model.
+They test its behavior, so they also work for code that comes with a model.
 
 All ranks take part, since ZeRO-3 gathers weights in the forward pass.
 """

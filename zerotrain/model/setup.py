@@ -64,9 +64,9 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     Raises:
         UserError: something cannot be loaded, or settings contradict each other.
     """
-    tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config), first_on_machine=True)
-    model_config = run_on_all_ranks(ranks, lambda: load_model_config(config), first_on_machine=True)
-    config = run_on_all_ranks(ranks, lambda: pin_revisions(config), first_on_machine=True)
+    tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config), first_on_node=True)
+    model_config = run_on_all_ranks(ranks, lambda: load_model_config(config), first_on_node=True)
+    config = run_on_all_ranks(ranks, lambda: pin_revisions(config), first_on_node=True)
     hidden_size = text_config_of(model_config).hidden_size
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size
@@ -102,7 +102,7 @@ def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan
     plan, eval_plans = run_on_all_ranks(
         ranks,
         lambda: make_plans(setup.config, setup.tokenizer, setup.budget(ranks.world_size)),
-        first_on_machine=True,
+        first_on_node=True,
     )
     for each in (plan, *eval_plans.values()):
         require_same(ranks, "the data plan", each.content_hash())

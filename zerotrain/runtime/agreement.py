@@ -33,7 +33,7 @@ def gather_json(ranks: Ranks, value: Any) -> list[Any]:
     return [json.loads(message.numpy().tobytes()) for message in received]
 
 
-def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool = False) -> T:
+def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_node: bool = False) -> T:
     """Run `work` on every rank. A UserError on any rank is raised on all of them, with its
     rank's prefix if that is not rank 0.
 
@@ -41,10 +41,10 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_machine: bool
     timeout.
 
     Args:
-        first_on_machine: the first rank of each machine finishes before its other ranks start.
+        first_on_node: the first rank of each node finishes before its other ranks start.
     """
     result: T | None = None
-    for turn in (True, False) if first_on_machine else (None,):
+    for turn in (True, False) if first_on_node else (None,):
         error = None
         if turn is None or turn == (ranks.local_rank == 0):
             try:

@@ -109,7 +109,7 @@ def exit_on_error(work: Callable[[], T]) -> T:
 
 
 def _report(mistake: UserError) -> None:
-    """Print the line of a UserError once per run if it is agreed, otherwise once per machine.
+    """Print the line of a UserError once per run if it is agreed, otherwise once per node.
 
     The processes that do not print it at once wait some seconds, because a launcher stops all
     processes as soon as one has failed, and the line must be printed before that. Those that are

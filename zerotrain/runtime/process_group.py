@@ -83,7 +83,7 @@ def process_group(
         accelerator.set_device(local_rank)
     _share_cores()
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
     timeout = timedelta(seconds=timeout_seconds)
     backend = "gloo" if on_cpu else accelerator.communication_backend_name()
     device = torch.device(accelerator.current_device_name())
@@ -128,7 +128,7 @@ def check_devices(local_rank: int, visible: int) -> None:
     if local_rank >= visible:
         raise UserError(
             f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs: each rank has to see "
-            "those of all ranks of its machine; under srun, use --gpus-per-node"
+            "those of all ranks of its node; under srun, use --gpus-per-node"
         )
 
 
@@ -142,12 +142,12 @@ def find_ninja() -> None:
 
 
 def _share_cores() -> None:
-    """Divide the cores of this machine among its ranks, also for the CPU Adam of GPU runs; by
+    """Divide the cores of this node among its ranks, also for the CPU Adam of GPU runs; by
     default torch uses all of them in each rank.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+        local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
 def apply_timeout(timeout_seconds: float, ranks: Ranks) -> None:

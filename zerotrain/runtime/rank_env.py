@@ -9,12 +9,12 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     launcher did.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        neighbours = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or "1"
+        local_ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or "1"
         return {
             "RANK": environment["RANK"],
             "LOCAL_RANK": environment.get("LOCAL_RANK", "0"),
             "WORLD_SIZE": environment["WORLD_SIZE"],
-            "LOCAL_WORLD_SIZE": neighbours,  # set by torchrun, and as LOCAL_SIZE by deepspeed
+            "LOCAL_WORLD_SIZE": local_ranks,  # set by torchrun, and as LOCAL_SIZE by deepspeed
         }
     if "OMPI_COMM_WORLD_RANK" in environment:
         of_mpi = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE",

@@ -29,11 +29,11 @@ CARD = """\
 | parallelism | ZeRO stage {stage} on {ranks:,} ranks |
 | longest example | {longest:,} tokens |
 | supervised | {supervised} |
-| held-out loss | {loss} |
+| evaluation loss | {loss} |
 
 ## License
 
-Add `license:` to the front matter above. The licences of the base model and of the data apply.
+Add `license:` to the front matter above. The licenses of the base model and of the data apply.
 """
 
 

@@ -25,7 +25,7 @@ from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_D
 from zerotrain.runtime.errors import UserError, describe
 
 # readable on white and on black
-GREY = "#7b828c"
+GRAY = "#7b828c"
 FAINT = "rgba(128,128,128,0.25)"
 MAX_POINTS = 2000  # drawn of a series
 MAX_RECORDS = 250  # of a kind other than steps, the last ones
@@ -129,7 +129,7 @@ def report_page(folders: Sequence[Path]) -> str:
 
 
 def summary(run: RunRecords) -> dict[str, str]:
-    """What a person asks first."""
+    """The table at the top of the page."""
     facts = {"steps": "none is finished"}
     starts = run.records.get("start", [])
     if "loss" in run.series:
@@ -170,7 +170,7 @@ def charts(runs: Sequence[RunRecords]) -> Iterator[str]:
             height = 200 + 20 * len(parts)
             figure.update_layout(showlegend=len(parts) > 1, height=height, yaxis_title_text="")
             for step in restarts[-20:]:
-                figure.add_vline(x=step, line_dash="dash", line_color=GREY)
+                figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
             yield section(heading, figure_html(figure))
 
 
@@ -211,7 +211,7 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
 
 def figure_html(figure: go.Figure) -> str:
     figure.update_layout(
-        template="none", font_color=GREY, legend_title_text="", autosize=True,
+        template="none", font_color=GRAY, legend_title_text="", autosize=True,
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 50, "r": 5, "t": 10, "b": 40},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
-PAD_TO_MULTIPLE_OF = 64  # number of rows, which torch's matrix products like
+PAD_TO_MULTIPLE_OF = 64  # number of rows, a multiple that is fast in matrix products
 
 
 def add_tokens(

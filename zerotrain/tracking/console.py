@@ -90,7 +90,7 @@ class ConsoleSink:
 
 
 def line_of(kind: str, values: dict[str, Any]) -> str | None:
-    """A record that is printed when it comes, in one line; None for the others."""
+    """A record that is printed as soon as it is logged, in one line; None for the others."""
     if kind == "event":
         return values["text"]
     if kind == "save":
