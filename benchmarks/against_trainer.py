@@ -175,10 +175,12 @@ def launch(args: argparse.Namespace, *command: object) -> float:
         port = free.getsockname()[1]
     launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", args.ranks]
     log = args.folder / "log.txt"
+    threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)  # of each rank, on both sides
     with log.open("w") as output:
         process = subprocess.Popen(
             [str(word) for word in (*launcher, "--master_port", port, *command)],
-            cwd=REPO, stdout=output, stderr=subprocess.STDOUT,
+            cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         _, status, usage = os.wait4(process.pid, 0)  # of the ranks too
     if status:
