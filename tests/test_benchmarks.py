@@ -71,3 +71,13 @@ def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
     assert small_job[2] > large_job[2] and 1 > small_job[3] > large_job[3]
     assert (tmp_path / "charts.html").stat().st_size > 0
     assert bench("simulate.py", "--ranks", 0).returncode == 2
+
+
+def test_a_bare_loop_takes_turns_with_the_loop_and_the_shares_of_a_step_sum_to_1(tmp_path):
+    small = ["--train.steps", 9, "--train.global_batch_size", 4, "--output_dir", tmp_path]
+    done = bench("step.py", "--config", "recipes/demo.yaml", *small, "--tracking.wandb", "disabled")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 pairs of steps" in done.stdout
+    lines = [line.split("│")[1:3] for line in done.stdout.splitlines() if line.startswith("│")]
+    shares = {kind.strip(): float(share) for kind, share in lines}
+    assert sum(shares.values()) == pytest.approx(100, abs=0.5) and shares["matrix products"] > 1
