@@ -69,7 +69,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     assert good.code == 0, good.output
     for measured in ("all ranks:", "node-1 - node-2:", "matmul of rank 1 on node-2:"):
         assert measured in good.output, good.output
-    other_script = preflight("--hosts_only", command=["data/sample/make_sample.py"])
+    other_script = preflight("--hosts_only", command=["scripts/preflight.py"])
     assert other_script.code == 0, other_script.output
     hosts.block(1, "tcp dport 1024-65535 drop")
     try:
