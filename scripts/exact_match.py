@@ -8,12 +8,15 @@ an answer that does not end is wrong.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerotrain.config.schema import Source
+from zerotrain.config.schema import DataConfig, Source
+from zerotrain.data.messages import canonical_row
+from zerotrain.data.options import RenderOptions
 from zerotrain.data.scorers import exact_match
-from zerotrain.data.sources import parse_row, read_rows
+from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.runtime.errors import UserError, exit_on_error
 
 if TYPE_CHECKING:
@@ -34,14 +37,20 @@ def main() -> None:
     for path in (args.model, args.rows):
         if not path.exists():
             raise UserError(f"no such file or folder: {path}")
+    options = replace(
+        RenderOptions.of(DataConfig(train_sources=[str(args.rows)])), format="messages"
+    )
     conversations = []
-    for _, row in read_rows(Source(path=str(args.rows))):
-        turns = parse_row(row, {}).get("messages", [])
-        if not turns or turns[-1].get("role") != "assistant":
-            raise UserError(
-                f"{args.rows}:{row.place}: not messages that end with the assistant's; give chats"
-            )
+    for file, row in read_rows(Source(path=str(args.rows))):
+        try:
+            turns = canonical_row(parse_row(row, {}), options)["messages"]
+        except BadRow as error:
+            raise UserError(f"{file}:{row.place}: {error}") from None
+        if len(turns) < 2 or turns[-1]["role"] != "assistant":
+            raise UserError(f"{file}:{row.place}: not a chat that ends with an answer")
         conversations.append(turns)
+    if not conversations:
+        raise UserError(f"{args.rows}: no rows")
 
     # slow to import, so after the arguments are checked
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,6 +61,9 @@ def main() -> None:
     quieten_libraries(is_first=True)
     model = load_pretrained(AutoModelForCausalLM.from_pretrained, args.model)
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, args.model)
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        raise UserError(f"{args.model}: generation_config.json needs eos_token_id to end answers")
     right = endless = 0
     for start in range(0, len(conversations), BATCH_ROWS):
         batch = conversations[start : start + BATCH_ROWS]
@@ -64,7 +76,6 @@ def main() -> None:
                 print(f"answer:   {answer}\n")
     print(f"exact match: {right} of {len(conversations)} = {right / len(conversations):.1%}")
     if endless:
-        ends = model.generation_config.eos_token_id
         print(f"{endless} answers did not end (eos_token_id of generation_config.json: {ends})")
 
 
