@@ -21,10 +21,10 @@ from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError, exit_on_error
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
 
     from zerotrain.config.schema import Config
+    from zerotrain.model.trained import Counts
     from zerotrain.tools.memory_plan import Memory
 
 GIB = 2**30
@@ -64,28 +64,27 @@ def main() -> None:
     if min(vars(cluster).values()) < 1:
         raise UserError("--nodes, --gpus and --gpu_memory_gib are positive numbers")
 
-    memory, skeleton = plan(config, cluster)
-    print(table(config, cluster, memory, skeleton))
+    memory, counts = plan(config, cluster)
+    print(table(config, cluster, memory, counts))
 
 
-def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "nn.Module"]:
-    """The estimate, and the model on the meta device.
+def plan(config: "Config", cluster: Cluster) -> tuple["Memory", "Counts"]:
+    """The estimate, and the numbers of the model's parameters.
 
     Raises:
         UserError: the model's config cannot be loaded, or the DeepSpeed config is wrong.
     """
     from zerotrain.config.ds_config import resolve_ds_config
-    from zerotrain.model.architecture import meta_model
+    from zerotrain.model.architecture import hidden_size, meta_model
     from zerotrain.model.trained import count_trained
-    from zerotrain.tools.memory_plan import count_quantized, estimate_memory, hidden_size
+    from zerotrain.tools.memory_plan import count_quantized, estimate_memory
 
-    architecture = load_shape(config)
-    skeleton = meta_model(architecture, config.model.trust_remote_code)
+    skeleton = meta_model(load_shape(config), config.model.trust_remote_code)
     quantized = count_quantized(skeleton) if config.model.quantization else 0
-    count_trained(skeleton, config.model)
-    config, _, ds_config = resolve_ds_config(config, "bf16", hidden_size(architecture))
+    counts = count_trained(skeleton, config.model)
+    config, _, ds_config = resolve_ds_config(config, "bf16", hidden_size(skeleton))
     shape = cluster.nodes * cluster.gpus, cluster.gpus
-    return estimate_memory(config, skeleton, quantized, ds_config, *shape), skeleton
+    return estimate_memory(config, skeleton, counts, quantized, ds_config, *shape), counts
 
 
 def load_shape(config: "Config") -> "PretrainedConfig":
@@ -106,12 +105,10 @@ def cluster_of(text: str) -> Cluster | None:
     return Cluster(*map(int, found.groups())) if found else None
 
 
-def table(config: "Config", cluster: Cluster, memory: "Memory", skeleton: "nn.Module") -> str:
+def table(config: "Config", cluster: Cluster, memory: "Memory", counts: "Counts") -> str:
     """The parts with their arithmetic, the peak, and whether it fits."""
-    total = sum(p.numel() for p in skeleton.parameters())
-    trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
     lines = [
-        f"{config.model.name_or_path}: {total:,} parameters, {trained:,} trained",
+        f"{config.model.name_or_path}: {counts.total:,} parameters, {counts.trained:,} trained",
         f"{cluster}, {config.ds_config}; estimated, not measured",
         "",
         "each GPU, all the time",

@@ -25,7 +25,7 @@ def test_what_is_frozen_is_only_its_weights(tiny_config):
 
     def states(stage, quantized=0):
         ds_config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-        memory = estimate_memory(config, skeleton, quantized, ds_config, ranks=4, local_ranks=4)
+        memory = estimate_memory(config, skeleton, counts, quantized, ds_config, 4, 4)
         return {part.name: part.size for part in memory.states}
 
     for stage, weights, gradients, optimizer in (
@@ -49,9 +49,10 @@ def test_model_states_are_those_of_the_table(tiny_config, file, gpu, gpu_share, 
     path = tiny_config(ds_config=f"ds_configs/{file}.json")
     config = parse_command_line(["--config", str(path)]).config
     skeleton = meta_model(LlamaConfig(**SIZES), False)
-    parameters = count_trained(skeleton, config.model).total
+    counts = count_trained(skeleton, config.model)
+    parameters = counts.total
     config, _, ds_config = resolve_ds_config(config, "bf16", SIZES["hidden_size"])
-    memory = estimate_memory(config, skeleton, 0, ds_config, ranks=4, local_ranks=1)
+    memory = estimate_memory(config, skeleton, counts, 0, ds_config, 4, 1)
     on_gpu = sum(part.size for part in memory.states if part.name != "buffers")
     assert on_gpu == parameters * (gpu + gpu_share / 4)
     assert memory.host == parameters * cpu_share / 4

@@ -87,3 +87,12 @@ def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenize
         assert why
     except UserError as error:
         assert family == "musicgen" and "not a causal language model" in str(error)
+
+
+def test_a_model_that_is_no_language_model_is_refused_in_one_line(
+    forks, tiny_config, sample_tokenizer, tmp_path
+):
+    sample_tokenizer.save_pretrained(tmp_path / "model")
+    AutoConfig.for_model("resnet").save_pretrained(tmp_path / "model")
+    refused = forks.train(tiny_config(model=tmp_path / "model"), "--dry_run")
+    assert refused.code == 2 and "not a causal language model" in refused.errors[0], refused.output

@@ -133,7 +133,7 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
     sizes = text_config_of(skeleton.config).to_dict()
     heads = sizes.get("num_attention_heads")
     head_size = sizes.get("head_dim")
-    width = _hidden_size(skeleton)
+    width = hidden_size(skeleton)
     if isinstance(heads, int) and isinstance(head_size, int):
         width = heads * head_size
     body, head = _multiplied_weights(skeleton)
@@ -153,14 +153,15 @@ def linear_cost(skeleton: nn.Module) -> int:
         skeleton: the model on the meta device, without adapters.
     """
     (weights, _), _ = _multiplied_weights(skeleton)
-    return max(1, int(weights) // (_layers(skeleton) * _hidden_size(skeleton)))
+    return max(1, int(weights) // (_layers(skeleton) * hidden_size(skeleton)))
 
 
 def _layers(skeleton: nn.Module) -> int:
     return int(text_config_of(skeleton.config).num_hidden_layers)
 
 
-def _hidden_size(skeleton: nn.Module) -> int:
+def hidden_size(skeleton: nn.Module) -> int:
+    """Width of the language model's input embeddings."""
     return skeleton.get_input_embeddings().weight.shape[-1]
 
 

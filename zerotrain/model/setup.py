@@ -16,9 +16,9 @@ from zerotrain.model.architecture import (
     ModelFlops,
     check_model_fits,
     count_flops,
+    hidden_size,
     linear_cost,
     meta_model,
-    text_config_of,
 )
 from zerotrain.model.hub import pin_revisions
 from zerotrain.model.load import (
@@ -67,11 +67,10 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config), first_on_node=True)
     model_config = run_on_all_ranks(ranks, lambda: load_model_config(config), first_on_node=True)
     config = run_on_all_ranks(ranks, lambda: pin_revisions(config), first_on_node=True)
-    hidden_size = text_config_of(model_config).hidden_size
-    config, precision, ds_config = resolve_ds_config(
-        config, best_precision(ranks.device), hidden_size
-    )
     skeleton = meta_model(model_config, config.model.trust_remote_code)
+    config, precision, ds_config = resolve_ds_config(
+        config, best_precision(ranks.device), hidden_size(skeleton)
+    )
     check_model_fits(config, skeleton, tokenizer)
     check_quantization(config, ranks.device)
     check_attention(config.model.attn_implementation, skeleton)

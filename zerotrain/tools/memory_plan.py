@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import text_config_of
+from zerotrain.model.architecture import hidden_size, text_config_of
+from zerotrain.model.trained import Counts
 
 MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
 MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
@@ -64,6 +65,7 @@ class Memory:
 def estimate_memory(
     config: Config,
     skeleton: nn.Module,
+    counts: Counts,
     quantized: int,
     ds_config: dict[str, Any],
     ranks: int,
@@ -73,7 +75,8 @@ def estimate_memory(
 
     Args:
         skeleton: the model on the meta device, with requires_grad as in training.
-        quantized: how many of its parameters are kept in nf4.
+        counts: numbers of its parameters.
+        quantized: how many of them are kept in nf4.
         ds_config: merged, with no value "auto".
         local_ranks: of one node; each has a GPU.
 
@@ -86,8 +89,7 @@ def estimate_memory(
         name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none"
         for name in ("param", "optimizer")
     }
-    total = sum(p.numel() for p in skeleton.parameters())
-    trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+    trained, total = counts
     share = trained / ranks if stage >= 1 else trained
 
     width = _weight_bytes(ds_config)
@@ -147,7 +149,7 @@ def _weight_bytes(ds_config: dict[str, Any]) -> int:
     return 2 if halves else 4
 
 
-def layer_bytes(model_config: PretrainedConfig) -> tuple[float, float]:
+def layer_bytes(skeleton: nn.Module) -> tuple[float, float]:
     """Bytes per token that one layer keeps for its backward pass in 16 bits, and those of the
     gradients that exist at a time there.
 
@@ -163,7 +165,7 @@ def layer_bytes(model_config: PretrainedConfig) -> tuple[float, float]:
     feed-forward blocks and attention that keeps no scores. Further norms (Qwen 3, Gemma 3) are left
     out.
     """
-    h, q, k, f, e = layer_widths(model_config)
+    h, q, k, f, e = layer_widths(skeleton)
     return 16 * h + 6 * q + 4 * k + 8 * f + (4 * h * e if e > 1 else 0), 6 * f
 
 
@@ -178,8 +180,8 @@ def _activations(config: Config, skeleton: nn.Module, width: int) -> list[Part]:
     text = text_config_of(skeleton.config)
     tokens = config.data.micro_batch_tokens
     layers = int(text.num_hidden_layers)
-    hidden = hidden_size(skeleton.config)
-    sizes = layer_bytes(skeleton.config)
+    hidden = hidden_size(skeleton)
+    sizes = layer_bytes(skeleton)
     kept, gradients = (width / 2 * tokens * size for size in sizes)
     loss = _loss(config, skeleton, width)
     inputs = width * layers * hidden * tokens
@@ -204,7 +206,7 @@ def _loss(config: Config, skeleton: nn.Module, width: int) -> Part:
     logits = min(tokens, chunk or tokens)
     head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad) if chunk else 0
-    states = 2 * width * hidden_size(skeleton.config) * tokens
+    states = 2 * width * hidden_size(skeleton) * tokens
     return Part(
         "logits",
         LOSS_BYTES * logits * vocabulary + states + (4 + width) * trained,
@@ -232,12 +234,12 @@ def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) 
     return Part("buffers", size, f"{live / 1e6:,.0f} M gathered weights, gradients in fp32")
 
 
-def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, float, float]:
+def layer_widths(skeleton: nn.Module) -> tuple[float, float, float, float, float]:
     """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
     a token visits, and their number. Queries and keys are 0 without attention.
     """
-    text = text_config_of(model_config)
-    hidden = hidden_size(model_config)
+    text = text_config_of(skeleton.config)
+    hidden = hidden_size(skeleton)
     heads = _size(text, "num_attention_heads") or 0
     head_dim = _size(text, "head_dim") or (hidden // heads if heads else 0)
     kv_heads = _size(text, "num_key_value_heads") or heads
@@ -245,11 +247,6 @@ def layer_widths(model_config: PretrainedConfig) -> tuple[float, float, float, f
     inner = next((size for name in names if (size := _size(text, name))), 4 * hidden)
     experts = _size(text, "num_experts_per_tok") or 1
     return hidden, heads * head_dim, kv_heads * head_dim, inner * experts, experts
-
-
-def hidden_size(model_config: PretrainedConfig) -> int:
-    """Hidden size of the model; 1024 if its config has none."""
-    return int(_size(text_config_of(model_config), "hidden_size") or 1024)
 
 
 def _size(text: PretrainedConfig, name: str) -> float | None:
