@@ -81,3 +81,13 @@ def test_a_bare_loop_takes_turns_with_the_loop_and_the_shares_of_a_step_sum_to_1
     lines = [line.split("│")[1:3] for line in done.stdout.splitlines() if line.startswith("│")]
     shares = {kind.strip(): float(share) for kind, share in lines}
     assert sum(shares.values()) == pytest.approx(100, abs=0.5) and shares["matrix products"] > 1
+
+
+def test_tokenizing_is_measured_beside_trls_way():
+    small = ["--rows", 30, "--pool_rows", 60, "--repeats", 1, "--vocab_size", 400]
+    done = bench("tokenizing.py", *small, "--text", "data/sample/eval.jsonl")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    ratios = [float(cell.split()[0]) for line in lines for cell in line[5:7]]
+    assert len(ratios) == 8 and min(ratios) > 0
+    assert "on 1 cores" in done.stdout

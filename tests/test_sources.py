@@ -14,7 +14,7 @@ from conftest import write_rows
 
 from zerotrain.config.schema import Source
 from zerotrain.data.readers import RawRow
-from zerotrain.data.sources import BadRow, local_files, parse_row, read_rows
+from zerotrain.data.sources import BadRow, count_rows, local_files, parse_row, read_rows
 from zerotrain.runtime.errors import UserError
 
 ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
@@ -77,6 +77,18 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     if name == "lines.json":  # one object per line in spite of the name
         write_rows(path, ROWS)
     assert rows_in(path) == ROWS
+
+
+def test_rows_are_counted_where_they_need_not_be_parsed(tmp_path):
+    for name in ("a.parquet", "b.parquet"):
+        save(tmp_path, name)
+    assert count_rows(Source(path=str(tmp_path))) == 2 * len(ROWS)
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    assert count_rows(Source(path=str(tmp_path))) == 3 * len(ROWS)
+    for name in ("a.csv", "a.jsonl.gz"):
+        assert count_rows(Source(path=str(save(tmp_path, name)))) is None
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert count_rows(Source(path=str(tmp_path / "a.parquet"))) is None
 
 
 def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
