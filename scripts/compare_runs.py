@@ -9,8 +9,6 @@ that both runs have. Exit code 1 if it exceeds 1e-5, or if a step is missing or 
 import sys
 from pathlib import Path
 
-import pandas as pd
-
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error, listed
 from zerotrain.tools.report import read_run
 
@@ -27,7 +25,7 @@ def main() -> None:
             raise UserError(f"the runs have no steps with {name} in common")
         # step_seconds is recorded with every step, and always finite
         steps = [run["step_seconds"].index for run in (before, after)]
-        both = pd.DataFrame({"before": before[name], "after": after[name]})
+        both = before[name].to_frame("before").join(after[name].rename("after"), how="outer")
         both = both.loc[max(s[0] for s in steps) : min(s[-1] for s in steps)]
         difference = ((both.after - both.before) / both.before.clip(lower=1e-30)).abs()
         in_one = both.index[both.isna().any(axis="columns")]
