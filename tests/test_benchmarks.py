@@ -91,3 +91,16 @@ def test_tokenizing_is_measured_beside_trls_way():
     ratios = [float(cell.split()[0]) for line in lines for cell in line[5:7]]
     assert len(ratios) == 8 and min(ratios) > 0
     assert "on 1 cores" in done.stdout
+
+
+@pytest.mark.launch
+def test_phases_of_both_sides_until_the_first_step_are_measured():
+    small = ["--data.max_length", 64, "--data.micro_batch_tokens", 128]
+    done = bench("startup.py", "--ranks", 1, "--repeats", 1, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip("| ").split("|") for line in done.stdout.splitlines() if "|" in line]
+    rows = {side.strip(): list(map(float, figures)) for side, *figures in lines[2:]}
+    assert set(rows) == {"train.py, cold", "train.py", "Trainer"}
+    for *phases, total in rows.values():
+        assert len(phases) == 4 and min(phases) >= 0
+        assert total == pytest.approx(sum(phases), abs=0.3)  # rounding
