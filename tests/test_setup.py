@@ -60,7 +60,8 @@ def test_every_imported_package_is_pinned():
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported.update({name.split(".")[0]: file for name in names})
     assert {"torch", "yaml", "numpy"} <= imported.keys()
-    elsewhere = {"vllm"}  # vllm_answers.py runs in an environment of its own
+    # in environments of their own: tests/vllm_answers.py, benchmarks/against_trainer.py
+    elsewhere = {"vllm", "trl"}
     for name in imported.keys() - ours - elsewhere - sys.stdlib_module_names:
         packages = {canonicalize_name(package) for package in distributions[name]}
         assert packages & pinned.keys(), f"{imported[name]} imports {name}: pin {packages}"
