@@ -40,7 +40,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="and a first one, not counted")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # in a rank
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -61,7 +61,7 @@ def compare(args: argparse.Namespace, options: list[str]) -> None:
     for repeat in range(args.repeats + 1):
         for side in SIDES:
             measured = launch(args, side, options)
-            if repeat:  # the first one fills the caches
+            if repeat or not args.repeats:  # the first one fills the caches
                 seconds[side].append(measured)
     print(f"| seconds | {' | '.join(PHASES)} | sum |")
     print("|---" * (len(PHASES) + 2) + "|")
@@ -87,12 +87,14 @@ def launch(args: argparse.Namespace, side: str, options: list[str]) -> list[floa
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", args.ranks]
-    command += ["--master_port", port, __file__, "--side", side, "--folder", folder, *options]
+    # as a module, so that it can import train.py
+    command += ["--master_port", port, "--module", "benchmarks.startup"]
+    command += ["--side", side, "--folder", folder, *options]
     threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)  # as train.py divides the cores
     log = folder / "log.txt"
     with log.open("w") as output:
         done = subprocess.run(
-            list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            list(map(str, command)), cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     if done.returncode:
@@ -103,7 +105,6 @@ def launch(args: argparse.Namespace, side: str, options: list[str]) -> list[floa
 
 def run_ours(args: argparse.Namespace, options: list[str]) -> list[float] | None:
     """What train.py does. Returns, on rank 0, the Unix time at its start and after each phase."""
-    sys.path.insert(0, str(REPO))
     import train
     from zerotrain.config.parse import parse_command_line
 

@@ -1,6 +1,6 @@
 """Where the time of a step goes, and what the loop adds to a bare DeepSpeed loop.
 
-    deepspeed --num_gpus 2 benchmarks/step.py --config recipes/demo.yaml [--section.key value ...]
+    deepspeed --num_gpus 2 --module benchmarks.step --config recipes/demo.yaml [--key value ...]
 
 Two loops take turns on the same engine, a step each, over the plan of the run: train.py's
 take_step, with data, loss, guard, records and hang watch, and a bare one, which has the
@@ -9,7 +9,6 @@ torch.profiler measures PROFILED_STEPS steps of train.py: each operator's own ti
 share of the steps.
 """
 
-import os
 import statistics
 import sys
 import time
@@ -134,5 +133,4 @@ def table_of(profiler: torch.profiler.profile, seconds: float) -> Table:
 
 
 if __name__ == "__main__":
-    os.chdir(Path(__file__).resolve().parent.parent)
     exit_on_error(lambda: main(parse_command_line(sys.argv[1:]).config))
