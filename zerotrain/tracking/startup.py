@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
@@ -50,6 +52,9 @@ def startup_table(
         "data": f"{meta['rows_read']:,} rows, {len(plan.data):,} training examples; over "
         f"data.max_length {data.max_length:,}: {', '.join(changed) or 'none'}",
     }
+    is_slow = ranks.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if is_slow and setup.precision != "fp32":
+        rows["precision"] = f"{setup.precision} is very slow on this CPU, without AVX-512; use fp32"
     for i, name in enumerate(meta["sources"]):
         count = f"{meta['source_examples'][i]:,} examples"
         rows[f"source {i + 1}"] = f"{name}, read as {meta['formats'][i]}: {count}"
