@@ -228,5 +228,5 @@ def planned_memory_gib(run: Path) -> float:
     config = parse_command_line(["--config", str(run / "resolved_config.yaml")]).config
     ds_config = json.loads((run / "resolved_ds_config.json").read_text())
     skeleton = meta_model(load_model_config(config), trust_remote_code=False)
-    count_trained(skeleton, config.model)
-    return estimate_memory(config, skeleton, 0, ds_config, 1, 1).peak / 2**30
+    counts = count_trained(skeleton, config.model)
+    return estimate_memory(config, skeleton, counts, 0, ds_config, 1, 1).peak / 2**30
