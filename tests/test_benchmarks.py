@@ -18,21 +18,15 @@ def bench(script, *args):
 
 @pytest.mark.launch
 def test_a_check_of_a_gpu_passes_at_toy_size_and_is_not_repeated(tmp_path):
-    checks = "dense_1.5b_8k_zero1,against_trainer_1"
-    toy = ["--toy", "--out", tmp_path, "--only", checks]
+    toy = ["--toy", "--out", tmp_path, "--only", "dense_1.5b_8k_zero1"]
     done = bench("gpu.py", *toy)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert ",".join(results) == f"environment,{checks}"
+    assert list(results) == ["environment", "dense_1.5b_8k_zero1"]
     figures = results["dense_1.5b_8k_zero1"]["figures"][""]
     assert figures["tokens_per_s"] > 0 and figures["planned_memory_gib"] > 0
     of_matmul = results["environment"]["figures"][""]["tflops_per_s"]
     assert figures["share_of_matmul"] * of_matmul == pytest.approx(figures["model_tflops_per_s"])
-    ours, *theirs = results["against_trainer_1"]["figures"].values()
-    assert len(theirs) == 2
-    for other in theirs:
-        ratio = ours["tokens_per_s"] / other["tokens_per_s"]
-        assert other["train_py_over_this"] == pytest.approx(ratio)
     again = bench("gpu.py", *toy, "--continue")
     assert again.returncode == 0 and "missed" in again.stdout  # the table alone
     assert json.loads((tmp_path / "results.json").read_text()) == results
