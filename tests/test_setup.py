@@ -60,7 +60,7 @@ def test_every_imported_package_is_pinned():
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported.update({name.split(".")[0]: file for name in names})
     assert {"torch", "yaml", "numpy"} <= imported.keys()
-    # in environments of their own: tests/vllm_answers.py, benchmarks/against_trainer.py
+    # installed in environments of their own
     elsewhere = {"vllm", "trl"}
     for name in imported.keys() - ours - elsewhere - sys.stdlib_module_names:
         packages = {canonicalize_name(package) for package in distributions[name]}
