@@ -1,7 +1,7 @@
 """Seconds from the start of a rank to the end of its first optimizer step: train.py beside
 transformers' Trainer, in processes that alternate.
 
-    python benchmarks/startup.py [--ranks 2] [--repeats 5] [train.py's options]
+    python -m benchmarks.startup [--ranks 2] [--repeats 5] [train.py's options]
 
 Both sides run under the `deepspeed` launcher, whose own seconds are not counted, with the demo's
 model, rows, ZeRO stage and global batch, and equal numbers of threads. Before anything is measured
@@ -14,12 +14,8 @@ over --repeats, of rank 0.
 import argparse
 import itertools
 import json
-import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -60,7 +56,7 @@ def compare(args: argparse.Namespace, options: list[str]) -> None:
     seconds: dict[str, list[list[float]]] = {side: [] for side in SIDES}
     for repeat in range(args.repeats + 1):
         for side in SIDES:
-            measured = launch(args, side, options)
+            measured = measure(args, side, options)
             if repeat or not args.repeats:  # the first one fills the caches
                 seconds[side].append(measured)
     print(f"| seconds | {' | '.join(PHASES)} | sum |")
@@ -77,28 +73,16 @@ def compare(args: argparse.Namespace, options: list[str]) -> None:
     print(f"({min(ratios):.2f} to {max(ratios):.2f} in {args.repeats} repeats)")
 
 
-def launch(args: argparse.Namespace, side: str, options: list[str]) -> list[float]:
+def measure(args: argparse.Namespace, side: str, options: list[str]) -> list[float]:
     """The seconds of each phase."""
+    from benchmarks.against_trainer import launch  # here, since ranks would import it too
+
     folder = args.folder
     shutil.rmtree(folder / "run", ignore_errors=True)
     if side == "train.py, cold":
         shutil.rmtree(folder / "cache", ignore_errors=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", args.ranks]
     # as a module, so that it can import train.py
-    command += ["--master_port", port, "--module", "benchmarks.startup"]
-    command += ["--side", side, "--folder", folder, *options]
-    threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)  # as train.py divides the cores
-    log = folder / "log.txt"
-    with log.open("w") as output:
-        done = subprocess.run(
-            list(map(str, command)), cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    if done.returncode:
-        sys.exit(f"{log.read_text()[-4000:]}\nended with exit code {done.returncode}")
+    launch(args, "--module", "benchmarks.startup", "--side", side, "--folder", folder, *options)
     times = json.loads((folder / "times.json").read_text())
     return [end - begin for begin, end in itertools.pairwise(times)]
 

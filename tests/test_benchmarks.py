@@ -9,9 +9,9 @@ import pytest
 from conftest import REPO, environment
 
 
-def bench(script, *args):
+def bench(*args):
     return subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *map(str, args)],
+        [sys.executable, *map(str, args)],
         cwd=REPO, env=environment(), capture_output=True, text=True, timeout=590,
     )  # fmt: skip
 
@@ -19,7 +19,7 @@ def bench(script, *args):
 @pytest.mark.launch
 def test_a_check_of_a_gpu_passes_at_toy_size_and_is_not_repeated(tmp_path):
     toy = ["--toy", "--out", tmp_path, "--only", "dense_1.5b_8k_zero1"]
-    done = bench("gpu.py", *toy)
+    done = bench("benchmarks/gpu.py", *toy)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == ["environment", "dense_1.5b_8k_zero1"]
@@ -27,17 +27,17 @@ def test_a_check_of_a_gpu_passes_at_toy_size_and_is_not_repeated(tmp_path):
     assert figures["tokens_per_s"] > 0 and figures["planned_memory_gib"] > 0
     of_matmul = results["environment"]["figures"][""]["tflops_per_s"]
     assert figures["share_of_matmul"] * of_matmul == pytest.approx(figures["model_tflops_per_s"])
-    again = bench("gpu.py", *toy, "--continue")
+    again = bench("benchmarks/gpu.py", *toy, "--continue")
     assert again.returncode == 0 and "missed" in again.stdout  # the table alone
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    assert bench("gpu.py", "--out", tmp_path, "--only", "nothing").returncode == 2
+    assert bench("benchmarks/gpu.py", "--out", tmp_path, "--only", "nothing").returncode == 2
 
 
 @pytest.mark.launch
 def test_trainer_has_the_same_work(tmp_path):
     small = ["--rows", 48, "--global_batch_size", 16, "--hidden_size", 32, "--layers", 1]
     once = ["--ranks", 1, "--repeats", 1, "--strategies", "random", "--json", tmp_path / "runs"]
-    done = bench("against_trainer.py", *small, *once)
+    done = bench("benchmarks/against_trainer.py", *small, *once)
     assert done.returncode == 0, done.stdout + done.stderr
     ours, trainer = (runs[0] for runs in json.loads((tmp_path / "runs").read_text()).values())
     assert ours["steps"] == trainer["steps"] == 3
@@ -47,7 +47,7 @@ def test_trainer_has_the_same_work(tmp_path):
 def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 500, 2000))
     small = ["--micro_batch_tokens", 1024, "--steps", 3, "--out", tmp_path / "charts.html"]
-    done = bench("simulate.py", tmp_path / "lengths.npy", "--ranks", 2, 16, *small)
+    done = bench("benchmarks/simulate.py", tmp_path / "lengths.npy", "--ranks", 2, 16, *small)
     assert done.returncode == 0, done.stderr
     lines = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line] for line in lines]
@@ -64,16 +64,13 @@ def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
     assert small_job[1] == 2 * large_job[1]  # hours between failures: one node, two nodes
     assert small_job[2] > large_job[2] and 1 > small_job[3] > large_job[3]
     assert (tmp_path / "charts.html").stat().st_size > 0
-    assert bench("simulate.py", "--ranks", 0).returncode == 2
+    assert bench("benchmarks/simulate.py", "--ranks", 0).returncode == 2
 
 
 def test_a_bare_loop_takes_turns_with_the_loop_and_the_shares_of_a_step_sum_to_1(tmp_path):
     small = ["--train.steps", 9, "--train.global_batch_size", 4, "--output_dir", tmp_path]
     options = ["--config", "recipes/demo.yaml", *small, "--tracking.wandb", "disabled"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step", *map(str, options)],
-        cwd=REPO, env=environment(), capture_output=True, text=True, timeout=590,
-    )  # fmt: skip
+    done = bench("-m", "benchmarks.step", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 pairs of steps" in done.stdout
     lines = [line.split("│")[1:3] for line in done.stdout.splitlines() if line.startswith("│")]
@@ -83,7 +80,7 @@ def test_a_bare_loop_takes_turns_with_the_loop_and_the_shares_of_a_step_sum_to_1
 
 def test_tokenizing_is_measured_beside_trls_way():
     small = ["--rows", 30, "--pool_rows", 60, "--repeats", 1, "--vocab_size", 400]
-    done = bench("tokenizing.py", *small, "--text", "data/sample/eval.jsonl")
+    done = bench("benchmarks/tokenizing.py", *small, "--text", "data/sample/eval.jsonl")
     assert done.returncode == 0, done.stderr
     lines = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     ratios = [float(cell.split()[0]) for line in lines for cell in line[5:7]]
@@ -94,7 +91,7 @@ def test_tokenizing_is_measured_beside_trls_way():
 @pytest.mark.launch
 def test_phases_of_both_sides_until_the_first_step_are_measured():
     small = ["--data.max_length", 64, "--data.micro_batch_tokens", 128]
-    done = bench("startup.py", "--ranks", 1, "--repeats", 0, *small)
+    done = bench("-m", "benchmarks.startup", "--ranks", 1, "--repeats", 0, *small)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip("| ").split("|") for line in done.stdout.splitlines() if "|" in line]
     rows = {side.strip(): list(map(float, figures)) for side, *figures in lines[2:]}
