@@ -105,8 +105,9 @@ def main(config: Config, dry_run: bool) -> None:
         quieten_libraries(ranks.is_first)
 
         # 1. What the run is: tokenizer, architecture, precision, the merged DeepSpeed config.
-        run_on_all_ranks(ranks, lambda: check_start(config, ranks.world_size))
+        run_on_all_ranks(ranks, lambda: check_start(config))
         setup = describe_run(config, ranks)
+        ranks = setup.ranks
 
         # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
         train_plan, eval_plans = load_plans(setup, ranks)
@@ -201,8 +202,14 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
         stopped by its user.
     """
     ranks = run.ranks
-    pin_memory = run.ranks.device.type == "cuda"
-    batches = load_steps(run.plan, ranks.rank, progress.step, run.total_steps, pin_memory)
+    batches = load_steps(
+        run.plan,
+        ranks.data_rank,
+        progress.step,
+        run.total_steps,
+        pin_memory=ranks.device.type == "cuda",
+        part=ranks.sequence_part,
+    )
     saved = progress
     stopped = preempted = save = False
     with run.profiler or nullcontext():
@@ -262,9 +269,10 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
 def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     """Forward, backward and update on this rank's share of the step.
 
-    DeepSpeed averages gradients over W ranks. With N the supervised tokens of the step over all
-    ranks, known from the plan, backward on sum_CE * W / N in every micro-batch gives exactly the
-    gradient of the mean over tokens, for any W and number of micro-steps. The router loss, one
+    DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks with
+    the same micro-batch. With N the supervised tokens of the step over all ranks, known from the
+    plan, backward on sum_CE * W / N in every micro-batch gives exactly the gradient of the mean
+    over tokens, for any W and number of micro-steps. The router loss, one
     value per micro-batch, is averaged in the same way, weighted by tokens without padding.
 
     Returns:
@@ -275,8 +283,8 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     loss_sum = run.loss
     ranks = run.ranks
     timer = run.timer
-    scale = ranks.world_size / batch.plan.supervised_tokens
-    router_scale = loss_sum.router_coefficient * ranks.world_size / batch.plan.tokens
+    scale = ranks.replicas / batch.plan.supervised_tokens
+    router_scale = loss_sum.router_coefficient * ranks.replicas / batch.plan.tokens
     # cross entropy and router loss of each micro-step
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     for i, micro_batch in enumerate(batch.micro_batches):
@@ -292,7 +300,7 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
         timer.mark("forward")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
-    loss, router_loss = sum_over_ranks(losses.sum(1)).tolist()
+    loss, router_loss = (sum_over_ranks(losses.sum(1)) / ranks.tensor).tolist()
     loss /= batch.plan.supervised_tokens
     grad_norm = run.guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
     timer.mark("optimizer")

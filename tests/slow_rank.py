@@ -15,8 +15,8 @@ def main(config: Config, dry_run: bool) -> None:
     """As train.main, with a hang reported after 2 s and windows of 4 steps."""
     load_steps = train.load_steps
 
-    def load_late(plan, rank, *options):
-        for batch in load_steps(plan, rank, *options):
+    def load_late(plan, rank, *options, **named):
+        for batch in load_steps(plan, rank, *options, **named):
             if rank == 1 and batch.global_step == 3:
                 while not (Path(config.output_dir) / "go_on").exists():
                     time.sleep(0.01)

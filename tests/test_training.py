@@ -54,27 +54,30 @@ def plain():
     return {}
 
 
-LAYOUTS = {  # strategy: ranks, tokens of a micro-batch, batching, activation checkpointing
-    "zero0": (1, 1024, "bucketed", False),
-    "zero1": (2, 300, "packed", False),
-    "zero2": (2, 300, "bucketed", False),
-    "zero3": (2, 300, "packed", True),
-    "zero2_offload": (2, 300, "packed", False),
-    "zero3_offload": (3, 300, "packed", False),
-}
+LAYOUTS = [  # strategy, ranks, tokens of a micro-batch, batching, activation checkpointing
+    ("zero0", 1, 1024, "bucketed", False),
+    ("zero1", 2, 300, "packed", False),
+    ("zero2", 2, 300, "bucketed", False),
+    ("zero3", 2, 300, "packed", True),
+    ("zero2_offload", 2, 300, "packed", False),
+    ("zero3_offload", 3, 300, "packed", False),
+    ("ulysses", 2, 300, "bucketed", False),
+    ("ulysses", 4, 300, "packed", True),
+]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, name):
+@pytest.mark.parametrize("name, ranks, budget, batching, checkpointing", LAYOUTS)
+def test_equals_a_plain_loop(
+    tiny_config, tmp_path, sample_tokenizer, plain, name, ranks, budget, batching, checkpointing
+):
     """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's."""
-    ranks, budget, batching, checkpointing = LAYOUTS[name]
     ds_config = REPO / "ds_configs" / f"{name}.json"
     if shutil.which("g++") is None:
         ds_config = strategy(tmp_path, name)
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching, model__loss_chunk_tokens=60,
         model__activation_checkpointing=checkpointing, ds_config=str(ds_config),
-        eval__every_steps=100,
+        eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     if not plain:
         plain["run"] = train_plainly(config, sample_tokenizer)
@@ -93,6 +96,24 @@ def test_equals_a_plain_loop(tiny_config, tmp_path, sample_tokenizer, plain, nam
     evals = [e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")]
     np.testing.assert_allclose([evals[0], evals[-1]], [before, after], rtol=1e-5)
     assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, ranks, problem",
+    [
+        ({}, 3, "3 ranks cannot be divided into groups of 2"),
+        ({"sequence_parallel_size": 4}, 4, "2 heads of keys and values cannot be divided"),
+        ({"sequence_parallel_size": 0}, 1, "sequence_parallel_size is 0"),
+    ],
+)
+def test_sequences_that_cannot_be_shared_are_refused(
+    tiny_config, tmp_path, changes, ranks, problem
+):
+    ds_config = json.loads((REPO / "ds_configs" / "ulysses.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps({**ds_config, **changes}))
+    refused = train(tiny_config(ds_config=str(tmp_path / "ds.json")), "--dry_run", ranks=ranks)
+    assert refused.code == 2
+    assert problem in refused.errors[0]
 
 
 @pytest.mark.parametrize(

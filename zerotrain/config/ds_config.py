@@ -32,9 +32,9 @@ KEYS = {
         bf16 checkpoint comet comms_logger communication_data_type csv_monitor data_types
         disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
         gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
-        prescale_gradients steps_per_print tensorboard timers train_micro_batch_size_per_gpu wandb
-        wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-        zero_optimization
+        prescale_gradients sequence_parallel_size steps_per_print tensorboard timers
+        train_micro_batch_size_per_gpu wandb wall_clock_breakdown zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer zero_optimization
         """,
     "optimizer": "type legacy_fusion params",
     "checkpoint": "checkpoint_serialization tag_validation parallel_write",
@@ -217,6 +217,9 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     stage = zero_stage(merged)
     if type(stage) is not int:  # DeepSpeed would convert "3" and true
         raise UserError(f"{file}: zero_optimization.stage is {json.dumps(stage)}; use 0 to 3")
+    sequence = merged.get("sequence_parallel_size", 1)
+    if type(sequence) is not int or sequence < 1:
+        raise UserError(f"{file}: sequence_parallel_size is {json.dumps(sequence)}; use 1, 2 ...")
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():

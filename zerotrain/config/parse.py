@@ -126,9 +126,21 @@ def config_keys(section: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def check_start(config: Config, world_size: int) -> None:
-    """Check what can be known before the data is read: that folders exist, that the output folder
-    can be written, and that no rank is without examples.
+def check_global_batch(config: Config, data_size: int) -> None:
+    """Raise UserError if there is not an example for each of `data_size` ranks, or groups of ranks
+    that share micro-batches.
+    """
+    train = config.train
+    if train.global_batch < data_size:
+        raise UserError(
+            f"train.{train.global_batch_key}: {train.global_batch} is smaller than the number of "
+            f"ranks with micro-batches of their own ({data_size}); raise it or use fewer ranks"
+        )
+
+
+def check_start(config: Config) -> None:
+    """Check what can be known before anything is loaded: that folders exist, and that the output
+    folder can be written.
 
     Raises:
         UserError: one of these is not so.
@@ -139,12 +151,6 @@ def check_start(config: Config, world_size: int) -> None:
         raise UserError(f"model.name_or_path: no such folder: {model}")
     if resume != "auto" and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume: no such folder: {resume}")
-    train = config.train
-    if train.global_batch < world_size:
-        raise UserError(
-            f"train.{train.global_batch_key}: {train.global_batch} is smaller than the number of "
-            f"ranks ({world_size}); raise it or use fewer ranks"
-        )
     folder = Path(config.output_dir).absolute()
     while not folder.exists() and not folder.is_symlink():
         folder = folder.parent

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.plan import Budget, StepPlan
@@ -26,7 +27,8 @@ class MicroBatch(NamedTuple):
 
     input_ids: torch.Tensor  # int64 [examples, length]; packed: [1, tokens]
     attention_mask: torch.Tensor | None  # int64 [examples, length], 0 on padding; packed: None
-    position_ids: torch.Tensor | None  # packed: int64 [1, tokens], from 0 in each example
+    # packed: int64 [1, tokens], from 0 in each example; a part: as input_ids
+    position_ids: torch.Tensor | None
     positions: torch.Tensor  # int64 [targets], flat indices into input_ids that predict a target
     targets: torch.Tensor  # int64 [targets], the token after each of those positions
 
@@ -49,6 +51,32 @@ class MicroBatch(NamedTuple):
         arrays = (input_ids, attention_mask, position_ids, positions - 1, targets)
         return cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
 
+    def part(self, index: int, parts: int) -> "MicroBatch":
+        """One of `parts` equal parts of each example, or of the packed sequence, for the ranks that
+        share it: padded at the end, with positions in place of a mask, since causal attention never
+        sees what follows.
+        """
+        rows, length = self.input_ids.shape
+        part_length = -(-length // parts)
+        padding = part_length * parts - length
+        position_ids = self.position_ids
+        if position_ids is None:
+            position_ids = torch.arange(length).expand(rows, -1)
+        own = slice(index * part_length, (index + 1) * part_length)
+        row = self.positions // length
+        column = self.positions % length
+        is_own = (column >= own.start) & (column < own.stop)
+        positions = (row * part_length + column - own.start)[is_own]
+        padded_ids = F.pad(self.input_ids, (0, padding))
+        padded_positions = torch.cat([position_ids, torch.arange(padding).expand(rows, -1)], 1)
+        return MicroBatch(
+            input_ids=padded_ids[:, own],
+            attention_mask=None,
+            position_ids=padded_positions[:, own],
+            positions=positions,
+            targets=self.targets[is_own],
+        )
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
         return MicroBatch(*(None if tensor is None else change(tensor) for tensor in self))
 
@@ -69,15 +97,25 @@ class StepBatch:
 
 
 def load_steps(
-    plan: DataPlan, rank: int, first: int, last: int, pin_memory: bool = False
+    plan: DataPlan,
+    rank: int,
+    first: int,
+    last: int,
+    pin_memory: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[StepBatch]:
     """Yield this rank's batches of global steps [first, last), made up to PREFETCH_STEPS ahead on a
     thread. To resume, pass the step as `first`: nothing is replayed.
+
+    Args:
+        rank: in the plan.
+        part: of each micro-batch, and the number of parts: see MicroBatch.part.
     """
 
     def make(global_step: int) -> StepBatch:
         step = plan.step(global_step)
         batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in step.micro_batches]
+        batches = [batch.part(*part) for batch in batches] if part != (0, 1) else batches
         batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
         return StepBatch(global_step, batches, step)
 

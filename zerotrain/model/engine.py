@@ -13,7 +13,13 @@ from zerotrain.model.hub import summarize, weight_files
 from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import parameter_groups, reset_update_count
-from zerotrain.model.probes import check_causal, check_end_tokens, check_packing, ordinary_tokens
+from zerotrain.model.probes import (
+    check_causal,
+    check_end_tokens,
+    check_packing,
+    check_sequence_parts,
+    ordinary_tokens,
+)
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError
@@ -45,7 +51,7 @@ def build_engine(
     )
     model = loaded.model
     set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
-    loss = SupervisedLoss(model, config.model.loss_chunk_tokens)
+    loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
     compiled = change_blocks(model, config.model)
     if compiled and zero_stage(setup.ds_config) == 3:
         # ZeRO-3 gathers a compiled block as a whole, and reduces its gradients once autograd has
@@ -71,7 +77,7 @@ def build_engine(
         raise
     reset_update_count(engine.basic_optimizer)
     engine.train()
-    seed_everything(rank_seed(config.train.seed, ranks.rank))
+    seed_everything(rank_seed(config.train.seed, ranks.replica))
     return engine, loss, loaded
 
 
@@ -93,6 +99,8 @@ def check_engine(
     run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
     if setup.config.data.batching == "packed":
         run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device))
+    if ranks.sequence > 1:
+        run_on_all_ranks(ranks, lambda: check_sequence_parts(engine, tokens, ranks))
     trained = plan.data.meta["end_tokens"]
     run_on_all_ranks(
         ranks, lambda: check_end_tokens(engine, setup.tokenizer, trained, ranks.device)

@@ -70,14 +70,16 @@ class HeldOutSets:
         once. All ranks take part in every micro-step, some with filler, because ZeRO-3 gathers
         weights in the forward pass.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        ranks = self.ranks
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         tokens = 0
-        for step in load_steps(plan, self.ranks.rank, 0, plan.steps_per_epoch):
+        steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, part=ranks.sequence_part)
+        for step in steps:
             for batch in step.micro_batches:
-                total += self.loss(self.engine, batch.to(self.ranks.device)).cross_entropy
+                total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
-        return float(sum_over_ranks(total) / tokens)
+        return float(sum_over_ranks(total) / ranks.tensor / tokens)
 
     def _answer(self, name: str, plan: DataPlan) -> list[dict]:
         """Prompt, expected answer, answer and score of some examples of a set, always the same."""
@@ -99,15 +101,15 @@ class HeldOutSets:
         answer ends before an end token of the model's generation config, or after
         eval.max_new_tokens.
 
-        Each rank answers its share, one prompt at a time: without padding, the answers do not
+        Each replica answers its share, one prompt at a time: without padding, the answers do not
         depend on the number of ranks. One without a prompt repeats the last one, because ZeRO-3
         gathers the weights for all ranks at once.
         """
         ranks = self.ranks
         answered = {}
-        for first in range(0, len(prompts), ranks.world_size):
+        for first in range(0, len(prompts), ranks.replicas):
             self._check_preemption()
-            number = min(first + ranks.rank, len(prompts) - 1)
+            number = min(first + ranks.replica, len(prompts) - 1)
             prompt = torch.from_numpy(prompts[number].astype(np.int64))[None].to(ranks.device)
             ids = self.engine.module.generate(
                 prompt,

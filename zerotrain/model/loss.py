@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import nn
 
@@ -41,12 +42,18 @@ class SupervisedLoss:
     of ZeRO-3, so they run before the weights are released.
     """
 
-    def __init__(self, model: nn.Module, chunk_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk_tokens: int = 0,
+        sequence_group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Register the hooks; to be called before deepspeed.initialize.
 
         Args:
             model: the Hugging Face model itself, not the engine around it.
             chunk_tokens: targets per chunk; 0: all at once.
+            sequence_group: the ranks that get the other parts of a micro-batch.
         """
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
@@ -58,6 +65,7 @@ class SupervisedLoss:
         self._model = model
         self._head = model.get_output_embeddings()
         self._chunk_tokens = chunk_tokens
+        self._sequence_group = sequence_group
         self._takes_whole_logits = False
         # of the current call
         self._batch: MicroBatch | None = None
@@ -143,6 +151,8 @@ class SupervisedLoss:
             separation = {"attention_mask": batch.attention_mask}
         else:
             separation = {"position_ids": batch.position_ids}
+        if self._sequence_group is not None:  # for packed_attention
+            separation["sequence_group"] = self._sequence_group
         self._batch = None if self._takes_whole_logits else batch
         try:
             out = engine(input_ids=batch.input_ids, use_cache=False, **separation)

@@ -3,6 +3,9 @@ registered with transformers as PACKED_EXAMPLES.
 
 On CUDA in 16 bits it is one call of torch's varlen kernel, elsewhere one call of
 scaled_dot_product_attention per example. No score between two examples is computed.
+
+With sequence parallelism a rank has a part of the sequence. Before attention the ranks exchange
+parts of it for parts of the heads, and after it back: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
 import inspect
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,7 +32,9 @@ VARLEN = ("flash", "flex_attention")
 """Parts of the names of transformers' implementations that compute no scores between examples."""
 
 _lengths = WeakTensorKeyDictionary()
-"""{position_ids: lengths}: computed by the first layer of a forward pass, used by all of them."""
+"""{position_ids: lengths of the whole sequence's examples}: computed by the first layer of a
+forward pass, used by all of them.
+"""
 
 
 def check_attention(name: str | None, skeleton: nn.Module) -> None:
@@ -45,15 +51,17 @@ def check_attention(name: str | None, skeleton: nn.Module) -> None:
 
 
 def resolve_batching(
-    config: Config, skeleton: nn.Module, device: torch.device, precision: str
+    config: Config, skeleton: nn.Module, device: torch.device, precision: str, sequence: int = 1
 ) -> tuple[Config, str]:
     """The config with data.batching and model.attn_implementation decided, and the reason.
 
     Args:
         skeleton: the model on the meta device.
+        sequence: ranks that share a sequence.
 
     Raises:
-        UserError: packed is requested, but not possible for this model.
+        UserError: packed is requested, but not possible for this model, or the ranks cannot share a
+            sequence.
     """
     attention = config.model.attn_implementation
     batching = config.data.batching
@@ -61,6 +69,8 @@ def resolve_batching(
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
     problem = _packing_problem(skeleton)
+    if sequence > 1:
+        check_sequence(skeleton, sequence, problem or (attention and f"{attention} cannot"))
     if attention and not any(part in attention for part in VARLEN):
         problem = problem or f"{attention} computes scores between examples too"
     if batching == "packed" and problem:
@@ -69,7 +79,7 @@ def resolve_batching(
         if device.type == "cuda" and not attention:
             problem = problem or _kernel_problem(precision)
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
-    if batching == "packed" and not attention:
+    if (batching == "packed" and not attention) or sequence > 1:
         attention = PACKED_EXAMPLES
     resolved = replace(
         config,
@@ -99,6 +109,27 @@ def _packing_problem(skeleton: nn.Module) -> str | None:
     return None
 
 
+def check_sequence(skeleton: nn.Module, sequence: int, problem: str | None) -> None:
+    """Check that `sequence` ranks can share a sequence of the model.
+
+    Raises:
+        UserError: packed_attention cannot run in it, for the reason `problem`; or the heads cannot
+            be divided.
+    """
+    text = text_config_of(skeleton.config)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if problem is None and (heads % sequence or kv_heads % sequence):
+        problem = f"{kv_heads} heads of keys and values cannot be divided"
+    if problem is None and getattr(text, "output_router_logits", False):
+        problem = "the router loss is one of whole micro-batches"
+    if problem:
+        raise UserError(
+            f"ds_config: sequence_parallel_size {sequence} is not possible: {problem}; set another "
+            "one, or use another model"
+        )
+
+
 def _kernel_problem(precision: str) -> str | None:
     """Why torch's varlen kernel cannot run on the current CUDA device."""
     if torch.cuda.get_device_capability() < (8, 0):
@@ -116,29 +147,49 @@ def packed_attention(
     *,
     position_ids: torch.Tensor | None = None,
     sliding_window: int | None = None,
+    sequence_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each example; with a mask, transformers' SDPA.
 
     Args:
-        query: [1, heads, tokens, head size].
+        query: [1, heads, tokens, head size]; with sequence_group or a mask [examples, ...].
         key, value: the same, with as many heads or a divisor of it.
         attention_mask: what packed_mask has returned.
         position_ids: int64 [1, tokens]; None for one example.
         sliding_window: tokens that a token sees, with itself.
+        sequence_group: the ranks that have the other parts of the sequence.
 
     Returns:
         [1, tokens, heads, head size], and None instead of the attention weights.
     """
     if attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if sequence_group is not None:
+        query, key, value = (_exchange(x, sequence_group) for x in (query, key, value))
     lengths = [query.shape[2]]
     if position_ids is not None and len(query) == 1:
         if position_ids not in _lengths:
-            _lengths[position_ids] = _example_lengths(position_ids)
+            _lengths[position_ids] = _example_lengths(position_ids, sequence_group)
         lengths = _lengths[position_ids]
+    output = _attention_per_example(module, query, key, value, lengths, sliding_window, options)
+    if sequence_group is not None:
+        output = _exchange(output, sequence_group)
+    return output, None
+
+
+def _attention_per_example(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    sliding_window: int | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Like packed_attention, of a whole sequence."""
     if len(query) == 1 and _has_kernel(query, value) and not options.get("dropout"):
-        return _varlen_attention(query, key, value, lengths, options, sliding_window), None
+        return _varlen_attention(query, key, value, lengths, options, sliding_window)
     outputs = []
     for states in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         mask = None  # SDPA is causal without one
@@ -147,13 +198,41 @@ def packed_attention(
             seen = query.new_ones(tokens, tokens, dtype=torch.bool)
             mask = seen.tril().triu(1 - sliding_window)[None, None]
         outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
-def _example_lengths(position_ids: torch.Tensor) -> list[int]:
+def _exchange(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Give each rank of the group its part of dimension 1, whole in dimension 2, from states of
+    which each rank has a part of dimension 2, whole in dimension 1.
+    """
+    parts = states.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
+    received = _AllToAll.apply(parts, group)  # a part of dimension 2 from each rank
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange the parts along dimension 0 with the other ranks; its gradient is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradients.contiguous(), ctx.group), None
+
+
+def _example_lengths(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
     """Tokens of each example: one begins wherever int64 [1, tokens] does not count on, as in
     transformers' masks. Waits for the device.
     """
+    if group is not None:
+        parts = [torch.empty_like(position_ids) for _ in range(group.size())]
+        dist.all_gather(parts, position_ids.contiguous(), group=group)
+        position_ids = torch.cat(parts, dim=1)
     begins = (position_ids[0].diff() != 1).nonzero().flatten() + 1
     return np.diff([0, *begins.tolist(), position_ids.shape[-1]]).tolist()
 

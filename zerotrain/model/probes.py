@@ -5,6 +5,7 @@ All ranks take part, since ZeRO-3 gathers weights in the forward pass.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.model.hub import summarize
 from zerotrain.model.packing import PACKED_EXAMPLES
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.process_group import Ranks
 
 # Limits for changes of logits, relative to their range.
 # check_causal: encoders with random weights have 1e-3 to 5e-3, trained ones more; decoders 0.
@@ -91,6 +93,35 @@ def check_packing(forward: nn.Module, tokens: Sequence[int], device: torch.devic
         )
 
 
+def check_sequence_parts(forward: nn.Module, tokens: Sequence[int], ranks: Ranks) -> None:
+    """Refuse a model that gives other logits where the ranks of a group share a sequence: one
+    whose layers do not hand their arguments on to attention, or look at other positions.
+
+    Args:
+        forward: the engine (or the model) to call.
+        tokens: ids to draw inputs from.
+
+    Raises:
+        UserError: the logits differ.
+    """
+    part, parts = ranks.sequence_part
+    [ids] = draw(tokens, ranks.device, 8 * parts)
+    positions = torch.arange(8 * parts, device=ranks.device)[None]
+    whole = compute_logits(forward, ids, position_ids=positions).chunk(parts, dim=1)[part]
+    own = compute_logits(
+        forward,
+        ids.chunk(parts, dim=1)[part],
+        position_ids=positions.chunk(parts, dim=1)[part],
+        sequence_group=ranks.sequence_group,
+    )
+    difference = float((own - whole).abs().amax(-1).mean() / _range(whole))
+    if not difference < LEAK.get(next(forward.parameters()).dtype, LEAK_16_BITS):
+        raise UserError(
+            f"ds_config: sequence_parallel_size: {_name(forward)} gives other logits for a part of "
+            f"a sequence (by {difference:.1e} of their range); remove the key"
+        )
+
+
 def check_end_tokens(
     forward: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -135,7 +166,7 @@ def draw(tokens: Sequence[int], device: torch.device, *lengths: int) -> list[tor
 
 
 @torch.no_grad()
-def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """float32 [examples, length, vocabulary], in evaluation mode.
 
     Raises:

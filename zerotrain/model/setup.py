@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import resolve_ds_config
-from zerotrain.config.parse import dump_config
+from zerotrain.config.parse import check_global_batch, dump_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
 from zerotrain.data.plan import Budget
@@ -30,7 +30,7 @@ from zerotrain.model.load import (
 from zerotrain.model.packing import check_attention, resolve_batching
 from zerotrain.model.trained import Counts, count_trained
 from zerotrain.runtime.agreement import require_same, run_on_all_ranks
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.process_group import Ranks, group_ranks
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,12 @@ class Setup:
     flops: ModelFlops
     """What a step needs."""
 
-    def budget(self, world_size: int) -> Budget:
+    ranks: Ranks
+    """In the groups that the DeepSpeed config asks for."""
+
+    def budget(self) -> Budget:
         """The token budget of micro-batches."""
-        return make_budget(self.config.data, world_size, self.linear_cost)
+        return make_budget(self.config.data, self.ranks.data_size, self.linear_cost)
 
 
 def describe_run(config: Config, ranks: Ranks) -> Setup:
@@ -71,10 +74,16 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size(skeleton)
     )
+    ranks = group_ranks(
+        ranks,
+        tensor=ds_config.get("tensor_parallel", {}).get("autotp_size", 1),
+        sequence=ds_config.get("sequence_parallel_size", 1),
+    )
+    check_global_batch(config, ranks.data_size)
     check_model_fits(config, skeleton, tokenizer)
     check_quantization(config, ranks.device)
     check_attention(config.model.attn_implementation, skeleton)
-    config, why = resolve_batching(config, skeleton, ranks.device, precision)
+    config, why = resolve_batching(config, skeleton, ranks.device, precision, ranks.sequence)
     cost = linear_cost(skeleton)
     resolved = dump_config(config) + json.dumps({"linear_cost": cost, **ds_config}, indent=1)
     require_same(ranks, "the resolved config", resolved)
@@ -88,6 +97,7 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
         linear_cost=cost,
         counts=count_trained(skeleton, config.model),
         flops=count_flops(skeleton),
+        ranks=ranks,
     )
 
 
@@ -100,7 +110,7 @@ def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan
     """
     plan, eval_plans = run_on_all_ranks(
         ranks,
-        lambda: make_plans(setup.config, setup.tokenizer, setup.budget(ranks.world_size)),
+        lambda: make_plans(setup.config, setup.tokenizer, setup.budget()),
         first_on_node=True,
     )
     for each in (plan, *eval_plans.values()):

@@ -5,7 +5,7 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import deepspeed
@@ -23,7 +23,9 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all ranks."""
+    """This process among all ranks, of which `tensor` or `sequence` consecutive ones share each
+    micro-batch.
+    """
 
     rank: int
     local_rank: int
@@ -34,10 +36,64 @@ class Ranks:
     timeout of the collectives.
     """
     stop: PreemptionHandler
+    tensor: int = 1
+    """Ranks that hold a part of each weight matrix and get the same tokens (AutoTP)."""
+    sequence: int = 1
+    """Ranks that get a part of each sequence (Ulysses)."""
+    sequence_group: dist.ProcessGroup | None = None
+    """Those of this rank; None if `sequence` is 1."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_size(self) -> int:
+        """The number of micro-batches in a micro-step: the plan's world size."""
+        return self.world_size // (self.tensor * self.sequence)
+
+    def data_rank_of(self, rank: int) -> int:
+        """Which of them a rank gets."""
+        return rank // (self.tensor * self.sequence)
+
+    @property
+    def data_rank(self) -> int:
+        return self.data_rank_of(self.rank)
+
+    @property
+    def sequence_part(self) -> tuple[int, int]:
+        """The part of each sequence that this rank gets, and the number of parts."""
+        return self.rank % self.sequence, self.sequence
+
+    @property
+    def replicas(self) -> int:
+        """Of the whole model. DeepSpeed averages gradients over them."""
+        return self.world_size // self.tensor
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.rank // self.tensor
+
+
+def group_ranks(ranks: Ranks, tensor: int, sequence: int) -> Ranks:
+    """`ranks` in groups of consecutive ones; called by all ranks.
+
+    Raises:
+        UserError: the number of ranks is not a multiple of the groups'.
+    """
+    if ranks.world_size % (tensor * sequence):
+        raise UserError(
+            f"{ranks.world_size} ranks cannot be divided into groups of {tensor * sequence}, by "
+            "tensor_parallel.autotp_size and sequence_parallel_size of ds_config; change one of "
+            "them, or the number of ranks"
+        )
+    own = None
+    for first in range(0, ranks.world_size, sequence) if sequence > 1 else ():
+        members = list(range(first, first + sequence))
+        group = dist.new_group(members)  # all ranks take part in the creation of each
+        own = group if ranks.rank in members else own
+    return replace(ranks, tensor=tensor, sequence=sequence, sequence_group=own)
 
 
 @contextmanager

@@ -44,6 +44,9 @@ def startup_table(
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
+    shared = "ranks"
+    if ranks.data_size < ranks.world_size:
+        shared = f"groups of {ranks.world_size // ranks.data_size} ranks"
     rows = {
         "model": f"{config.model.name_or_path}, {counts.total:,} parameters, "
         f"{counts.trained:,} of them trained",
@@ -67,7 +70,7 @@ def startup_table(
         **rows,
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{meta['masks']}",
-        "batch": f"{ranks.world_size} ranks x {span([len(s.micro_batches) for s in sampled])} "
+        "batch": f"{ranks.data_size} {shared} x {span([len(s.micro_batches) for s in sampled])} "
         f"micro-steps x <= {data.micro_batch_tokens:,} tokens = "
         f"{span([s.examples for s in sampled])} examples per step",
         "batching": f"{data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
