@@ -38,7 +38,7 @@ def names(run_folder):
 
 CHAINS = {
     "fp32": [("zero1", 1), ("zero2", 2), ("zero3", 3), ("zero0", 2), ("zero3_offload", 1)],
-    "bf16": [("zero1", 2), ("zero0", 1), ("zero2_offload", 3), ("zero1", 1), ("zero3", 2)],
+    "bf16": [("zero1", 2), ("zero0", 1), ("zero2_offload", 3), ("ulysses", 2), ("zero3", 2)],
 }
 
 

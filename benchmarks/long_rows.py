@@ -1,0 +1,83 @@
+"""Memory of a rank that trains on one long row, by the number of ranks that share it.
+
+    python benchmarks/long_rows.py [--tokens 32768] [--ranks 1,2,4] [--layers 2] ...
+
+Each run is one step of train.py under ds_configs/ulysses.json, with sequence_parallel_size set to
+the number of ranks, on a row of --tokens tokens and on one of 256. What a rank holds because of the
+row is the difference of the largest rank's peak resident memory.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from against_trainer import REPO, TOKENIZER, launch
+
+SHORT = 256  # tokens of the row that is compared with
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    args = parser.parse_args()
+    print("| ranks that share the row | peak GiB, largest rank | of that for the row |")
+    print("|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        save_model(args)
+        for ranks in map(int, args.ranks.split(",")):
+            short = peak_gib(args, ranks, SHORT)
+            peak = peak_gib(args, ranks, args.tokens)
+            print(f"| {ranks} | {peak:.2f} | {peak - short:.2f} |", flush=True)
+
+
+def save_model(args: argparse.Namespace) -> None:
+    from transformers import AutoTokenizer, LlamaConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=4 * args.hidden_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        max_position_embeddings=args.tokens,
+    ).save_pretrained(args.folder / "model")
+    tokenizer.save_pretrained(args.folder / "model")
+
+
+def peak_gib(args: argparse.Namespace, ranks: int, tokens: int) -> float:
+    """Of the largest rank, in a step on one row."""
+    folder = args.folder
+    (folder / "rows.jsonl").write_text(json.dumps({"text": "a" * (tokens - 1)}) + "\n")
+    ds_config = json.loads((REPO / "ds_configs" / "ulysses.json").read_text())
+    ds_config["sequence_parallel_size"] = ranks
+    (folder / "ds_config.json").write_text(json.dumps(ds_config))
+    config = {
+        "output_dir": str(folder / f"run_{ranks}_{tokens}"),
+        "ds_config": str(folder / "ds_config.json"),
+        "model": {"name_or_path": str(folder / "model"), "from_config": True},
+        "data": {
+            "train_sources": [str(folder / "rows.jsonl")],
+            "max_length": tokens,
+            "micro_batch_tokens": tokens,
+            "cache_dir": str(folder / "cache"),
+        },
+        "train": {"global_batch_size": 1, "steps": 1, "learning_rate": 1e-4},
+        "tracking": {"wandb": "disabled"},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    args.ranks = ranks
+    return launch(args, "train.py", "--config", folder / "config.yaml")
+
+
+if __name__ == "__main__":
+    main()
