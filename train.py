@@ -190,6 +190,7 @@ def train_to_the_end(run: Training, progress: Progress) -> int:
         run.metrics.close(exit_code)
         if run.ranks.is_first:
             saved = list_complete(run.saver.folder)
+            print(run.reporter.memory_report())
             print(f"{ending}; last checkpoint: {saved[-1] if saved else 'none'}", flush=True)
     return exit_code
 

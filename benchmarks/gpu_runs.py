@@ -216,12 +216,12 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def planned_memory_gib(run: Path) -> float:
-    """What scripts/memory.py predicts for the resolved configs of a run."""
+    """What scripts/plan.py predicts for the resolved configs of a run."""
     from zerotrain.config.parse import parse_command_line
     from zerotrain.model.architecture import meta_model
     from zerotrain.model.load import load_model_config
+    from zerotrain.model.memory import GIB, estimate_memory
     from zerotrain.model.trained import count_trained
-    from zerotrain.tools.memory_plan import estimate_memory
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
@@ -229,4 +229,4 @@ def planned_memory_gib(run: Path) -> float:
     ds_config = json.loads((run / "resolved_ds_config.json").read_text())
     skeleton = meta_model(load_model_config(config), trust_remote_code=False)
     counts = count_trained(skeleton, config.model)
-    return estimate_memory(config, skeleton, counts, 0, ds_config, 1, 1).peak / 2**30
+    return estimate_memory(config, skeleton, counts, ds_config, 1, 1).peak / GIB

@@ -27,6 +27,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.data.plan import Budget, plan_step
+from zerotrain.tools.plan import daly_seconds
 
 OPTIONS = {  # name: default, help
     "micro_batch_tokens": (8192, "longer examples are cut to it"),
@@ -138,9 +139,7 @@ def costs_of(batch: np.ndarray, budget: Budget) -> tuple[int, int]:
 def goodput(ranks: int, args: Namespace) -> pd.DataFrame:
     """Time that computes what is kept, by Daly 2006, doi.org/10.1016/j.future.2004.11.016."""
     mtbf = 3600 * args.node_mtbf_hours / np.ceil(ranks / args.gpus_per_node)
-    root = np.sqrt(args.save_seconds / (2 * mtbf))
-    best = 2 * mtbf * root * (1 - root * 2 / 3 + root**2 / 9) if root < 1 else mtbf
-    interval = best * AROUND_BEST
+    interval = daly_seconds(args.save_seconds, mtbf) * AROUND_BEST
     failing = np.expm1((interval + args.save_seconds) / mtbf) * np.exp(args.restart_seconds / mtbf)
     columns = {"hours between failures": mtbf / 3600, "minutes between saves": interval / 60}
     return pd.DataFrame({"ranks": f"{ranks:,}", **columns, "goodput": interval / mtbf / failing})

@@ -1,11 +1,12 @@
 """Check the hosts of a hostfile before a job:
 
-    python scripts/preflight.py --hostfile hostfile [--hosts_only] [options of scripts/launch.sh]
-        -- train.py --config recipes/mine.yaml [--section.key value ...]
+    python scripts/preflight.py --hostfile hostfile [--hosts_only] [--links FILE] [options of
+        scripts/launch.sh] -- train.py --config recipes/mine.yaml [--section.key value ...]
 
 First each host reports on itself over ssh, and the reports are checked; then, unless a check has
-failed, a job on all ranks measures the links (--hosts_only leaves it out). docs/multi_node.md lists
-the checks. Exit code: 0 nothing failed, 1 a check failed, 2 a mistake in the input.
+failed, a job on all ranks measures the links (--hosts_only leaves it out, --links FILE also writes
+them for scripts/plan.py). docs/multi_node.md lists the checks. Exit code: 0 nothing failed, 1 a
+check failed, 2 a mistake in the input.
 """
 
 import os
@@ -26,6 +27,12 @@ def main() -> None:
         "--timeout", type=int, default=60,
         help="seconds to reach the master port; collectives have twice that (60)",
     )  # fmt: skip
+    parser.add_argument(
+        "--links",
+        default="",
+        metavar="FILE",
+        help="write the bandwidths there, on the first host, for scripts/plan.py",
+    )
     options, command = split_command(sys.argv[1:])
     arguments = parser.parse_args(options)
     job = job_of(arguments, command)
@@ -47,7 +54,7 @@ def main() -> None:
     if any(not finding.is_warning for finding in findings):
         sys.exit(EXIT_FAILURE)
     if not arguments.hosts_only:
-        program = ["-m", "zerotrain.launch.bandwidth", str(arguments.timeout)]
+        program = ["-m", "zerotrain.launch.bandwidth", str(arguments.timeout), arguments.links]
         if launch(job.with_command(program)).code != 0:
             sys.exit(EXIT_FAILURE)
 

@@ -13,7 +13,7 @@ import yaml
 from conftest import REPO, copy_repository, read_metrics, repository_files, run, write_rows
 from copier import run_copy, run_update
 
-from scripts import memory
+from scripts import plan
 from zerotrain.config.parse import parse_command_line
 from zerotrain.launch.job import job_of, make_parser, split_command
 
@@ -78,7 +78,7 @@ def test_copies_have_what_was_asked_for(copies):
     sbatch = (copies / "batch" / "scripts" / "slurm.sbatch").read_text()
     assert "\n#SBATCH --nodes=3\n" in sbatch and "--job-name=batch\n" in sbatch
     for name, cluster in (("small", "1 x 1 GPUs, 24 GB"), ("batch", "3 x 8 GPUs, 80 GB")):
-        stated = memory.cluster_of((copies / name / "recipes" / f"{name}.yaml").read_text())
+        stated = plan.cluster_of((copies / name / "recipes" / f"{name}.yaml").read_text())
         assert str(stated) == cluster
     hostfile = (copies / "batch" / "hostfile.example").read_text()
     assert re.findall(r"^(\S+) slots=8$", hostfile, re.MULTILINE) == ["node-1", "node-2", "node-3"]

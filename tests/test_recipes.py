@@ -11,9 +11,10 @@ import torch
 from conftest import REPO, SAMPLE, read_metrics, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from scripts import memory
+from scripts import plan
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
+from zerotrain.model.memory import GIB
 
 TABLE = (REPO / "recipes" / "README.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \| (\d+) \|$", TABLE, re.MULTILINE)
@@ -37,6 +38,9 @@ PUBLISHED = {  # "Safetensors, model size" on the hub
     "google/gemma-3-4b-it": 4_300_079_472,
     "google/gemma-3-12b-it": 12_187_325_040,
     "google/gemma-3-27b-it": 27_432_406_640,
+}
+ASSUMED = {name: default for name, (default, _) in plan.OPTIONS.items()} | {
+    "peak_flops_per_s": 312e12
 }
 SMALL = {  # in place of the size of that name, where a shape has one
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
@@ -69,11 +73,13 @@ def test_every_recipe_is_in_the_table_and_every_shape_is_as_published():
 @pytest.mark.parametrize("name, cluster, gib", ROWS, ids=lambda value: str(value))
 def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
     text = (REPO / "recipes" / name).read_text()
-    stated = memory.cluster_of(text)
+    stated = plan.cluster_of(text)
     assert str(stated) == cluster and f"recipes/{name}" in text.split("command")[1].split("\n")[0]
-    estimate, _ = memory.plan(config_of(name), stated)
-    assert round(estimate.peak / memory.GIB) == int(gib)
-    assert estimate.peak <= memory.SPARE * stated.gpu_memory_gib * memory.GIB
+    config = config_of(name)
+    planner = plan.make_planner(config, stated, ASSUMED, mean_tokens=500)
+    row = planner.row(config.ds_config, stated.nodes)
+    assert round(row.memory.peak / GIB) == int(gib)
+    assert row.fits and row.largest_budget >= config.data.micro_batch_tokens
 
 
 @pytest.fixture(scope="module")

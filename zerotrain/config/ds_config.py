@@ -90,6 +90,12 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
     return ds_config.get("zero_optimization", {}).get("stage", 0)
 
 
+def group_sizes(ds_config: dict[str, Any]) -> tuple[int, int]:
+    """Ranks that share each linear layer, and ranks that share each row."""
+    tensor_parallel = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
+    return tensor_parallel, ds_config.get("sequence_parallel_size", 1)
+
+
 def _read(file: str) -> dict[str, Any]:
     """The file's values, with the blocks that are read here.
 

@@ -1,7 +1,7 @@
 """Preflight's job: ports, process group, a checked all-reduce, and the bandwidth of every link.
 
 Runs on every rank. Rank 0 prints the results, and a warning for each host, pair of hosts or GPU
-that is slower than the others.
+that is slower than the others; all of them go into a file as JSON, if one is named.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def all_reduce_gb_per_s(payload: torch.Tensor, ranks: list[int]) -> float | None
     return payload.nbytes * 2 * (len(ranks) - 1) / len(ranks) / seconds / 1e9
 
 
-def main(timeout_seconds: float) -> None:
+def main(timeout_seconds: float, file: str) -> None:
     rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
@@ -112,6 +113,8 @@ def main(timeout_seconds: float) -> None:
         for other in reversed(range(ranks)):
             everything |= json.loads(store.get(f"measured/{other}"))
         show(everything)
+        if file:
+            Path(file).write_text(json.dumps(everything))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -133,4 +136,4 @@ def show(measured: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_error(lambda: main(float(sys.argv[1])))
+    exit_on_error(lambda: main(float(sys.argv[1]), sys.argv[2]))

@@ -1,12 +1,13 @@
 """What a run is, resolved before any data or weights are read; and its data plans."""
 
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerotrain.config.ds_config import resolve_ds_config
+from zerotrain.config.ds_config import group_sizes, resolve_ds_config
 from zerotrain.config.parse import check_global_batch, dump_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
@@ -27,6 +28,7 @@ from zerotrain.model.load import (
     load_model_config,
     load_tokenizer,
 )
+from zerotrain.model.memory import Memory, estimate_memory
 from zerotrain.model.packing import check_attention, resolve_batching
 from zerotrain.model.trained import Counts, count_trained
 from zerotrain.runtime.agreement import require_same, run_on_all_ranks
@@ -52,9 +54,10 @@ class Setup:
     """Numbers of parameters."""
     flops: ModelFlops
     """What a step needs."""
-
     ranks: Ranks
     """In the groups that the DeepSpeed config asks for."""
+    memory: Memory
+    """Estimated."""
 
     def budget(self) -> Budget:
         """The token budget of micro-batches."""
@@ -74,11 +77,7 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size(skeleton)
     )
-    ranks = group_ranks(
-        ranks,
-        tensor=ds_config.get("tensor_parallel", {}).get("autotp_size", 1),
-        sequence=ds_config.get("sequence_parallel_size", 1),
-    )
+    ranks = group_ranks(ranks, *group_sizes(ds_config))
     check_global_batch(config, ranks.data_size)
     check_model_fits(config, skeleton, tokenizer)
     check_quantization(config, ranks.device)
@@ -87,6 +86,8 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     cost = linear_cost(skeleton)
     resolved = dump_config(config) + json.dumps({"linear_cost": cost, **ds_config}, indent=1)
     require_same(ranks, "the resolved config", resolved)
+    counts = count_trained(skeleton, config.model)
+    shape = ranks.world_size, int(os.environ["LOCAL_WORLD_SIZE"])
     return Setup(
         config=config,
         tokenizer=tokenizer,
@@ -95,9 +96,10 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
         ds_config=ds_config,
         why_batching=why,
         linear_cost=cost,
-        counts=count_trained(skeleton, config.model),
+        counts=counts,
         flops=count_flops(skeleton),
         ranks=ranks,
+        memory=estimate_memory(config, skeleton, counts, ds_config, *shape),
     )
 
 

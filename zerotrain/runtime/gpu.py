@@ -31,4 +31,7 @@ def peak_flops_per_s(name: str) -> float | None:
     """
     if "MIG" in name:
         return None
-    return next((1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    name = name.lower()
+    return next(
+        (1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part.lower() in name), None
+    )

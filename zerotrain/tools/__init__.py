@@ -1,4 +1,4 @@
-"""Tools around a run: data inspection, memory estimate, export and its check, gathering, report,
+"""Tools around a run: data inspection, the plan of a run, export and its check, gathering, report,
 checks of the data, new tokens.
 
 They may import from every package of the template; train.py imports none of them.

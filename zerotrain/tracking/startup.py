@@ -76,6 +76,7 @@ def startup_table(
         "batching": f"{data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
         "learning rate": f"{rate}, {schedule.name}, warm-up {train.warmup_examples:,} examples = "
         f"{schedule.warmup_steps:,} steps",
+        "memory": str(setup.memory),
         "steps": f"{steps:,} = {plan.epochs_at(steps):.3g} epochs of {plan.steps_per_epoch:,}; "
         f"seed {train.seed}",
         "output": config.output_dir,

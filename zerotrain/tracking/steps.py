@@ -19,6 +19,7 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
 from zerotrain.data.plan import StepPlan
 from zerotrain.model.guard import Problem
+from zerotrain.model.memory import GIB
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.gpu import device_name, peak_flops_per_s
@@ -76,6 +77,7 @@ class StepReporter:
     ) -> None:
         self._flops = setup.flops
         self._precision = setup.precision
+        self._memory = setup.memory
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
@@ -109,7 +111,7 @@ class StepReporter:
             **values,
         }
         if self._on_cuda:
-            record["memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
+            record["memory_peak_gib"] = torch.cuda.max_memory_allocated() / GIB  # of rank 0
         if self._ranks.is_first:
             lengths = self._plan.data.lengths[np.concatenate(examples_of_step(plan))]
             flops = self._flops.of_examples(lengths, plan.supervised_tokens)
@@ -121,6 +123,13 @@ class StepReporter:
         self._window.append(values)
         if len(self._window) == WINDOW_STEPS:
             self._compare_ranks()
+
+    def memory_report(self) -> str:
+        """The measured peak of rank 0 beside the estimate."""
+        measured = "not measured on a CPU"
+        if self._on_cuda:
+            measured = f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB on rank 0, measured"
+        return f"memory: {measured}; {self._memory}"
 
     def report_event(self, name: str, text: str, **values: Any) -> None:
         """Report that something has happened after the last step."""

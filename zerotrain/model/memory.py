@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from zerotrain.config.ds_config import zero_stage
+from zerotrain.config.ds_config import group_sizes, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size, text_config_of
 from zerotrain.model.trained import Counts
 
+GIB = 2**30
 MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
 MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
 NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
@@ -39,14 +40,20 @@ class Memory:
 
     states: list[Part]
     """On each GPU all the time: weights, gradients, optimizer, communication buffers."""
-    backward: list[Part]
-    """In addition, at the peak of the backward pass."""
+    activations: Part
+    """In addition, what the forward pass keeps for the backward pass."""
+    loss: Part
+    """In addition to these, in the loss."""
+    layer: Part
+    """In addition to states and activations, in the backward pass of one layer, after the loss."""
     update: Part
     """In addition to the states in the optimizer's update."""
     loading: float
     """CPU memory of a node while the weights are loaded."""
     host: float
     """CPU memory of a node in training."""
+    nvme: float
+    """On the disk of a node, by offloading."""
     checkpoint: float
     """On disk, of one checkpoint."""
     checkpoints: int
@@ -55,18 +62,26 @@ class Memory:
     """
 
     @property
+    def at_peak(self) -> list[Part]:
+        """What one GPU holds when it holds most."""
+        backward = [self.activations, max(self.loss, self.layer, key=lambda part: part.size)]
+        in_backward = sum(part.size for part in backward)
+        return [*self.states, *(backward if in_backward > self.update.size else [self.update])]
+
+    @property
     def peak(self) -> float:
         """Of one GPU."""
-        return sum(part.size for part in self.states) + max(
-            sum(part.size for part in self.backward), self.update.size
-        )
+        return sum(part.size for part in self.at_peak)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part.name} {part.size / GIB:.2f}" for part in self.at_peak)
+        return f"{self.peak / GIB:.2f} GiB per rank, estimated: {parts}"
 
 
 def estimate_memory(
     config: Config,
     skeleton: nn.Module,
     counts: Counts,
-    quantized: int,
     ds_config: dict[str, Any],
     ranks: int,
     local_ranks: int,
@@ -76,7 +91,6 @@ def estimate_memory(
     Args:
         skeleton: the model on the meta device, with requires_grad as in training.
         counts: numbers of its parameters.
-        quantized: how many of them are kept in nf4.
         ds_config: merged, with no value "auto".
         local_ranks: of one node; each has a GPU.
 
@@ -85,14 +99,19 @@ def estimate_memory(
     """
     stage = zero_stage(ds_config)
     zero = ds_config.get("zero_optimization", {})
-    on_cpu = {
-        name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none"
-        for name in ("param", "optimizer")
-    }
-    trained, total = counts
+    offload = {name: zero.get(f"offload_{name}") or {} for name in ("param", "optimizer")}
+    place = {name: block.get("device", "none") for name, block in offload.items()}
+    tensor_parallel, sequence_parallel = group_sizes(ds_config)
+    ranks //= tensor_parallel
+    linear = _linear_weights(skeleton)
+    quantized = sum(p.numel() for p in linear if not p.requires_grad)
+    quantized *= config.model.quantization is not None
+    elsewhere = 1 - 1 / tensor_parallel
+    total = counts.total - elsewhere * sum(p.numel() for p in linear)
+    trained = counts.trained - elsewhere * sum(p.numel() for p in linear if p.requires_grad)
     share = trained / ranks if stage >= 1 else trained
 
-    width = _weight_bytes(ds_config)
+    width = weight_bytes(ds_config)
     held = width * (total - quantized) + NF4_BYTES * quantized
     weights = held / (ranks if stage == 3 else 1)
     summed = 4 if ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
@@ -108,27 +127,41 @@ def estimate_memory(
         Part("optimizer", optimizer, f"{updated} bytes x trained{by if stage >= 1 else ''}"),
     ]
     # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
-    sums_moved = on_cpu["optimizer"] and not (stage == 2 and summed != width)
-    moved = (on_cpu["param"], sums_moved, on_cpu["optimizer"])
-    host = sum(part.size for part, gone in zip(states, moved, strict=True) if gone)
-    if on_cpu["optimizer"]:
-        host += MASTER * share  # the fp32 gradients that CPU Adam reads, beside their sums
-    if on_cpu["optimizer"] and stage < 3:
-        host += width * share  # updated weights, pinned, on their way back to the GPU
-    states = [part for part, gone in zip(states, moved, strict=True) if not gone]
+    sums_stay = stage == 2 and summed != width
+    sums = "cpu" if place["optimizer"] != "none" and not sums_stay else "none"
+    moved = (place["param"], sums, place["optimizer"])
+    size = {device: 0.0 for device in ("none", "cpu", "nvme")}
+    for part, device in zip(states, moved, strict=True):
+        size[device] += part.size
+    states = [part for part, device in zip(states, moved, strict=True) if device == "none"]
+    if place["optimizer"] != "none":
+        size[place["optimizer"]] += MASTER * share  # the fp32 gradients that CPU Adam reads
+        if stage < 3:
+            size["cpu"] += width * share  # updated weights, pinned, on their way back to the GPU
+    if place["optimizer"] == "nvme":
+        chunk = min(share, zero.get("sub_group_size", 1e9))
+        size["cpu"] += 4 * offload["optimizer"].get("buffer_count", 4) * chunk
+    if place["param"] == "nvme":
+        buffers = offload["param"].get("buffer_count", 5) * offload["param"].get("buffer_size", 1e8)
+        size["cpu"] += width * buffers
     if stage >= 2:
         states.append(_buffers(skeleton, zero, stage, width))
 
-    backward = _activations(config, skeleton, width)
     if config.checkpoint.async_save:
-        host += updated * share + (width * total / local_ranks if stage < 3 else 0)
-    update = _update(trained, share, zero, stage, on_cpu["optimizer"])
+        size["cpu"] += updated * share + (width * total / local_ranks if stage < 3 else 0)
     # under ZeRO 3 the first rank alone reads the files
     loading = width * total * (local_ranks if stage < 3 else 1)
-    saved = total if config.model.from_config else trained  # else frozen ones are in their files
-    checkpoint = width * saved + updated * trained
-    checkpoints = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
-    return Memory(states, backward, update, loading, local_ranks * host, checkpoint, checkpoints)
+    saved = counts.total if config.model.from_config else counts.trained  # else in their files
+    return Memory(
+        states=states,
+        **_backward(config, skeleton, width, tensor_parallel, sequence_parallel),
+        update=_update(trained, share, zero, stage, place["optimizer"] != "none"),
+        loading=loading,
+        host=local_ranks * size["cpu"],
+        nvme=local_ranks * size["nvme"],
+        checkpoint=width * saved + updated * counts.trained,
+        checkpoints=config.checkpoint.keep_last + config.checkpoint.keep_best + 1,
+    )
 
 
 def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> Part:
@@ -144,14 +177,14 @@ def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu
     return Part("update", 4 * max(share, bucket), "AdamW's temporaries, or an all-reduce")
 
 
-def _weight_bytes(ds_config: dict[str, Any]) -> int:
+def weight_bytes(ds_config: dict[str, Any]) -> int:
     halves = any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     return 2 if halves else 4
 
 
-def layer_bytes(skeleton: nn.Module) -> tuple[float, float]:
-    """Bytes per token that one layer keeps for its backward pass in 16 bits, and those of the
-    gradients that exist at a time there.
+def layer_bytes(skeleton: nn.Module, tensor_parallel: int) -> tuple[float, float]:
+    """Bytes per token that one layer keeps on a rank for its backward pass in 16 bits, and those of
+    the gradients that exist at a time there.
 
     With hidden size h, query width q, key width k and feed-forward width f of the e experts that a
     token visits:
@@ -165,42 +198,43 @@ def layer_bytes(skeleton: nn.Module) -> tuple[float, float]:
     feed-forward blocks and attention that keeps no scores. Further norms (Qwen 3, Gemma 3) are left
     out.
     """
-    h, q, k, f, e = layer_widths(skeleton)
+    h, *divided, e = layer_widths(skeleton)
+    q, k, f = (width / tensor_parallel for width in divided)
     return 16 * h + 6 * q + 4 * k + 8 * f + (4 * h * e if e > 1 else 0), 6 * f
 
 
-def _activations(config: Config, skeleton: nn.Module, width: int) -> list[Part]:
+def _backward(
+    config: Config,
+    skeleton: nn.Module,
+    width: int,
+    tensor_parallel: int,
+    sequence_parallel: int,
+) -> dict[str, Part]:
     """What a GPU holds of one micro-batch in the backward pass.
 
     With checkpointing, a layer keeps its input alone, and one layer at a time is recomputed
     (Korthikanti et al., section 5). The loss is done before any layer's backward pass begins, so
     the larger of the two counts. Every token is taken to be supervised.
     """
-    model = config.model
-    text = text_config_of(skeleton.config)
-    tokens = config.data.micro_batch_tokens
-    layers = int(text.num_hidden_layers)
+    tokens = config.data.micro_batch_tokens // sequence_parallel
+    layers = int(text_config_of(skeleton.config).num_hidden_layers)
     hidden = hidden_size(skeleton)
-    sizes = layer_bytes(skeleton)
+    sizes = layer_bytes(skeleton, tensor_parallel)
     kept, gradients = (width / 2 * tokens * size for size in sizes)
-    loss = _loss(config, skeleton, width)
-    inputs = width * layers * hidden * tokens
-    if not model.activation_checkpointing:
-        one_layer = Part("one layer", gradients, f"its gradients, {tokens:,} tokens")
-        saved = [Part("activations", layers * kept, f"of {layers} layers, {tokens:,} tokens")]
-    else:
+    layer = Part("one layer", gradients, f"its gradients, {tokens:,} tokens")
+    saved = Part("activations", layers * kept, f"of {layers} layers, {tokens:,} tokens")
+    if config.model.activation_checkpointing:
         how = f"recomputed, and its gradients, {tokens:,} tokens"
-        one_layer = Part("one layer", kept + gradients, how)
+        layer = Part("one layer", kept + gradients, how)
         how = f"{layers} layers x {width} bytes x {hidden:,} x {tokens:,} tokens"
-        saved = [Part("layer inputs", inputs, how)]
-    return [*saved, max(one_layer, loss, key=lambda part: part.size)]
+        saved = Part("layer inputs", width * layers * hidden * tokens, how)
+    return {"activations": saved, "layer": layer, "loss": _loss(config, skeleton, width, tokens)}
 
 
-def _loss(config: Config, skeleton: nn.Module, width: int) -> Part:
+def _loss(config: Config, skeleton: nn.Module, width: int, tokens: int) -> Part:
     """Logits, and input and gradient of the output head. The loss over chunks computes all
     gradients at once: it sums those of the head in fp32.
     """
-    tokens = config.data.micro_batch_tokens
     vocabulary = int(text_config_of(skeleton.config).vocab_size)
     chunk = config.model.loss_chunk_tokens
     logits = min(tokens, chunk or tokens)
@@ -260,8 +294,9 @@ def _size(text: PretrainedConfig, name: str) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def count_quantized(model: nn.Module) -> int:
-    """The weights that model.quantization concerns: of the linear layers but the output head."""
-    head = model.get_output_embeddings()
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    return sum(m.weight.numel() for m in linear)
+def _linear_weights(skeleton: nn.Module) -> list[nn.Parameter]:
+    """Weights of the linear layers but the output head: model.quantization keeps those that are
+    frozen in 4 bits, and tensor parallelism divides all of them.
+    """
+    head = set(skeleton.get_output_embeddings().modules())
+    return [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear) and m not in head]

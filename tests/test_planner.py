@@ -1,0 +1,178 @@
+"""The plan of a run: its memory, communication and time.    pytest tests/test_planner.py"""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import REPO
+from transformers import LlamaConfig
+
+from scripts import plan
+from zerotrain.config.ds_config import resolve_ds_config
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.architecture import count_flops, meta_model
+from zerotrain.model.memory import estimate_memory
+from zerotrain.model.trained import count_trained
+from zerotrain.tools import plan as planning
+from zerotrain.tools.plan import GRANULE, Planner, Work, best_of, daly_seconds
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 48}  # fmt: skip
+LARGER = SIZES | {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024}
+ASSUMED = {name: default for name, (default, _) in plan.OPTIONS.items()} | {
+    "peak_flops_per_s": 312e12
+}
+
+
+def states_of(config, skeleton, counts, ds_config, ranks=4):
+    memory = estimate_memory(config, skeleton, counts, ds_config, ranks, ranks)
+    return {part.name: part.size for part in memory.states}
+
+
+def test_what_is_frozen_is_only_its_weights(tiny_config):
+    config = parse_command_line(["--config", str(tiny_config(model__lora={"r": 4}))]).config
+    skeleton = meta_model(LlamaConfig(**SIZES), False)
+    counts = count_trained(skeleton, config.model)
+    whole, trained = counts.total, counts.trained
+    assert 0 < trained < whole / 2
+
+    def states(stage, run=config):
+        ds_config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        return states_of(run, skeleton, counts, ds_config)
+
+    for stage, weights, gradients, optimizer in (
+        (0, 2 * whole, 2 * trained, 12 * trained),
+        (2, 2 * whole, 2 * trained / 4, 12 * trained / 4),
+        (3, 2 * whole / 4, 2 * trained / 4, 12 * trained / 4),
+    ):
+        expected = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        assert {name: states(stage)[name] for name in expected} == expected
+    quantized = replace(config, model=replace(config.model, quantization="nf4"))
+    linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)  # of two layers
+    expected = 2 * (whole - linear) + linear * 4.127 / 8
+    assert states(2, quantized)["weights"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "file, gpu, gpu_share, cpu_share",
+    [("zero0", 16, 0, 0), ("zero1", 8, 12, 0), ("zero2", 2, 16, 0), ("zero3", 0, 18, 0),
+     ("zero2_offload", 2, 4, 18), ("zero3_offload", 0, 0, 22)],
+)  # fmt: skip
+def test_model_states_are_those_of_the_table(tiny_config, file, gpu, gpu_share, cpu_share):
+    """Bytes per parameter on 4 ranks, in bf16, of the table in ds_configs/README.md."""
+    path = tiny_config(ds_config=f"ds_configs/{file}.json")
+    config = parse_command_line(["--config", str(path)]).config
+    skeleton = meta_model(LlamaConfig(**SIZES), False)
+    counts = count_trained(skeleton, config.model)
+    parameters = counts.total
+    config, _, ds_config = resolve_ds_config(config, "bf16", SIZES["hidden_size"])
+    memory = estimate_memory(config, skeleton, counts, ds_config, 4, 1)
+    on_gpu = sum(part.size for part in memory.states if part.name != "buffers")
+    assert on_gpu == parameters * (gpu + gpu_share / 4)
+    assert memory.host == parameters * cpu_share / 4
+    text = (REPO / "ds_configs" / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{file}.json`"))
+    figures = {float(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", row.split("|")[3])}
+    assert figures == {gpu, gpu_share, cpu_share} - {0}, row
+
+
+def test_groups_divide_what_they_share_and_nvme_holds_what_is_moved_there(tiny_config):
+    config = parse_command_line(["--config", str(tiny_config())]).config
+    skeleton = meta_model(LlamaConfig(**SIZES), False)
+    counts = count_trained(skeleton, config.model)
+    total = counts.total
+
+    def memory(stage=1, offload="none", **keys):
+        device = {"device": offload}
+        zero = {"stage": stage, "offload_optimizer": device, "offload_param": device}
+        ds_config = {"bf16": {"enabled": True}, "zero_optimization": zero, **keys}
+        return estimate_memory(config, skeleton, counts, ds_config, 4, 2)
+
+    alone = memory()
+    split = memory(tensor_parallel={"autotp_size": 2})
+    linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert alone.states[0].size == 2 * total
+    assert split.states[0].size == 2 * (total - linear / 2)  # embeddings are on every rank
+    assert split.states[2].size == 12 * (total - linear / 2) / 2  # over two groups
+    sliced = memory(sequence_parallel_size=4)
+    assert [part.size for part in sliced.states] == [part.size for part in alone.states]
+    assert sliced.activations.size == alone.activations.size / 4
+    moved = memory(3, "nvme")
+    assert moved.nvme == 2 * total / 4 * (2 + 12 + 4)  # the sums stay on the CPU
+    assert memory(3, "cpu").nvme == 0 < memory(3, "cpu").host
+
+
+@pytest.fixture
+def planner(tiny_config):
+    """A run of a model of which 0.1 GB of a GPU's memory holds neither all states nor nothing."""
+    flags = ["--data.micro_batch_tokens", "1024", "--train.global_batch_size", "64"]
+    config = parse_command_line(["--config", str(tiny_config()), *flags]).config
+    skeleton = meta_model(LlamaConfig(**LARGER), False)
+    counts = count_trained(skeleton, config.model)
+    lengths = np.array([200, 300])
+    work = Work.of(config, count_flops(skeleton), lengths, 400, 1000)
+    return Planner(config, skeleton, counts, work, planning.Cluster(2, 4, 1), ASSUMED)
+
+
+def test_every_file_has_a_row_and_its_largest_budget_is_the_largest_that_fits(planner):
+    assert planner.work.tokens == 64 * 250
+    for file in sorted(REPO.glob("ds_configs/*.json")):
+        row = planner.row(str(file), 2)
+        assert row.seconds > 0 and row.sent > 0 and row.kept > row.recomputed > 0
+        for tokens, fits in ((row.largest_budget, True), (row.largest_budget + GRANULE, False)):
+            data = replace(planner.config.data, micro_batch_tokens=tokens, max_length=tokens)
+            other = replace(planner, config=replace(planner.config, data=data))
+            assert other.row(str(file), 2).fits == fits, file.name
+
+
+def test_bytes_sent_are_those_of_the_table_and_stages_2_and_3_send_in_every_micro_step(planner):
+    """Elements per parameter with A micro-steps, in ds_configs/README.md; gradients in fp32."""
+    ranks, a = 8, 2
+    elements = {"zero0": (2, 0), "zero1": (2, 1), "zero2": (2 * a, 1), "zero3": (a, 2 * a)}
+    for name, (gradients, weights) in elements.items():
+        row = planner.row(f"ds_configs/{name}.json", 2)
+        assert row.micro_steps == a
+        of_gradient = 2 if name == "zero0" else 4
+        sent = planner.counts.total * (of_gradient * gradients + 2 * weights)
+        assert row.sent == pytest.approx(sent * (ranks - 1) / ranks)
+
+
+def test_a_slow_network_makes_the_second_node_and_many_messages_dear(planner):
+    def rows(network_gb_per_s, nodes):
+        assumed = ASSUMED | {"network_gb_per_s": network_gb_per_s}
+        slow = replace(planner, assumed=assumed)
+        return [slow.row(f"ds_configs/zero{stage}.json", nodes) for stage in (1, 2, 3)]
+
+    fast, slow = rows(100, 2), rows(0.1, 2)
+    assert all(f.seconds < s.seconds for f, s in zip(fast, slow, strict=True))
+    assert best_of(slow, "")[0].file == "ds_configs/zero1.json"
+    assert rows(0.1, 1)[0].seconds < slow[0].seconds  # so here one node is faster
+    assert rows(0.1, 1)[0].seconds == rows(100, 1)[0].seconds
+
+
+def test_saves_are_rarer_where_failures_are_and_never_rarer_than_failures():
+    assert daly_seconds(60, 1e6) == pytest.approx((2 * 60 * 1e6) ** 0.5, rel=0.01)
+    assert daly_seconds(60, 1e4) < daly_seconds(60, 1e6)
+    assert daly_seconds(1e6, 100) == 100
+
+
+def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path):
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("# two nodes\nnode-1 slots=4\nnode-2 slots=4\n")
+    links = tmp_path / "links.json"
+    measured = {"all ranks": 12.5, "inside node-1": 345.0, "inside node-2": 300.0}
+    links.write_text(json.dumps(measured | {"node-1 - node-2": 12.0}))
+    command = ["scripts/plan.py", "--config", tiny_config()]
+    done = forks.script(*command, "--hostfile", hosts, "--links", links, "--gpu", "h100-80gb")
+    assert done.code == 0, done.output
+    assert "2 x 4 GPUs, 80 GB" in done.output and "peak_flops_per_s 9.89e+14" in done.output
+    assert "node_gb_per_s 300," in done.output and "network_gb_per_s 12.5," in done.output
+    names = {file.stem for file in REPO.glob("ds_configs/*.json")}
+    first = [line.split()[0] for line in done.output.splitlines() if line.split()]
+    assert all(first.count(name) == 2 for name in names), done.output
+    assert re.search(r"^use: ds_configs/\w+\.json", done.output, re.MULTILINE)
+    for wrong in (["--gpu", "fast-80gb"], ["--links", hosts], ["--hostfile", links]):
+        refused = forks.script(*command, *wrong)
+        assert refused.code == 2 and len(refused.errors) == 1, refused.output
