@@ -278,6 +278,7 @@ def shards_target() -> Target:
     whole = {
         "parts": {n: (0, {"fp32": f, "exp_avg": f}) for n, f in (("a", flat), ("b", flat[:4]))},
         "states": ["fp32", "exp_avg"], "shapes": {"a": [2, 3], "b": [4], "c": [2]},
+        "tensor": 1, "split": {},
         "trained": ["a", "b"], "buffers": {}, "updates": 4, "loss_scaler": {},
         "rng": {"cuda": None},
         "base": {"name_or_path": "base", "revision": None, "fingerprint": "0123456789abcdef"},

@@ -4,6 +4,8 @@ DeepSpeed keeps fp32 weights and AdamW's moments in flat tensors, whose layout d
 stage, precision and world size. Each rank's file has its part of each parameter by the parameter's
 name, as views of these tensors, which torch.save writes once. So a checkpoint is loaded into a run
 of any layout without a conversion; where the layout is the same, each rank reads its own file only.
+Only the parts of a tensor-parallel group stay as they are: a run of another size starts from an
+export.
 
 Reading runs no code of the checkpoint's: torch unpickles only tensors and plain types, and only
 files that the manifest names are opened.
@@ -16,6 +18,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from pydantic import ConfigDict, TypeAdapter
 
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
@@ -47,7 +50,12 @@ class Shard:
     states: list[str]
     """`fp32` and those of the optimizer, such as AdamW's moments."""
     shapes: dict[str, list[int]]
-    """Of all parameters of the model."""
+    """Of all parameters of the model, of those in `split` of this rank's piece."""
+    tensor: int
+    """Consecutive ranks that have the pieces of the same parameters: tensor_parallel.autotp_size.
+    """
+    split: dict[str, int]
+    """Of each parameter in pieces the dimension along which they are concatenated."""
     trained: list[str]
     buffers: dict[str, torch.Tensor]
     """The persistent ones."""
@@ -105,6 +113,11 @@ def optimizer_state(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, 
 def shape_of(p: torch.Tensor) -> list[int]:
     """Of the whole parameter, which ZeRO-3 partitions."""
     return list(getattr(p, "ds_shape", p.shape))
+
+
+def split_dimension(p: torch.Tensor) -> int | None:
+    """The dimension along which tensor parallelism has split a parameter; None if it is whole."""
+    return getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")
 
 
 def partition(p: torch.Tensor) -> tuple[int, int]:
@@ -183,12 +196,15 @@ def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Sh
             start, weight = frozen_part(p, stage)
             # a clone, since torch.save would write all that its ZeRO-3 storage has
             parts[name] = start, {"fp32": weight.clone() if stage == 3 else weight}
+    splits = {name: split_dimension(p) for name, p in parameters.items()}
     in_state = engine.module.state_dict()
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
         parts=parts,
         states=states,
         shapes={name: shape_of(p) for name, p in parameters.items()},
+        tensor=max(1, engine.autotp_size()),
+        split={name: d for name, d in splits.items() if d is not None},
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
         updates=updates,
@@ -212,7 +228,8 @@ class Shards:
     def __init__(self, checkpoint: Path, rank: int = 0) -> None:
         """`rank`: whose file is looked into first."""
         self.checkpoint = checkpoint
-        names = [n for n in read_manifest(checkpoint).files if n.startswith(f"{SHARDS}/")]
+        files = read_manifest(checkpoint).files
+        names = sorted(name for name in files if name.startswith(f"{SHARDS}/"))
         self.world_size = len(names)
         own = shard_name(rank)
         here = [name for name in names if (checkpoint / name).exists()]
@@ -221,33 +238,64 @@ class Shards:
         self.has_own = own in here
         self._names = sorted(here, key=lambda name: (name != own, name))
         self._shards: dict[str, Shard] = {}
-        self.first = self._shard(self._names[0])
+        tensor = self._shard(self._names[0]).tensor
+        if tensor < 1 or self.world_size % tensor:
+            raise UserError(f"{checkpoint} has files of only some ranks; use another checkpoint")
+        self._tensor_rank = rank % tensor
+        # of each rank in a tensor-parallel group, the files with its pieces
+        self._with_pieces = [
+            [name for name in self._names if name in names[i::tensor]] for i in range(tensor)
+        ]
+        self.first = self._shard([*self._with_pieces[self._tensor_rank], self._names[0]][0])
 
     def holds(self, name: str) -> bool:
         """Whether the weight is in the checkpoint, and not only in the files of `first.base`."""
         return self.first.base is None or name in self.first.trained
 
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(
+            prod(shape) * (self.first.tensor if name in self.first.split else 1)
+            for name, shape in self.first.shapes.items()
+        )
+
     def weight(self, name: str) -> torch.Tensor:
         """A parameter in fp32 and its shape, on the CPU."""
-        shape = self.first.shapes[name]
-        return self.read(name, "fp32", 0, prod(shape)).view(shape)
+        if name not in self.first.split:
+            shape = self.first.shapes[name]
+            return self.read(name, "fp32", 0, prod(shape)).view(shape)
+        pieces = []
+        for tensor_rank, files in enumerate(self._with_pieces):
+            shape = self._shard((files or self._names)[0]).shapes[name]
+            pieces.append(self.read(name, "fp32", 0, prod(shape), tensor_rank).view(shape))
+        return torch.cat(pieces, self.first.split[name])
 
-    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
+    def read(
+        self, name: str, key: str, start: int, numel: int, tensor_rank: int | None = None
+    ) -> torch.Tensor:
         """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
         Do not modify them: they may be the mapped file.
+
+        Args:
+            tensor_rank: whose piece of a split parameter; None: this rank's.
         """
+        files = self._names
+        if name in self.first.split:
+            files = self._with_pieces[self._tensor_rank if tensor_rank is None else tensor_rank]
         found = [torch.empty(0)]
         position = start
         while position < start + numel:
-            first, values = self._part_at(name, key, position)
+            first, values = self._part_at(files, name, key, position)
             values = values[position - first : start + numel - first].float()
             found.append(values)
             position += len(values)
         return found[-1] if len(found) < 3 else torch.cat(found)
 
-    def _part_at(self, name: str, key: str, position: int) -> tuple[int, torch.Tensor]:
+    def _part_at(
+        self, files: list[str], name: str, key: str, position: int
+    ) -> tuple[int, torch.Tensor]:
         """The part of a flattened state that has an element, and the number of its first one."""
-        for file in self._names:
+        for file in files:
             start, tensors = self._shard(file).parts.get(name, (0, {}))
             if key in tensors and start <= position < start + len(tensors[key]):
                 return start, tensors[key]
@@ -331,6 +379,13 @@ def check_model(
     checkpoint = shards.checkpoint
     saved = shards.first
     parameters = dict(engine.module.named_parameters())
+    tensor = max(1, engine.autotp_size())
+    if saved.tensor != tensor:
+        raise UserError(
+            f"{checkpoint} was saved with tensor_parallel.autotp_size {saved.tensor}, this run's "
+            f"is {tensor}; keep it, or export the checkpoint (scripts/export.py) and set "
+            "model.name_or_path to the export"
+        )
     shapes = {name: shape_of(p) for name, p in parameters.items()}
     for name in (*shapes, *saved.shapes):
         if saved.shapes.get(name) != shapes.get(name):

@@ -25,23 +25,24 @@ SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-# Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones. Other blocks are
-# pydantic models of DeepSpeed, which refuse unknown keys.
+# Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones, or where not all
+# are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
     "": """
         bf16 checkpoint comet comms_logger communication_data_type csv_monitor data_types
         disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
         gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
-        prescale_gradients sequence_parallel_size steps_per_print tensorboard timers
-        train_micro_batch_size_per_gpu wandb wall_clock_breakdown zero_allow_untested_optimizer
-        zero_force_ds_cpu_optimizer zero_optimization
+        prescale_gradients sequence_parallel_size steps_per_print tensor_parallel tensorboard
+        timers train_micro_batch_size_per_gpu wandb wall_clock_breakdown
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
         """,
     "optimizer": "type legacy_fusion params",
     "checkpoint": "checkpoint_serialization tag_validation parallel_write",
     "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+    "tensor_parallel": "autotp_size vocab_parallel_lm_head",
 }
 BLOCKS = (
-    "bf16", "fp16", "zero_optimization", "checkpoint", "data_types",
+    "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
 # Values that train wrongly, or cannot be resumed from, and why.
@@ -197,6 +198,8 @@ def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: 
         value = getattr(train, key)
         value = list(value) if isinstance(value, tuple) else value
         fill(path, value, f"train.{key} is {value}")
+    if merged["tensor_parallel"]:
+        fill("tensor_parallel.vocab_parallel_lm_head", False, "the loss is that of all logits")
     del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
     defaults = {
         "optimizer.params": {"eps": EPSILON},
@@ -223,9 +226,18 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     stage = zero_stage(merged)
     if type(stage) is not int:  # DeepSpeed would convert "3" and true
         raise UserError(f"{file}: zero_optimization.stage is {json.dumps(stage)}; use 0 to 3")
-    sequence = merged.get("sequence_parallel_size", 1)
-    if type(sequence) is not int or sequence < 1:
-        raise UserError(f"{file}: sequence_parallel_size is {json.dumps(sequence)}; use 1, 2 ...")
+    tensor, sequence = group_sizes(merged)
+    for path, size in (
+        ("sequence_parallel_size", sequence),
+        ("tensor_parallel.autotp_size", tensor),
+    ):
+        if type(size) is not int or size < 1:
+            raise UserError(f"{file}: {path} is {json.dumps(size)}; use 1, 2 ...")
+    if min(sequence, tensor) > 1:
+        raise UserError(
+            f"{file}: sequence_parallel_size is {sequence} and tensor_parallel.autotp_size "
+            f"{tensor}; set one of them to 1"
+        )
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():

@@ -51,7 +51,6 @@ def build_engine(
     )
     model = loaded.model
     set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
-    loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
     compiled = change_blocks(model, config.model)
     if compiled and zero_stage(setup.ds_config) == 3:
         # ZeRO-3 gathers a compiled block as a whole, and reduces its gradients once autograd has
@@ -75,6 +74,9 @@ def build_engine(
                 f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}"
             ) from error
         raise
+    if ranks.tensor > 1:
+        engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
+    loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
     engine.train()
     seed_everything(rank_seed(config.train.seed, ranks.replica))

@@ -125,7 +125,9 @@ def load_model(
     name = config.model.name_or_path
     revision = config.model.revision
     trust = config.model.trust_remote_code
-    hf_ds_config = HfDeepSpeedConfig(ds_config)
+    # Matrices are split later, by deepspeed.initialize; transformers 5.23 takes them for split, and
+    # refuses to load them.
+    hf_ds_config = HfDeepSpeedConfig({**ds_config, "tensor_parallel": {}})
     dtype = DTYPES[
         next((p for p in ("bf16", "fp16") if ds_config.get(p, {}).get("enabled")), "fp32")
     ]

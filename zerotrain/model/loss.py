@@ -39,8 +39,7 @@ class SupervisedLoss:
 
     Hooks on the output head select the positions that predict a target, and compute the loss there,
     where ZeRO-3 has gathered the head's weights, with the logits of one chunk of positions at a
-    time. The order matters: these hooks are registered before deepspeed.initialize registers those
-    of ZeRO-3, so they run before the weights are released.
+    time. The order matters: these hooks run before those of ZeRO-3, which release the weights.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class SupervisedLoss:
         chunk_tokens: int = 0,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Register the hooks; to be called before deepspeed.initialize.
+        """Register the hooks; to be called after deepspeed.initialize, since tensor parallelism
+        replaces the head.
 
         Args:
             model: the Hugging Face model itself, not the engine around it.
@@ -72,8 +72,8 @@ class SupervisedLoss:
         self._batch: MicroBatch | None = None
         self._hidden: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
-        self._head.register_forward_pre_hook(self._before_head)
-        self._head.register_forward_hook(self._after_head)
+        self._head.register_forward_pre_hook(self._before_head, prepend=True)
+        self._head.register_forward_hook(self._after_head, prepend=True)
 
     def check(self, engine: nn.Module, tokens: Sequence[int], device: torch.device) -> str | None:
         """Compare what the model makes of its head's logits with LOGIT_FUNCTIONS; if it is

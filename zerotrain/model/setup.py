@@ -30,6 +30,7 @@ from zerotrain.model.load import (
 )
 from zerotrain.model.memory import Memory, estimate_memory
 from zerotrain.model.packing import check_attention, resolve_batching
+from zerotrain.model.tensor_parallel import check_tensor_parallel
 from zerotrain.model.trained import Counts, count_trained
 from zerotrain.runtime.agreement import require_same, run_on_all_ranks
 from zerotrain.runtime.process_group import Ranks, group_ranks
@@ -83,10 +84,11 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     check_quantization(config, ranks.device)
     check_attention(config.model.attn_implementation, skeleton)
     config, why = resolve_batching(config, skeleton, ranks.device, precision, ranks.sequence)
+    counts = count_trained(skeleton, config.model)
+    check_tensor_parallel(config, ds_config, skeleton, counts, ranks.tensor)
     cost = linear_cost(skeleton)
     resolved = dump_config(config) + json.dumps({"linear_cost": cost, **ds_config}, indent=1)
     require_same(ranks, "the resolved config", resolved)
-    counts = count_trained(skeleton, config.model)
     shape = ranks.world_size, int(os.environ["LOCAL_WORLD_SIZE"])
     return Setup(
         config=config,

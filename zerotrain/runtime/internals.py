@@ -22,6 +22,8 @@ INTERNALS = {
     """,
     "zerotrain/checkpoint/shards.py": """
         deepspeed.runtime.engine: param_names basic_optimizer
+        deepspeed.checkpoint.constants: DS_AUTOTP_UC_META
+        deepspeed.module_inject.layers: partition_dim
         deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
             backup_optimizer checkpoint_event_prologue checkpoint_event_epilogue
             fp16_partitioned_groups_flat
@@ -58,13 +60,18 @@ INTERNALS = {
         torch._dynamo.config: recompile_limit
     """,
     "zerotrain/model/engine.py": """
-        deepspeed.runtime.engine: basic_optimizer
+        deepspeed.runtime.engine: basic_optimizer first_dataloader_check
     """,
     "zerotrain/model/loss.py": """
         deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy
     """,
     "zerotrain/model/guard.py": """
         deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
+    """,
+    "zerotrain/model/tensor_parallel.py": """
+        deepspeed.module_inject.autotp_config: PartitionType
+        deepspeed.module_inject.tp_plan_converter: TPPlanConverter
+        deepspeed.runtime.tensor_parallel.config: _get_hf_tp_plan
     """,
     "zerotrain/model/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape

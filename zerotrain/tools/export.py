@@ -7,7 +7,6 @@ them can run code.
 import shutil
 import warnings
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,7 +141,7 @@ def _copy(files: list[Path], folder: Path) -> None:
 
 
 def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
-    needed = sum(map(prod, shards.first.shapes.values())) * dtype.itemsize
+    needed = shards.numel() * dtype.itemsize
     free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(

@@ -1,0 +1,164 @@
+"""Tensor parallelism (AutoTP) against a plain loop.    pytest tests/test_tensor_parallel.py"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_metrics
+from plain_loop import train_plainly
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.checkpoint.shards import read_shard, shard_name
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.architecture import meta_model
+from zerotrain.model.tensor_parallel import check_tensor_parallel
+from zerotrain.model.trained import count_trained
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.export import export_checkpoint
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+         "eos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.1}  # fmt: skip
+
+
+def save_model(folder, tokenizer, kind, **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def answers_of(folder, tokenizer, prompts):
+    """Greedy answers of an exported folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+        found.append(tokenizer.decode(out[0, ids.shape[1] :]).split(tokenizer.eos_token)[0])
+    return found
+
+
+CASES = {
+    # norms of single heads, biases, a head of its own; 2 does not divide two of the sizes
+    "qwen3": (
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False, "vocab_size": 321,
+         "intermediate_size": 61},
+        "bucketed", [("zero1_autotp", 2), ("zero3_autotp", 4)],
+    ),
+    "llama": (
+        {"intermediate_size": 64, "tie_word_embeddings": True},
+        "packed", [("zero3_autotp", 4), ("zero1_autotp", 2)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_equals_a_plain_loop_and_resumes_on_other_ranks(
+    forks, tiny_config, tmp_path, sample_tokenizer, kind
+):
+    """The first step with one strategy and number of ranks, the others with another one."""
+    options, batching, strategies = CASES[kind]
+    config = tiny_config(
+        model=save_model(tmp_path / "model", sample_tokenizer, kind, **options),
+        data__micro_batch_tokens=300, data__batching=batching, model__loss_chunk_tokens=60,
+        model__activation_checkpointing=batching == "packed", train__epochs=1,
+        eval={"every_steps": 100, "generate": 2, "max_new_tokens": 6},
+    )  # fmt: skip
+    losses, norms, _, evals, weights = train_plainly(config, sample_tokenizer)
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "stop").touch()  # seen after the first step
+    for name, ranks in strategies:
+        finished = forks.train(config, "--ds_config", f"ds_configs/{name}.json", ranks=ranks)
+        assert finished.code == 0, finished.output
+        assert "needs whole logits" not in finished.output
+
+    steps = read_metrics(run_folder)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
+    found = [e["eval_loss"] for e in read_metrics(run_folder, "eval")]
+    np.testing.assert_allclose(found, evals, rtol=1e-5)
+
+    out = tmp_path / "hf"
+    if kind == "llama":
+        export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
+    else:
+        finished = forks.script("scripts/export.py", run_folder, out, "--verify")
+        assert finished.code == 0, finished.output
+    exported = load_file(out / "model.safetensors")
+    tied = {"lm_head.weight"} if options["tie_word_embeddings"] else set()
+    assert set(exported) == set(weights) - tied
+    for name, tensor in exported.items():
+        expected = weights[name].detach()
+        distance = (tensor - expected).norm() / expected.norm()
+        assert distance < 1e-5, f"{name}: {distance:.1e}"
+    first, last = (line["rows"] for line in read_metrics(run_folder, "generations"))
+    for folder, rows in ((tmp_path / "model", first), (out, last)):
+        prompts = [row["prompt"] for row in rows]
+        assert answers_of(folder, sample_tokenizer, prompts) == [row["answer"] for row in rows]
+
+    if kind == "llama":
+        refused = forks.train(config, "--ds_config", "ds_configs/zero1.json")
+        assert refused.code == 2 and len(refused.errors) == 1, refused.output
+        assert "autotp_size 2, this run's is 1" in refused.errors[0]
+
+
+def test_a_group_has_the_same_dropout(forks, tiny_config, tmp_path, sample_tokenizer):
+    """In bf16: with other masks, the ranks of a group would train other norms and embeddings."""
+    config = tiny_config(
+        model=save_model(
+            tmp_path / "model", sample_tokenizer, "starcoder2", intermediate_size=64,
+            residual_dropout=0.2, embedding_dropout=0.2, attention_dropout=0.2,
+        ),
+        ds_config="ds_configs/zero1_autotp.json", train__precision="bf16", train__epochs=None,
+        train__steps=3,
+    )  # fmt: skip
+    finished = forks.train(config, ranks=4)
+    assert finished.code == 0, finished.output
+    [checkpoint] = list_complete(tmp_path / "run" / "checkpoints")
+    one, other, of_other_rows = (read_shard(checkpoint, shard_name(rank)) for rank in range(3))
+    whole = set(one.parts) - set(one.split)
+    assert whole and set(one.split) & set(one.parts)
+    for name in whole:
+        assert torch.equal(one.parts[name][1]["fp32"], other.parts[name][1]["fp32"]), name
+    assert torch.equal(one.rng["torch"], other.rng["torch"])
+    assert not torch.equal(one.rng["torch"], of_other_rows.rng["torch"])
+
+
+REFUSED = {
+    "stage 0": {"zero": {"stage": 0}},
+    "hpz": {"zero": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "model.compile": {"model__compile": True},
+    "model.lora": {"model__lora": {"r": 2}},
+    "heads": {"size": 3},
+    "GPT2LMHeadModel": {"kind": "gpt2"},
+    "MixtralForCausalLM": {"kind": "mixtral"},
+    "GptOssForCausalLM": {"kind": "gpt_oss"},  # the plan is for the output head alone
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_split_is_one_line(tiny_config, case):
+    changes = dict(REFUSED[case])
+    kind = changes.pop("kind", "llama")
+    size = changes.pop("size", 2)
+    ds_config = {"zero_optimization": changes.pop("zero", {"stage": 1})}
+    skeleton = meta_model(AutoConfig.for_model(kind, **SIZES), trust_remote_code=False)
+    config = parse_command_line(["--config", str(tiny_config(**changes))]).config
+    counts = count_trained(skeleton, config.model)
+    with pytest.raises(UserError) as refused:
+        check_tensor_parallel(config, ds_config, skeleton, counts, size)
+    assert case in str(refused.value) and "\n" not in str(refused.value)
+    check_tensor_parallel(config, ds_config, skeleton, counts, 1)
+
+
+def test_ranks_that_are_no_whole_groups_are_one_line(forks, tiny_config):
+    config = tiny_config(ds_config="ds_configs/zero1_autotp.json")
+    finished = forks.train(config, ranks=3)
+    assert finished.code == 2 and len(finished.errors) == 1, finished.output
+    assert "autotp_size" in finished.errors[0]
