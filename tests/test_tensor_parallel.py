@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import determined, read_metrics
 from plain_loop import train_plainly
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,7 +108,9 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
         assert "autotp_size 2, this run's is 1" in refused.errors[0]
 
 
-def test_a_group_has_the_same_dropout(forks, tiny_config, tmp_path, sample_tokenizer):
+def test_a_group_has_the_same_dropout_and_resumes_with_it(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
     """In bf16: with other masks, the ranks of a group would train other norms and embeddings."""
     config = tiny_config(
         model=save_model(
@@ -118,9 +120,15 @@ def test_a_group_has_the_same_dropout(forks, tiny_config, tmp_path, sample_token
         ds_config="ds_configs/zero1_autotp.json", train__precision="bf16", train__epochs=None,
         train__steps=3,
     )  # fmt: skip
-    finished = forks.train(config, ranks=4)
-    assert finished.code == 0, finished.output
-    [checkpoint] = list_complete(tmp_path / "run" / "checkpoints")
+    run_folder = tmp_path / "run"
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "stop").touch()
+    for folder in (run_folder, cut, cut):
+        finished = forks.train(config, "--output_dir", folder, ranks=4)
+        assert finished.code == 0, finished.output
+    assert determined(cut) == determined(run_folder), "bit for bit"
+    [checkpoint] = list_complete(run_folder / "checkpoints")
     one, other, of_other_rows = (read_shard(checkpoint, shard_name(rank)) for rank in range(3))
     whole = set(one.parts) - set(one.split)
     assert whole and set(one.split) & set(one.parts)
@@ -155,10 +163,3 @@ def test_what_cannot_be_split_is_one_line(tiny_config, case):
         check_tensor_parallel(config, ds_config, skeleton, counts, size)
     assert case in str(refused.value) and "\n" not in str(refused.value)
     check_tensor_parallel(config, ds_config, skeleton, counts, 1)
-
-
-def test_ranks_that_are_no_whole_groups_are_one_line(forks, tiny_config):
-    config = tiny_config(ds_config="ds_configs/zero1_autotp.json")
-    finished = forks.train(config, ranks=3)
-    assert finished.code == 2 and len(finished.errors) == 1, finished.output
-    assert "autotp_size" in finished.errors[0]
