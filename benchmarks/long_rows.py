@@ -9,6 +9,7 @@ row is the difference of the largest rank's peak resident memory.
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     args = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # so that what is freed is no longer resident
     print("| ranks that share the row | peak GiB, largest rank | of that for the row |")
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
