@@ -1,7 +1,9 @@
-"""Check a claim about the data of your own config, without a model.
+"""Check a claim about your own config, on this machine.
 
     python scripts/prove.py epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
     python scripts/prove.py data --config recipes/demo.yaml
+    python scripts/prove.py equivalence --config recipes/demo.yaml [--precision bf16]
+    python scripts/prove.py upgrade --config recipes/demo.yaml --with deepspeed==0.19.9
 
 epoch   Run every rank's loader over a whole epoch and count the examples that it yields, identified
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
@@ -10,12 +12,20 @@ data    Read every row of all sources and compare it with its decoded tokens and
         content of each answer must be supervised, that of every other message must not be. Rows of
         plain text, cut or split rows, and all rows under data.supervise: all are counted but not
         compared. It also lists the end marks.
+equivalence
+        Train a small copy of the model, with random weights, for a few steps on the first rows,
+        with every file of ds_configs/ and that of the config, bucketed and packed, on several ranks
+        and on one. Losses, gradient norms and weights must be those of a plain torch loop. What
+        cannot run on this machine is listed with the reason.
+upgrade Run the first steps of the config with the installed packages, and with others in a new
+        virtual environment: curves, speed and memory side by side. The curves must be the same.
 
 Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in the input.
 """
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerotrain.config.parse import parse_command_line
@@ -31,7 +41,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("claim", choices=["epoch", "data"])
+    parser.add_argument("claim", choices=["epoch", "data", "equivalence", "upgrade"])
     of_epoch = parser.add_argument_group("epoch")
     of_epoch.add_argument("--world", type=int, default=8, help="world size")
     of_epoch.add_argument("--then", type=int, default=6, help="world size after resuming")
@@ -39,10 +49,21 @@ def main() -> None:
         "--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epoch"
     )
     of_epoch.add_argument("--epoch", type=int, default=0, help="which epoch, from 0")
+    of_training = parser.add_argument_group("equivalence, upgrade")
+    of_training.add_argument("--ranks", type=int, help="default: all GPUs, and at least 2")
+    of_training.add_argument(
+        "--work", type=Path, default=Path("runs/prove"), help="folder for what is written"
+    )
+    of_equivalence = parser.add_argument_group("equivalence")
+    of_equivalence.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    of_equivalence.add_argument("--ds_configs", nargs="+", metavar="FILE", help="default: all")
+    of_upgrade = parser.add_argument_group("upgrade")
+    of_upgrade.add_argument("--with", dest="wanted", metavar="NAME==VERSION,...")
+    of_upgrade.add_argument("--steps", type=int, default=30, help="5 of them are not timed")
     args, rest = parser.parse_known_args()
-    if min(args.world, args.then) < 1 or not 0 <= args.cut <= 1 or args.epoch < 0:
+    if min(args.world, args.then, args.ranks or 1) < 1 or not 0 <= args.cut <= 1 or args.epoch < 0:
         raise UserError(
-            "--world and --then must be at least 1, --cut in [0, 1], --epoch at least 0"
+            "--world, --then and --ranks must be at least 1, --cut in [0, 1], --epoch at least 0"
         )
     config = parse_command_line(rest, prog="prove.py").config
 
@@ -51,6 +72,8 @@ def main() -> None:
     quieten_libraries(is_first=True)
     if args.claim == "data":
         proved = prove_data(config)
+    elif args.claim in ("equivalence", "upgrade"):
+        proved = prove_training(config, args)
     else:
         from zerotrain.tools.epoch_proof import prove_epoch
         from zerotrain.tools.open_plans import open_plans
@@ -59,6 +82,28 @@ def main() -> None:
         proved = prove_epoch(plan, args.then, args.cut, args.epoch)
     print("proved" if proved else "REFUTED")
     sys.exit(0 if proved else EXIT_FAILURE)
+
+
+def prove_training(config: "Config", args: argparse.Namespace) -> bool:
+    """Train some steps, and compare them with plain torch or with those of other packages.
+
+    Raises:
+        UserError: --with is missing or wrong, or nothing can run on this machine.
+    """
+    import torch
+
+    from zerotrain.tools.equivalence import prove_equivalence, start_training
+    from zerotrain.tools.upgrade import prove_upgrade
+
+    ranks = args.ranks or max(2, torch.cuda.device_count())
+    if args.claim == "upgrade":
+        if args.wanted is None or args.steps < 6:
+            raise UserError("upgrade needs --with NAME==VERSION,... and at least 6 --steps")
+        return prove_upgrade(config, args.wanted, ranks, args.steps, args.work)
+    files = args.ds_configs or sorted(
+        {config.ds_config, *map(str, Path("ds_configs").glob("*.json"))}
+    )
+    return prove_equivalence(config, files, ranks, args.precision, args.work, start_training)
 
 
 def prove_data(config: "Config") -> bool:

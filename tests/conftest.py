@@ -435,6 +435,18 @@ def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes)
     return path
 
 
+def plainly(config_file, tokenizer, *prepare):
+    """train_plainly of a config file, on one thread like the ranks; more wait for each other."""
+    import torch
+
+    from zerotrain.config.parse import parse_command_line
+    from zerotrain.tools.plain_loop import train_plainly
+
+    torch.set_num_threads(1)
+    config = parse_command_line(["--config", str(config_file)]).config
+    return train_plainly(config, tokenizer, *prepare)
+
+
 @pytest.fixture
 def tiny_config(tmp_path, tiny_model, chat_rows):
     """write_tiny_config for this test."""

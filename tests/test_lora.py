@@ -9,8 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from conftest import read_metrics, save_tiny_llama, strategy
-from plain_loop import train_plainly
+from conftest import plainly, read_metrics, save_tiny_llama, strategy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -73,7 +72,7 @@ def last_checkpoint(run_folder):
 
 
 def assert_equal_to(expected, run_folder, rtol=1e-5):
-    losses, norms, _, (before, after), _ = expected
+    losses, norms, _, (before, after), *_ = expected
     steps = read_metrics(run_folder)
     np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=rtol)
     np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=rtol)
@@ -101,7 +100,7 @@ def test_lora_equals_a_plain_loop_with_peft(
         file.write_text(json.dumps(ds_config))
     config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
     if not plain:
-        plain["lora"] = train_plainly(config, sample_tokenizer, with_peft)
+        plain["lora"] = plainly(config, sample_tokenizer, with_peft)
     module = "gathered" if name == "zero3" else "train"
     finished = forks.train(config, ranks=ranks, module=module)
     assert finished.code == 0, finished.output
@@ -119,7 +118,7 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
 ):
     config, run_folder, moved = write(), tmp_path / "run", tmp_path / "moved"
     if not plain:
-        plain["lora"] = train_plainly(config, sample_tokenizer, with_peft)
+        plain["lora"] = plainly(config, sample_tokenizer, with_peft)
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step
     finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
@@ -161,7 +160,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
         model__quantization="nf4", ds_config=str(strategy(tmp_path, "zero2")),
         train__precision="fp32",
     )  # fmt: skip
-    expected = train_plainly(config, sample_tokenizer, in_4_bits)
+    expected = plainly(config, sample_tokenizer, in_4_bits)
     finished = forks.train(config, ranks=2, module="nf4_on_cpu")
     assert finished.code == 0, finished.output
     assert_equal_to(expected, tmp_path / "run")
@@ -182,7 +181,7 @@ def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
         model__lora=None, model__trainable=[r"layers\.1\.mlp", r"norm\.weight$"],
         train__learning_rate=1e-3, ds_config=str(strategy(tmp_path, "zero3")),
     )  # fmt: skip
-    expected = train_plainly(config, sample_tokenizer, freeze_others)
+    expected = plainly(config, sample_tokenizer, freeze_others)
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
     assert_equal_to(expected, tmp_path / "run")

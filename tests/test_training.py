@@ -10,11 +10,11 @@ from conftest import (
     REPO,
     determined,
     logged,
+    plainly,
     read_metrics,
     save_tiny_llama,
     strategy,
 )
-from plain_loop import train_plainly
 from safetensors.torch import load_file
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -80,8 +80,8 @@ def test_equals_a_plain_loop(
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     if not plain:
-        plain["run"] = train_plainly(config, sample_tokenizer)
-    losses, norms, rates, (before, after), weights = plain["run"]
+        plain["run"] = plainly(config, sample_tokenizer)
+    losses, norms, rates, (before, after), weights, _ = plain["run"]
     finished = train(config, ranks=ranks)
     assert finished.code == 0, finished.output
 
@@ -133,7 +133,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
         ds_config=str(tmp_path / "ds.json"),
     )
     if not plain:
-        plain["run"] = train_plainly(config, sample_tokenizer)
+        plain["run"] = plainly(config, sample_tokenizer)
     losses, norms, *_ = plain["run"]
     module = "fp16_on_cpu" if precision == "fp16" else "train"
     finished = SERVER[0].train(config, ranks=2, module=module)

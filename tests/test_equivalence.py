@@ -1,0 +1,123 @@
+"""scripts/prove.py equivalence and upgrade.    pytest tests/test_equivalence.py"""
+
+import json
+import sys
+
+import pytest
+from conftest import REPO, read_metrics, strategy
+from transformers import AutoConfig
+
+import zerotrain.tools.equivalence
+import zerotrain.tools.upgrade
+from zerotrain.model.architecture import meta_model
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.equivalence import small_config, start_training
+from zerotrain.tools.upgrade import changed_requirements
+
+sys.path.insert(0, str(REPO / "scripts"))
+import prove
+
+
+@pytest.fixture
+def command(forks, monkeypatch, capsys):
+    """prove.py with forked ranks: (exit code, what it prints)."""
+
+    def run(claim, config, *argv, spoil=()):
+        def launch(file, flags, ranks, _python=None):
+            finished = forks.train(file, *flags, *spoil, ranks=ranks)
+            return finished.code, finished.output, 1.0
+
+        for module in (zerotrain.tools.equivalence, zerotrain.tools.upgrade):
+            monkeypatch.setattr(module, "start_training", launch)
+        argv = ["prove.py", claim, "--config", config, *argv]
+        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+        with pytest.raises(SystemExit) as ended:
+            prove.main()
+        return ended.value.code, capsys.readouterr().out
+
+    return run
+
+
+def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
+    command, tiny_config, tmp_path, tiny_model_with_dropout
+):
+    config = tiny_config(model=tiny_model_with_dropout, model__lora={"r": 4, "dropout": 0.1})
+    l2_decay = strategy(tmp_path, "zero1", adam_w_mode=False)
+    content = json.loads(l2_decay.read_text())
+    content["optimizer"]["type"] = "Adam"
+    l2_decay.write_text(json.dumps(content))
+    files = ["ds_configs/zero3.json", l2_decay, "ds_configs/deepcompile.json"]
+    flags = ["--work", tmp_path / "work", "--ds_configs", *files]
+    code, out = command("equivalence", config, *flags)
+    assert code == 1, out
+    verdicts = ["equal"] * 4 + ["REFUTED"] * 4 + ["compile.deepcompile"] * 4
+    lines = [line for line in out.splitlines() if " x " in line]
+    assert len(lines) == 12
+    for line, verdict in zip(lines, verdicts, strict=True):
+        assert verdict in line, out
+    assert [line.split()[1:5] for line in lines[:4]] == [
+        [batching, ranks, "x", micro_steps]
+        for batching in ("bucketed,", "packed,")
+        for ranks, micro_steps in (("2", "1"), ("1", "2"))
+    ]
+
+
+def test_rounding_to_bf16_is_within_its_tolerance(command, tiny_config, tmp_path):
+    flags = ["--work", tmp_path / "work", "--precision", "bf16", "--ranks", 1]
+    code, out = command(
+        "equivalence", tiny_config(), *flags, "--ds_configs", "ds_configs/zero2.json"
+    )
+    assert code == 0 and out.count("  equal\n") == 2 and out.endswith("proved\n"), out
+
+
+def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path):
+    flags = ["--work", tmp_path / "work", "--ranks", 1, "--ds_configs", "ds_configs/zero1.json"]
+    with pytest.raises(UserError, match="nothing could be run"):
+        command("equivalence", tiny_config(), *flags, spoil=["--distributed.world_size", "3"])
+
+
+def test_real_processes(tiny_config, tmp_path):
+    code, output, gib = start_training(tiny_config(), ["--train.epochs=1"], 2)
+    assert code == 0, output
+    assert len(read_metrics(tmp_path / "run")) == 6 and 0.1 < gib < 10
+    code, output, _ = start_training(tiny_config(), ["--train.epochs=0"], 2)
+    assert code == 2 and "\nerror: " in output
+
+
+SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "/" in name])
+def test_every_recipe_has_a_small_copy(name):
+    whole = AutoConfig.for_model(**SHAPES[name])
+    kinds = set(getattr(whole.get_text_config(), "layer_types", None) or [])
+    model = meta_model(small_config(whole), trust_remote_code=False)
+    text = model.config.get_text_config()
+    assert set(getattr(text, "layer_types", None) or []) == kinds
+    weights = sum(p.numel() for p in model.parameters())
+    assert weights < 3 * 32 * text.vocab_size, weights
+
+
+# --------------------------------------------------------------------------------------------------
+# Upgrade
+
+
+def test_an_upgrade_is_put_beside_what_is_installed(command, tiny_config, tmp_path, monkeypatch):
+    """Without an environment of its own, which takes minutes."""
+    monkeypatch.setattr(
+        zerotrain.tools.upgrade, "make_environment", lambda folder, text: sys.executable
+    )
+    flags = ["--work", tmp_path / "work", "--steps", 8]
+    code, out = command("upgrade", tiny_config(), "--with", "deepspeed==0.19.8", *flags)
+    assert code == 0 and "the same curve" in out, out
+    assert sum("tokens/s" in line for line in out.splitlines()) == 2, out
+
+
+def test_pins_are_changed_and_nothing_else():
+    text = (REPO / "requirements.txt").read_text()
+    changed = changed_requirements(text, "torch==9.0, wandb==8.1").splitlines()
+    assert {"torch==9.0", "wandb==8.1"} <= {*changed}
+    assert len(changed) == sum(not line.startswith("#") for line in text.splitlines())
+    for wrong in ("torch=9", "nosuchpackage==1", ""):
+        with pytest.raises(UserError, match="--with"):
+            changed_requirements(text, wrong)

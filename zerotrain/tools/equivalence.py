@@ -1,0 +1,316 @@
+"""Trains a small copy of a run under every ds_config and compares it with plain torch, for
+`prove.py equivalence`.
+
+Tolerances are relative. In fp32 1e-5, the effect of summing in another order, for losses, gradient
+norms and the L2 distance of each weight.
+
+In bf16 the plain loop stays in fp32, and a run is off by what rounding adds. bf16 has 8 significant
+bits, so one rounding is off by at most 2^-9, and by 2^-9 / sqrt(3) in the root mean square. A value
+passes about 80 of them: 40 up to the loss (18 in each of 2 layers, for norms, projections, rotary
+embedding, scores and residuals, and 4 around them), and as many back to a gradient. Independent
+ones add up as the root of their number: sqrt(80) * 2^-9 / sqrt(3) = 1.0e-2 for losses and gradient
+norms. Weights: Adam's first update is the learning rate times the gradient's sign. Noise of 1.0e-2
+turns the sign of a share of 1.0e-2 / pi of normally distributed gradients, each of which is off by
+twice its update, so that a weight is off by 2 * sqrt(1.0e-2 / pi) = 0.11 of the distance that it
+has moved. Adapters have gradients that are products with B, which is nothing but such movement:
+2 * sqrt(0.11 / pi) = 0.38.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from zerotrain.checkpoint.run_folder import RESOLVED_DS_CONFIG, checkpoints_folder, list_complete
+from zerotrain.checkpoint.shards import Shards
+from zerotrain.config.ds_config import EPSILON
+from zerotrain.config.parse import dump_config
+from zerotrain.config.schema import MAX_INT, Config, Source, TrackingConfig
+from zerotrain.data.sources import read_rows
+from zerotrain.model.hub import load_pretrained
+from zerotrain.model.load import DTYPES, load_model_config, load_tokenizer
+from zerotrain.model.trained import choose_trained
+from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError
+from zerotrain.runtime.seeding import seed_everything
+from zerotrain.tools.open_plans import open_plans
+from zerotrain.tools.plain_loop import PlainRun, train_plainly
+from zerotrain.tools.report import read_run
+
+STEPS = 4
+ROWS = 200  # of each source
+MAX_LENGTH = 512
+CURVES = {"fp32": 1e-5, "bf16": math.sqrt(80 / 3) / 2**9}
+"""Tolerance of losses and gradient norms."""
+SMALL = {  # in place of the size of that name, where a model's config has one
+    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
+    "query_pre_attn_scalar": 8, "image_size": 28, "mm_tokens_per_image": 4,
+    "initializer_range": 0.1, "output_router_logits": False,
+}  # fmt: skip
+
+Launch = Callable[[Path, list[str], int], tuple[int, str, float]]
+"""See start_training."""
+
+
+def prove_equivalence(
+    config: Config,
+    ds_configs: list[str],
+    ranks: int,
+    precision: str,
+    work: Path,
+    launch: Launch,
+) -> bool:
+    """Train a small copy of a run on `ranks` ranks with one micro-step, and on one rank with as
+    many micro-steps, with each ds_config, bucketed and packed; print a line for each.
+
+    Args:
+        precision: fp32 or bf16.
+        work: folder for what is written.
+
+    Returns:
+        Whether everything that ran equals plain torch.
+
+    Raises:
+        UserError: the model or the data cannot be used, or nothing could run.
+    """
+    config = cut_down(config, work, ranks, precision)
+    file = work / "config.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    tokenizer = load_tokenizer(config)
+    budgets = dict(_budgets(config, ranks))
+
+    @functools.cache
+    def plain(eps: float) -> PlainRun:
+        return train_plainly(config, tokenizer, lambda model: _prepared(model, config), eps)
+
+    tolerances = [CURVES[precision]] * 3
+    if precision == "bf16":
+        for _ in range(1 if config.model.lora is None else 2):
+            tolerances[2] = 2 * math.sqrt(tolerances[2] / math.pi)
+    of_weights = "weights" if precision == "fp32" else "movement"
+    print(_line("", f"{'loss':>9} {'norm':>9} {of_weights:>9}"))
+    print(_line(f"tolerance, {precision}", _cells(tolerances)))
+    proved = []
+    for ds_config, batching, world in product(ds_configs, budgets, dict.fromkeys((ranks, 1))):
+        name = f"{Path(ds_config).stem}, {batching}, {world} x "
+        folder = work / f"{Path(ds_config).stem}_{batching}_{world}"
+        shutil.rmtree(folder, ignore_errors=True)
+        flags = {
+            "ds_config": ds_config,
+            "data.batching": batching,
+            "data.micro_batch_tokens": budgets[batching],
+            "output_dir": folder,
+            "model.trust_remote_code": config.model.trust_remote_code,
+        }
+        code, output, _ = launch(file, [f"--{key}={value}" for key, value in flags.items()], world)
+        if code == EXIT_USER_MISTAKE:
+            text = "not run: " + re.search("error: (.*)", output).group(1)
+        elif code:
+            log = folder.with_suffix(".log")
+            log.write_text(output, encoding="utf-8")
+            text = f"FAILED, exit code {code}: see {log}"
+            proved.append(False)
+        else:
+            optimizer = json.loads((folder / RESOLVED_DS_CONFIG).read_text())["optimizer"]
+            reference = plain(optimizer["params"].get("eps", EPSILON))
+            micro_steps, differences = _differences(reference, folder, precision)
+            # also for NaN
+            proved.append(all(d <= t for d, t in zip(differences, tolerances, strict=True)))
+            name += micro_steps
+            text = f"{_cells(differences)}  {'equal' if proved[-1] else 'REFUTED'}"
+        print(_line(name, text), flush=True)
+    if not proved:
+        raise UserError("nothing could be run on this machine, so nothing is proved")
+    return all(proved)
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<44}{text}"
+
+
+def _cells(values: Iterable[float]) -> str:
+    return " ".join(f"{value:>9.1e}" for value in values)
+
+
+def start_training(
+    file: Path, flags: list[str], ranks: int, python: str = sys.executable
+) -> tuple[int, str, float]:
+    """Run train.py on this machine by DeepSpeed's launcher.
+
+    Args:
+        file: the config.
+        python: the interpreter of the environment to run in.
+
+    Returns:
+        The exit code, the output, and the peak resident memory of the largest process, in GiB.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={port}"]
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            [python, *launcher, "train.py", "--config", str(file), *flags],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        log.seek(0)
+        output = log.read()
+    return os.waitstatus_to_exitcode(status), output, used.ru_maxrss / 2**20
+
+
+def _differences(plain: PlainRun, folder: Path, precision: str) -> tuple[str, list[float]]:
+    """A run's numbers of micro-steps, and the largest relative differences of its losses, gradient
+    norms and weights from those of the plain loop.
+    """
+    run = read_run(folder).series
+    found = [
+        float(np.max(np.abs(run[name].to_numpy() / expected - 1)))
+        for name, expected in (("loss", plain.losses), ("grad_norm", plain.grad_norms))
+    ]
+    shards = Shards(list_complete(checkpoints_folder(str(folder)))[-1])
+    distances = []
+    for name, moved in plain.movement.items():
+        expected = plain.weights[name].detach()
+        scale = moved if precision == "bf16" else expected.norm().item()
+        distances.append((shards.weight(name) - expected).norm().item() / max(scale, 1e-30))
+    micro_steps = " or ".join(f"{n:.0f}" for n in sorted(set(run["micro_steps"])))
+    return micro_steps, [*found, float(np.max(distances))]
+
+
+# --------------------------------------------------------------------------------------------------
+# The small copy
+
+
+def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
+    """The config of a few steps with a small model of the same architecture, with random weights
+    and without dropout and router loss, and the first rows of each training source; both are
+    written into `work`. What would change the curve on purpose is left out: evaluation, warm-up,
+    quantization.
+
+    Raises:
+        UserError: the model cannot be made that small, or a source cannot be read.
+    """
+    model_folder = work / "model"
+    model_config = small_config(load_model_config(config))
+    torch.manual_seed(config.train.seed)
+    trust = config.model.trust_remote_code
+    model = load_pretrained(_from_config, model_config, "a small copy of the model", None, trust)
+    model.to(DTYPES[precision]).save_pretrained(model_folder)
+    sources = []
+    for i, source in enumerate(config.data.sources("train_sources")):
+        rows = work / f"rows_{i}.jsonl"
+        with rows.open("w", encoding="utf-8", errors="surrogateescape") as file:
+            for _, row in islice(read_rows(source), ROWS):
+                file.write(row.text.replace("\n", " ") + "\n")
+        sources.append(Source(str(rows), format=source.format, columns=source.columns))
+    lora = config.model.lora and replace(config.model.lora, dropout=0.0)
+    # kernels such as FlashAttention's take 16 bits only
+    attention = None if precision == "fp32" else config.model.attn_implementation
+    return Config(
+        output_dir=str(work / "run"),
+        model=replace(
+            config.model,
+            name_or_path=str(model_folder),
+            tokenizer="@".join(filter(None, config.tokenizer_source)),
+            revision=None,
+            from_config=False,
+            quantization=None,
+            lora=lora,
+            attn_implementation=attention,
+        ),
+        data=replace(
+            config.data,
+            train_sources=sources,
+            eval_sources=[],
+            eval_fraction=0.0,
+            max_length=min(config.data.max_length, MAX_LENGTH),
+            on_too_long="truncate",
+            on_bad_row="skip",
+            cache_dir=str(work / "cache"),
+        ),
+        train=replace(
+            config.train,
+            learning_rate=3e-3,
+            global_batch_size=max(16, 4 * ranks),
+            global_batch_tokens=None,
+            epochs=None,
+            steps=STEPS,
+            lr_scaling="none",
+            lr_schedule="linear",
+            lr_schedule_args={},
+            warmup_examples=1,
+            precision=precision,
+        ),
+        tracking=TrackingConfig(wandb="disabled"),
+    )
+
+
+def _from_config(model_config: PretrainedConfig, revision: None, **options: Any) -> nn.Module:
+    return AutoModelForCausalLM.from_config(model_config, **options)
+
+
+def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
+    """The config with SMALL sizes, one layer of each kind and at least two, and no dropout."""
+    text = model_config.get_text_config()
+    layers = text.num_hidden_layers
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
+    few = max(2, len(kinds))
+    parts = [p for p in vars(model_config).values() if isinstance(p, PretrainedConfig)]
+    for part in (model_config, *parts):
+        for key, value in part.to_dict().items():
+            if isinstance(value, list) and len(value) == layers:  # one for each layer
+                setattr(part, key, (kinds * 2)[:few] if key == "layer_types" else value[:few])
+            elif isinstance(value, float) and ("dropout" in key or "pdrop" in key):
+                setattr(part, key, 0.0)
+        for key, value in SMALL.items():
+            if getattr(part, key, None) is not None:
+                setattr(part, key, value)
+        if hasattr(part, "num_hidden_layers"):
+            part.num_hidden_layers = few
+    return model_config
+
+
+def _prepared(model: nn.Module, config: Config) -> nn.Module:
+    """The model as train.py trains it: frozen parts, adapters."""
+    seed_everything(config.train.seed)
+    choose_trained(model, config.model)
+    return model
+
+
+def _budgets(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
+    """Each way of batching that the model can be trained with, and the smallest token budget by
+    which every step has one micro-step on `ranks` ranks.
+    """
+    for batching in ("bucketed", "packed"):
+        unlimited = replace(config.data, batching=batching, micro_batch_tokens=MAX_INT)
+        try:
+            _, _, plan, _ = open_plans(replace(config, data=unlimited), ranks)
+        except UserError as error:
+            print(f"{batching}: {error}")
+            continue
+        largest = 0
+        for step in range(STEPS):
+            for examples in chain.from_iterable(plan.step(step).micro_batches):
+                padded = plan.budget.padded(plan.data.lengths[examples])
+                whole = padded.sum() if batching == "packed" else len(padded) * padded.max()
+                largest = max(largest, int(whole))
+        yield batching, largest

@@ -1,0 +1,129 @@
+"""A plain torch loop to compare the trainer with: one process, one row at a time, whole logits.
+
+It shares with the trainer the rows' tokens and which rows a step has, and nothing else.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from zerotrain.data.epoch_order import EpochOrder
+from zerotrain.data.tokenize import open_cache, tokenize_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from zerotrain.config.schema import Config, DataConfig
+
+Row = tuple[torch.Tensor, torch.Tensor]
+"""Token ids, int64 [1, tokens], and which of them carry loss, bool [1, tokens]."""
+
+
+class PlainRun(NamedTuple):
+    """What a plain loop has measured."""
+
+    losses: list[float]
+    """Of each step, nats per supervised token."""
+    grad_norms: list[float]
+    """Before clipping."""
+    learning_rates: list[float]
+    eval_losses: tuple[float, float]
+    """On all of data.eval_sources, before the first and after the last step; NaN without any."""
+    weights: dict[str, nn.Parameter]
+    """After the last step, by name, fp32."""
+    movement: dict[str, float]
+    """L2 distance of each parameter from its first value."""
+
+
+def train_plainly(
+    config: "Config",
+    tokenizer: "PreTrainedTokenizerBase",
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    eps: float = 1e-8,
+) -> PlainRun:
+    """Train in fp32 on the CPU with AdamW and a linear schedule.
+
+    Args:
+        prepare: is called with the model; what it returns is trained.
+        eps: AdamW's.
+    """
+    train = config.train
+    rows = read_rows("train_sources", tokenizer, config.data)
+    held_out = read_rows("eval_sources", tokenizer, config.data)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.name_or_path,
+        dtype=torch.float32,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    model = prepare(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    first = {name: p.detach().clone() for name, p in trained.items()}
+    matrices = [p for p in trained.values() if p.dim() > 1]
+    others = [p for p in trained.values() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        betas=train.adam_betas,
+        eps=eps,
+    )
+    lengths = np.array([ids.shape[1] for ids, _ in rows])
+    order = EpochOrder(lengths, train.seed, train.global_batch_size, train.global_batch_tokens)
+    per_epoch = order.steps_per_epoch
+    steps = train.steps or train.epochs * per_epoch
+    warmup = -(-train.warmup_examples // train.global_batch_size)
+    losses, norms, rates = [], [], []
+    before = mean_loss(model, held_out)
+    for k in range(steps):
+        chosen = order.examples(*divmod(k, per_epoch))
+        optimizer.zero_grad()
+        losses.append(mean_loss(model, [rows[i] for i in chosen], backward=True))
+        # in fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements
+        gradients = [p.grad for p in trained.values() if p.grad is not None]
+        norms.append(torch.stack([g.double().norm() for g in gradients]).norm().item())
+        for gradient in gradients if train.gradient_clipping else ():
+            gradient *= min(1.0, train.gradient_clipping / (norms[-1] + 1e-6))
+        # linear: up from 1/warmup to 1, then down to 1/(steps + 1 - warmup) at the last step
+        factor = min((k + 1) / warmup, (steps - k) / (steps + 1 - warmup))
+        rates.append(train.learning_rate * factor)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        optimizer.step()
+    movement = {name: (p.detach() - first[name]).norm().item() for name, p in trained.items()}
+    evals = before, mean_loss(model, held_out)
+    return PlainRun(losses, norms, rates, evals, dict(model.named_parameters()), movement)
+
+
+def read_rows(key: str, tokenizer: "PreTrainedTokenizerBase", data: "DataConfig") -> list[Row]:
+    """The tokenized rows of data.train_sources or data.eval_sources."""
+    sources = data.sources(key)
+    if not sources:
+        return []
+    cache = open_cache(tokenize_sources(sources, tokenizer, data))
+    return [
+        (torch.tensor(row["input_ids"])[None], torch.tensor(row["loss_mask"])[None])
+        for row in cache.rows
+    ]
+
+
+def mean_loss(model: nn.Module, rows: list[Row], backward: bool = False) -> float:
+    """Cross entropy per supervised token over all rows; with `backward`, its gradient is added to
+    that of the parameters.
+    """
+    count = sum(int(mask[0, 1:].sum()) for _, mask in rows)
+    total = 0.0 if rows else float("nan")
+    for ids, mask in rows:
+        with torch.set_grad_enabled(backward):
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            wanted = mask[0, 1:]
+            loss = F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum") / count
+        if backward:
+            loss.backward()
+        total += loss.item()
+    return total
