@@ -282,7 +282,13 @@ def test_an_unknown_key_is_refused_at_every_level(resolved, path):
 REFUSED_BLOCKS = {
     "compute_grad_norm": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
     "zenflow": {"zero_optimization": {"stage": 2, "zenflow": {}}},
-    "nvme": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    "zero_hpz_partition_size": {
+        "zero_optimization": {
+            "stage": 3,
+            "zero_hpz_partition_size": 2,
+            "offload_param": {"device": "cpu"},
+        }
+    },
     "fp16 at": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
     "FusedAdam": {"optimizer": {"type": "FusedAdam"}},
     "autotp_size is 0": {"tensor_parallel": {"autotp_size": 0}},

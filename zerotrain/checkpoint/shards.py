@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import SHARDS
+from zerotrain.config.ds_config import offload_devices
 from zerotrain.model.hub import Base, is_same_base
 from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
@@ -59,8 +60,8 @@ class Shard:
     trained: list[str]
     buffers: dict[str, torch.Tensor]
     """The persistent ones."""
-    updates: int
-    """For AdamW's bias correction."""
+    updates: int | None
+    """For AdamW's bias correction; None: without the optimizer's state."""
     loss_scaler: dict[str, Any]
     """LOSS_SCALER, of fp16."""
     base: Base | None
@@ -108,6 +109,22 @@ def optimizer_state(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, 
     if second is not None and flat in second.state:
         return second.state[flat]
     return engine.basic_optimizer.state[flat]
+
+
+def saved_states(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`fp32` and the moments of one of flat_weights; of what is on NVMe, DeepSpeed's files, mapped
+    into memory.
+    """
+    state = optimizer_state(engine, flat)
+    moments = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape}
+    states = {"fp32": flat, **moments}
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    on_nvme = swapper and swapper.swap_params_info.get(flat.ds_id)
+    if not on_nvme:
+        return states
+    paths = on_nvme.get_swap_paths()  # in the order of the states
+    size = on_nvme.numel()
+    return {key: torch.from_file(path, size=size) for key, path in zip(states, paths, strict=True)}
 
 
 def shape_of(p: torch.Tensor) -> list[int]:
@@ -179,16 +196,19 @@ def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Sh
         base: the files that have the frozen weights, which are then left out.
     """
     stage = engine.zero_optimization_stage()
-    updates = 0
+    updates: int | None = 0
+    of_flat = {}
     states = ["fp32"]
     for flat in flat_weights(engine):
-        state = optimizer_state(engine, flat)
-        updates = max(updates, int(state.get("step", 0)))
-        moments = [k for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape]
-        states = max(states, ["fp32", *moments], key=len)
+        of_flat[id(flat)] = saved_states(engine, flat)
+        updates = max(updates, int(optimizer_state(engine, flat).get("step", 0)))
+        states = max(states, list(of_flat[id(flat)]), key=len)
+    if engine.super_offload():  # the moments are in a process of their own, which keeps them
+        states = ["fp32"]
+        updates = None
     parts: dict[str, Part] = {}
     for at in fragments(engine) if stage > 0 or has_whole else ():
-        tensors = {"fp32": at.flat, **optimizer_state(engine, at.flat)}
+        tensors = of_flat[id(at.flat)]
         parts[at.name] = at.start, {key: at.of(tensors[key]) for key in states}
     parameters = dict(engine.module.named_parameters())
     for name, p in parameters.items():
@@ -358,6 +378,7 @@ def load_shards(
         flats = flat_weights(engine)
         for weights, flat in zip(optimizer.fp16_partitioned_groups_flat, flats, strict=True):
             weights.copy_(flat)
+        optimizer.invalidate_secondary_tensor()  # the copies of hpZ
         optimizer.checkpoint_event_epilogue()
     elif stage > 0:
         optimizer.update_lp_params()
@@ -378,6 +399,17 @@ def check_model(
     """
     checkpoint = shards.checkpoint
     saved = shards.first
+    if "nvme" in offload_devices(engine.config):
+        raise UserError(
+            f"{checkpoint} cannot be loaded into a run with its optimizer or parameters on NVMe; "
+            "go on with --ds_config ds_configs/zero3.json or zero3_offload.json"
+        )
+    if not weights_only and saved.updates is None:
+        raise UserError(
+            f"{checkpoint} has no optimizer state, since SuperOffload cannot save it; start a new "
+            "run in another output_dir from its weights: --checkpoint.weights_only true "
+            f"--checkpoint.resume {checkpoint}"
+        )
     parameters = dict(engine.module.named_parameters())
     tensor = max(1, engine.autotp_size())
     if saved.tensor != tensor:
@@ -414,7 +446,7 @@ def _fill(engine: "DeepSpeedEngine", shards: Shards, weights_only: bool) -> None
     stage = engine.zero_optimization_stage()
     saved = shards.first
     parameters = dict(engine.module.named_parameters())
-    restores_optimizer = not weights_only and saved.updates > 0
+    restores_optimizer = not weights_only and bool(saved.updates)
     if restores_optimizer:
         for flat in flat_weights(engine):
             _prepare_state(engine, flat, saved)

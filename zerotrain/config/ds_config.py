@@ -8,9 +8,11 @@ for those work here. Where both configs set a value, the values must agree.
 import copy
 import difflib
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from pydantic import ValidationError
@@ -29,8 +31,8 @@ SCHEDULES = {
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
     "": """
-        bf16 checkpoint comet comms_logger communication_data_type csv_monitor data_types
-        disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
+        aio bf16 checkpoint comet comms_logger communication_data_type compile csv_monitor
+        data_types disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
         gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
         prescale_gradients sequence_parallel_size steps_per_print tensor_parallel tensorboard
         timers train_micro_batch_size_per_gpu wandb wall_clock_breakdown
@@ -49,11 +51,17 @@ BLOCKS = (
 REFUSED = {
     "zero_optimization.compute_grad_norm": (False, "infinite gradients would be applied"),
     "bf16.check_grad_overflow": (False, "infinite gradients would be applied"),
-    "zero_optimization.offload_optimizer.device": ("nvme", "checkpoints lack what is on NVMe"),
-    "zero_optimization.offload_param.device": ("nvme", "checkpoints lack what is on NVMe"),
     "bf16.bf16_master_weights_and_grads": (True, "master weights are in fp32"),
     "fp16.fp16_master_weights_and_grads": (True, "master weights are in fp32"),
 }
+# What needs an NVIDIA GPU, whatever its value if it is not false.
+ON_GPU = (
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.offload_optimizer.super_offload",
+    "compile.deepcompile",
+)
 EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
 
@@ -95,6 +103,33 @@ def group_sizes(ds_config: dict[str, Any]) -> tuple[int, int]:
     """Ranks that share each linear layer, and ranks that share each row."""
     tensor_parallel = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
     return tensor_parallel, ds_config.get("sequence_parallel_size", 1)
+
+
+def offload_devices(ds_config: dict[str, Any]) -> set[str]:
+    """Where ZeRO-Offload keeps optimizer and parameters: cpu, nvme, or neither."""
+    zero = ds_config.get("zero_optimization", {})
+    blocks = [zero.get(f"offload_{what}") or {} for what in ("optimizer", "param")]
+    return {block.get("device", "none") for block in blocks} - {"none"}
+
+
+def check_machine(config: Config, ds_config: dict[str, Any], device: str) -> None:
+    """Refuse what this machine cannot run.
+
+    Args:
+        ds_config: of resolve_ds_config.
+        device: cpu or cuda.
+
+    Raises:
+        UserError: a key that needs a GPU on a machine without one, or NVMe without libaio.
+    """
+    for path, value in _leaves(ds_config):
+        if path in ON_GPU and value and device != "cuda":
+            raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
+    if "nvme" in offload_devices(ds_config) and not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            f"{config.ds_config}: device nvme needs libaio and a C++ compiler; install the "
+            "packages libaio-dev and g++"
+        )
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -207,10 +242,14 @@ def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: 
             "reduce_bucket_size": hidden_size**2,
             "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
             "stage3_param_persistence_threshold": 10 * hidden_size,
+            "zero_hpz_partition_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         },
+        "zero_optimization.offload_optimizer": {"nvme_path": f"{config.output_dir}/nvme"},
+        "zero_optimization.offload_param": {"nvme_path": f"{config.output_dir}/nvme"},
     }
     for path, values in defaults.items():
-        block = _at(merged, path)
+        parent, _, name = path.rpartition(".")
+        block = _at(merged, parent).get(name) or {}
         for name, value in values.items():
             if block.get(name) == "auto":
                 block[name] = value
@@ -253,6 +292,20 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
             raise UserError(f"{file}: {path} is {json.dumps(value)}: {why}; remove it")
     if "zenflow" in merged["zero_optimization"]:
         raise UserError(f"{file}: zero_optimization.zenflow: it corrupts weights; remove it")
+    zero = merged["zero_optimization"]
+    if zero.get("zero_hpz_partition_size", 1) > 1 and offload_devices(merged):
+        raise UserError(
+            f"{file}: zero_optimization.zero_hpz_partition_size does not work with offload; remove "
+            "one of the two"
+        )
+    offloaded = zero.get("offload_optimizer") or {}
+    if offloaded.get("super_offload") and not config.train.gradient_clipping:
+        raise UserError(
+            f"{file}: zero_optimization.offload_optimizer.super_offload updates in the backward "
+            "pass where gradients are not clipped; set train.gradient_clipping"
+        )
+    if config.model.compile and merged.get("compile", {}).get("deepcompile"):
+        raise UserError(f"{file}: compile.deepcompile: model.compile is true; remove one of them")
     kind = merged["optimizer"].get("type")
     if str(kind).lower() not in ("adam", "adamw"):
         raise UserError(f"{file}: optimizer.type is {json.dumps(kind)}: use AdamW or Adam")

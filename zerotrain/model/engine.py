@@ -78,6 +78,8 @@ def build_engine(
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
+    if setup.ds_config.get("compile", {}).get("deepcompile"):
+        engine.compile()
     engine.train()
     seed_everything(rank_seed(config.train.seed, ranks.replica))
     return engine, loss, loaded

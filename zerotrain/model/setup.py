@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerotrain.config.ds_config import group_sizes, resolve_ds_config
+from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import check_global_batch, dump_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
@@ -78,6 +78,7 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size(skeleton)
     )
+    run_on_all_ranks(ranks, lambda: check_machine(config, ds_config, ranks.device.type))
     ranks = group_ranks(ranks, *group_sizes(ds_config))
     check_global_batch(config, ranks.data_size)
     check_model_fits(config, skeleton, tokenizer)

@@ -26,7 +26,8 @@ INTERNALS = {
         deepspeed.module_inject.layers: partition_dim
         deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
             backup_optimizer checkpoint_event_prologue checkpoint_event_epilogue
-            fp16_partitioned_groups_flat
+            fp16_partitioned_groups_flat optimizer_swapper invalidate_secondary_tensor
+        deepspeed.runtime.swap_tensor.optimizer_utils: swap_params_info get_swap_paths
         deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
         deepspeed.runtime.zero.stage_1_and_2: bit16_groups update_lp_params
         deepspeed.runtime.bf16_optimizer: bf16_groups
