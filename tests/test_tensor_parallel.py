@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import determined, read_metrics
-from plain_loop import train_plainly
+from conftest import determined, plainly, read_metrics
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,7 +67,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
         model__activation_checkpointing=batching == "packed", train__epochs=1,
         eval={"every_steps": 100, "generate": 2, "max_new_tokens": 6},
     )  # fmt: skip
-    losses, norms, _, evals, weights = train_plainly(config, sample_tokenizer)
+    losses, norms, _, evals, weights, _ = plainly(config, sample_tokenizer)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step
@@ -141,6 +140,8 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
 REFUSED = {
     "stage 0": {"zero": {"stage": 0}},
     "hpz": {"zero": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "nvme": {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    "quantized": {"zero": {"stage": 3, "zero_quantized_weights": True}},
     "model.compile": {"model__compile": True},
     "model.lora": {"model__lora": {"r": 2}},
     "heads": {"size": 3},

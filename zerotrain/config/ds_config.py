@@ -112,6 +112,11 @@ def offload_devices(ds_config: dict[str, Any]) -> set[str]:
     return {block.get("device", "none") for block in blocks} - {"none"}
 
 
+def gpu_keys(ds_config: dict[str, Any]) -> list[str]:
+    """The dotted paths of what needs an NVIDIA GPU."""
+    return [path for path, value in _leaves(ds_config) if path in ON_GPU and value]
+
+
 def check_machine(config: Config, ds_config: dict[str, Any], device: str) -> None:
     """Refuse what this machine cannot run.
 
@@ -122,9 +127,8 @@ def check_machine(config: Config, ds_config: dict[str, Any], device: str) -> Non
     Raises:
         UserError: a key that needs a GPU on a machine without one, or NVMe without libaio.
     """
-    for path, value in _leaves(ds_config):
-        if path in ON_GPU and value and device != "cuda":
-            raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
+    for path in gpu_keys(ds_config) if device != "cuda" else ():
+        raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
     if "nvme" in offload_devices(ds_config) and not AsyncIOBuilder().is_compatible():
         raise UserError(
             f"{config.ds_config}: device nvme needs libaio and a C++ compiler; install the "

@@ -9,7 +9,7 @@ from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from torch import nn
 
-from zerotrain.config.ds_config import zero_stage
+from zerotrain.config.ds_config import gpu_keys, offload_devices, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import text_config_of
 from zerotrain.model.trained import Counts
@@ -33,12 +33,17 @@ def check_tensor_parallel(
     name = type(skeleton).__name__
     text = text_config_of(skeleton.config)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    others = gpu_keys(ds_config)
+    if config.model.compile:
+        others.append("model.compile")
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        others.append("zero_optimization.zero_hpz_partition_size")
+    if "nvme" in offload_devices(ds_config):
+        others.append("offload to nvme")
     if zero_stage(ds_config) == 0:
         problem = "is not supported at ZeRO stage 0; set the stage to 1"
-    elif config.model.compile:
-        problem = "does not work with model.compile; remove one of them"
-    elif ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
-        problem = "does not work with zero_hpz_partition_size; remove one of them"
+    elif others:
+        problem = f"is not supported together with {others[0]}; remove one of them"
     elif counts.trained < counts.total:
         problem = "needs all weights to be trained; remove model.lora and model.trainable, or it"
     elif not _can_be_split(skeleton):
