@@ -13,7 +13,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,12 +27,12 @@ from rich.table import Table
 import train
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.start import Fresh
-from zerotrain.checkpoint.state import RunIdentity
+from zerotrain.checkpoint.state import Progress, RunIdentity
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.optimizer import make_schedule
-from zerotrain.model.setup import describe_run, load_plans
+from zerotrain.model.setup import Setup, describe_run, load_plans
 from zerotrain.runtime.agreement import run_on_first_rank
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.runtime.process_group import process_group
@@ -74,7 +75,9 @@ def bare_step(engine: deepspeed.DeepSpeedEngine, batch: StepBatch, world_size: i
     engine.step()
 
 
-def main(config: Config) -> None:
+@contextmanager
+def opened_run(config: Config) -> Iterator[tuple[Setup, train.Training]]:
+    """A run as train.py begins it, without held-out sets."""
     lock = RunLock(Path(config.output_dir))
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(config.distributed.timeout_seconds))
@@ -83,10 +86,17 @@ def main(config: Config) -> None:
         plan, _ = load_plans(setup, ranks)
         identity = RunIdentity.of(setup, plan)
         schedule = make_schedule(setup.config.train, plan)
-        start = Fresh(plan)
-        run = train.build_run(setup, identity, start, schedule, {}, ranks, lock)
+        run = train.build_run(setup, identity, Fresh(plan), schedule, {}, ranks, lock)
+        yield setup, run
+        run.hang_watch.close()
+        run.metrics.close(0)
+
+
+def main(config: Config) -> None:
+    with opened_run(config) as (_, run):
+        ranks = run.ranks
         batches = load_steps(run.plan, ranks.rank, 0, run.total_steps)
-        progress = start.progress
+        progress = Progress()
         ratios = []
         while progress.step + 2 + PROFILED_STEPS <= run.total_steps:
             began = time.perf_counter()
@@ -104,8 +114,6 @@ def main(config: Config) -> None:
             for _ in range(PROFILED_STEPS):
                 progress = train.take_step(run, batches, progress)
             seconds = time.perf_counter() - began
-        run.hang_watch.close()
-        run.metrics.close(0)
         if ranks.is_first:
             ratios = ratios[WARM_UP_STEPS:]
             print(

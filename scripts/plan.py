@@ -3,30 +3,38 @@
     python scripts/plan.py --config recipes/llama-3.1-8b.yaml [--hostfile hostfile | --nodes 2
         --gpus 8] [--gpu h100-80gb] [--links links.json] [--section.key value ...]
 
-Prints a row per DeepSpeed config, the run on fewer and more nodes, the interval of saves, and the
-memory of the run's own choice (--ds_config FILE) with its arithmetic. It needs neither GPU nor
-weights: a model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub;
-local rows are tokenized as in training, unless --mean_tokens is given. zerotrain/model/memory.py
-and zerotrain/tools/plan.py have the formulas and what they leave out.
+Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the interval of saves,
+and the memory of the run's own choice (--ds_config FILE) with its arithmetic. It needs neither GPU
+nor weights: a model's sizes come from recipes/shapes.json, its folder, or its config.json on the
+hub; local rows are tokenized as in training, unless --mean_tokens is given.
+zerotrain/model/memory.py and zerotrain/tools/plan.py have the formulas and what they leave out.
 Nodes and GPUs are those in the recipe's head comment, unless given.
 """
 
 import argparse
 import json
+import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from transformers import AutoConfig, PretrainedConfig
 
 from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Config
+from zerotrain.data.data_plan import make_budget, make_plans
+from zerotrain.model.architecture import count_flops, linear_cost, meta_model
+from zerotrain.model.load import load_model_config, load_tokenizer
+from zerotrain.model.memory import GIB
+from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from zerotrain.config.schema import Config
-    from zerotrain.tools.plan import Cluster, Planner, Row
+from zerotrain.runtime.gpu import PEAK_TFLOPS, peak_flops_per_s
+from zerotrain.tools.plan import Cluster, Planner, Row, best_of, daly_seconds
 
 REPO = Path(__file__).resolve().parent.parent
 CLUSTER = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
@@ -64,96 +72,74 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
     cluster, peak = choose_cluster(args)
-    assumed = {name: getattr(args, name) for name in OPTIONS} | measured_links(args.links)
-    assumed["peak_flops_per_s"] = peak
-    if min(vars(cluster).values()) < 1 or min(assumed.values()) <= 0:
+    os.environ["LOCAL_WORLD_SIZE"] = str(cluster.gpus)  # what "auto" may stand for in a ds_config
+    assumed = {"peak_flops_per_s": peak} | {name: getattr(args, name) for name in OPTIONS}
+    if args.links:
+        try:
+            links = json.loads(read_text(args.links))
+            assumed |= {name: float(rate) for name, rate in links.items()}
+        except (ValueError, AttributeError, TypeError) as error:
+            raise UserError(f"{args.links}: not what preflight --links writes") from error
+    if min(*vars(cluster).values(), *assumed.values()) <= 0:
         raise UserError("nodes, GPUs, memory and every rate are positive numbers")
-    planner = make_planner(config, cluster, assumed, args.mean_tokens, args.rows)
-    show(planner)
+    show(make_planner(config, cluster, assumed, args.mean_tokens, args.rows))
 
 
-def choose_cluster(args: argparse.Namespace) -> tuple["Cluster", float]:
+def choose_cluster(args: argparse.Namespace) -> tuple[Cluster, float]:
     """Nodes and GPUs as given, else as in the recipe; and the peak FLOP/s of a GPU."""
-    from zerotrain.runtime.gpu import PEAK_TFLOPS, peak_flops_per_s
-    from zerotrain.tools.plan import Cluster
-
-    stated = cluster_of(read_text(args.config, "--config: ")) or Cluster(1, 1, 80)
-    nodes, gpus = stated.nodes, stated.gpus
+    stated = cluster_of(read_text(args.config)) or Cluster(1, 1, 80)
+    slots = [stated.gpus] * stated.nodes
     if args.hostfile:
-        slots = [int(n) for n in HOST.findall(read_text(args.hostfile, "--hostfile: "))]
+        slots = [int(count) for count in HOST.findall(read_text(args.hostfile))]
         if not slots:
             raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
-        nodes, gpus = len(slots), min(slots)
-    nodes, gpus = (args.nodes or nodes), (args.gpus or gpus)
     name = args.gpu or f"a100-{stated.gpu_memory_gib}gb"
-    found = re.fullmatch(r"(.+)-(\d+)gb", name.lower())
-    peak = peak_flops_per_s(found[1].replace("-", " ")) if found else None
-    if peak is None:
+    kind, _, memory = name.rpartition("-")
+    peak = peak_flops_per_s(kind.replace("-", " "))
+    gib = memory.removesuffix("gb")
+    if peak is None or not gib.isdecimal():
         known = ", ".join(PEAK_TFLOPS)
         raise UserError(f"--gpu {name}: give one of {known}, and its memory, as in h100-80gb")
-    return Cluster(nodes, gpus, int(found[2])), peak
+    return Cluster(args.nodes or len(slots), args.gpus or min(slots), int(gib)), peak
 
 
-def cluster_of(text: str) -> "Cluster | None":
+def cluster_of(text: str) -> Cluster | None:
     """The cluster in a recipe's head comment."""
-    from zerotrain.tools.plan import Cluster
-
     found = CLUSTER.search(text)
     return Cluster(*map(int, found.groups())) if found else None
 
 
-def measured_links(file: str | None) -> dict[str, float]:
-    """The bandwidths that preflight has measured: that of the slowest node, and that of all."""
-    if file is None:
-        return {}
-    try:
-        measured = json.loads(read_text(file, "--links: "))
-        inside = [value for name, value in measured.items() if name.startswith("inside ")]
-        found = {"node_gb_per_s": min(inside)} if inside else {}
-        return found | {"network_gb_per_s": measured["all ranks"]} if len(inside) != 1 else found
-    except (ValueError, AttributeError, KeyError) as error:
-        raise UserError(f"--links {file}: not what preflight --links writes") from error
-
-
 def make_planner(
-    config: "Config",
-    cluster: "Cluster",
-    assumed: dict[str, float],
+    config: Config,
+    cluster: Cluster,
+    assumed: Mapping[str, float],
     mean_tokens: float | None = None,
     rows: int | None = None,
-) -> "Planner":
+) -> Planner:
     """The run, with the lengths of its rows if they are local and mean_tokens is not given.
 
     Raises:
         UserError: the model's config cannot be loaded, or a row cannot be used.
     """
-    import numpy as np
-
-    from zerotrain.data.data_plan import make_budget, make_plans
-    from zerotrain.model.architecture import count_flops, linear_cost, meta_model
-    from zerotrain.model.load import load_tokenizer
-    from zerotrain.model.trained import count_trained
-    from zerotrain.tools.plan import Planner, Work
-
+    train = config.train
     skeleton = meta_model(load_shape(config), config.model.trust_remote_code)
     cost = linear_cost(skeleton)
     counts = count_trained(skeleton, config.model)
-    lengths = np.array([mean_tokens or config.data.max_length / 2])
-    supervised = lengths.sum()
+    lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
     if mean_tokens is None and all(s.path for s in config.data.sources("train_sources")):
         budget = make_budget(config.data, cluster.nodes * cluster.gpus, cost)
         data = make_plans(config, load_tokenizer(config), budget)[0].data
-        lengths, supervised, rows = data.lengths, data.supervised.sum(), rows or len(data)
-    work = Work.of(config, count_flops(skeleton), lengths, supervised, rows)
-    return Planner(config, skeleton, counts, work, cluster, assumed)
+        lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
+    mean = lengths.mean()
+    examples = train.global_batch_size or train.global_batch_tokens / mean
+    flops = count_flops(skeleton).of_examples(lengths, supervised.sum()) / len(lengths)
+    steps = train.steps or (rows and train.epochs * math.ceil(rows / examples))
+    work = examples * mean, examples * flops, steps
+    return Planner(config, skeleton, counts, *work, cluster, {**assumed, "mean_tokens": mean})
 
 
-def load_shape(config: "Config") -> "PretrainedConfig":
+def load_shape(config: Config) -> PretrainedConfig:
     """The architecture of the run's model: from recipes/shapes.json, else as in training."""
-    from transformers import AutoConfig
-
-    from zerotrain.model.load import load_model_config
-
     file = REPO / "recipes" / "shapes.json"
     shapes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if shape := shapes.get(config.model.name_or_path):
@@ -165,136 +151,99 @@ def load_shape(config: "Config") -> "PretrainedConfig":
 # What is printed
 
 
-def show(planner: "Planner") -> None:
+def show(planner: Planner) -> None:
     """Print the tables, and what follows from them."""
-    from zerotrain.tools.plan import best_of
-
-    config = planner.config
-    cluster = planner.cluster
-    own = config.ds_config
+    nodes = planner.cluster.nodes
+    assumed = planner.assumed
+    own = planner.config.ds_config
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
     files += [own] * (own not in files)
-    rows, refused = rows_of(planner, files, cluster.nodes)
-    steps = planner.work.steps
     print(
-        f"{config.model.name_or_path}: {planner.counts.total:,} parameters, "
-        f"{planner.counts.trained:,} trained; {f'{steps:,}' if steps else 'an unknown number of'} "
-        f"steps of {planner.work.tokens:,.0f} tokens\n{cluster}; assumed: "
-        + ", ".join(f"{name} {value:,.4g}" for name, value in planner.assumed.items())
+        f"{planner.config.model.name_or_path}: {planner.counts.total:,} parameters, "
+        f"{planner.counts.trained:,} trained; steps of {planner.tokens:,.0f} tokens, "
+        f"{planner.steps or '--rows'} of them\n{planner.cluster}; assumed: nothing overlaps, "
+        + ", ".join(f"{name} {value:,.4g}" for name, value in assumed.items())
     )
-    parts = ("weights", "gradients", "optimizer", "buffers")
-    heads = ("kept", "recomputed", "loss", "peak", "CPU", "NVMe", "fits")
-    title = (
-        f"GiB of a GPU (activations kept or recomputed; the peak has "
-        f"{config.data.micro_batch_tokens:,} tokens a micro-batch, or what fits) and of a node "
-        "(CPU, NVMe);\nthe largest data.micro_batch_tokens that fits"
+    refused: list[str] = []
+    rows = rows_of(planner, files, nodes, refused)
+    print("\nGiB of a GPU, and of a node (CPU, NVMe); tokens: the largest micro-batch that fits")
+    show_table([sizes(row) for row in rows])
+    print("\nhours of the run, GB that a rank sends in a step")
+    show_table([speed(planner, row) for row in rows])
+    print("\n".join(refused))
+    show_parts(planner.row(own, nodes))
+
+    counts = sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))})
+    best = {count: best_of(rows_of(planner, files, count, []), own) for count in counts}
+    print("\nthe fastest that fits")
+    show_table([{"nodes": n} | speed(planner, found[0]) for n, found in best.items() if found])
+    if best[1] and best[2]:
+        gain = best[1][0].seconds / best[2][0].seconds
+        verdict = "worth it" if gain >= WORTH else f"not worth it, less than {WORTH}"
+        print(f"a second node gives {gain:.2f} times the tokens/s: {verdict}")
+    if not best[nodes]:
+        print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
+        return
+    first, *others = best[nodes]
+    save_seconds = first.memory.checkpoint / assumed["disk_gb_per_s"] / 1e9
+    hours = assumed["node_mtbf_hours"] / nodes
+    minutes = daly_seconds(save_seconds, 3600 * hours) / 60
+    print(
+        f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula for saves of "
+        f"{save_seconds:.0f} s and a failure every {hours:,.0f} h\n"
+        f"use: {first.file}, the fastest that fits: {first.seconds:.3g} s per step"
+        + "".join(f"; {row.file} {row.seconds:.3g}" for row in others[:2])
     )
-    cells = [sizes(row, parts) for row in rows]
-    show_table(title, ["", *parts, *heads], cells)
-    heads = ("micro-steps", "GB sent per rank", "s per step", "tokens/s", "hours")
-    cells = [[*speed(planner, row), "yes" if row.fits else "no"] for row in rows]
-    show_table("a step, and the run", ["", *heads, "fits"], cells)
-    print("".join(f"not possible: {text}\n" for text in refused))
-    doubled = {2**n for n in range(cluster.nodes.bit_length())}
-    counts = sorted({1, 2, cluster.nodes, *doubled})
-    best = {nodes: best_of(rows_of(planner, files, nodes)[0], own) for nodes in counts}
-    cells = [[str(nodes), *speed(planner, found[0])] for nodes, found in best.items() if found]
-    show_table("the fastest that fits on so many nodes", ["nodes", "", *heads], cells)
-    show_parts(planner.row(own, cluster.nodes), cluster)
-    conclude(planner, best)
 
 
-def rows_of(planner: "Planner", files: list[str], nodes: int) -> tuple[list["Row"], list[str]]:
-    """The rows of the configs that can be used, and why the others cannot."""
+def rows_of(planner: Planner, files: list[str], nodes: int, refused: list[str]) -> list[Row]:
+    """The rows of the configs that can be used; why others cannot is added to `refused`."""
     rows = []
-    refused = []
     for file in files:
         try:
             rows.append(planner.row(file, nodes))
         except UserError as error:
             refused.append(f"not possible: {error}")
-    return rows, refused
+    return rows
 
 
-def sizes(row: "Row", states: Sequence[str]) -> list[str]:
-    from zerotrain.model.memory import GIB
+def show_table(records: list[dict[str, Any]]) -> None:
+    print(pd.DataFrame(records).to_string(index=False, na_rep="-", float_format="{:,.1f}".format))
 
+
+def sizes(row: Row) -> dict[str, Any]:
     memory = row.memory
-    of_states = {part.name: part.size for part in memory.states}
-    found = [*(of_states.get(name, 0) for name in states), row.kept, row.recomputed]
-    found += [memory.loss.size, memory.peak, memory.host, memory.nvme]
-    numbers = [f"{size / GIB:,.1f}" for size in found]
-    return [Path(row.file).stem, *numbers, f"{row.largest_budget:,}"]
+    parts = {part.name: part.size for part in memory.states}
+    parts |= {"activations": row.kept, "recomputed": row.recomputed, "loss": memory.loss.size}
+    parts |= {"peak": memory.peak, "CPU": memory.host, "NVMe": memory.nvme}
+    in_gib = {name: size / GIB for name, size in parts.items()}
+    return {"": Path(row.file).stem} | in_gib | {"tokens": row.largest_budget}
 
 
-def speed(planner: "Planner", row: "Row") -> list[str]:
-    work = planner.work
-    run = f"{row.seconds * work.steps / 3600:,.1f}" if work.steps else "give --rows"
-    step = (f"{row.sent / 1e9:,.1f}", f"{row.seconds:,.3g}", f"{work.tokens / row.seconds:,.0f}")
-    return [Path(row.file).stem, str(row.micro_steps), *step, run]
-
-
-def show_table(title: str, heads: list[str], cells: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None)
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i else "left")
-    for row in cells:
-        table.add_row(*row)
-    Console(width=140, highlight=False).print(table)
-
-
-def show_parts(row: "Row", cluster: "Cluster") -> None:
-    """The memory of one config with its arithmetic."""
-    from zerotrain.model.memory import GIB
-
-    memory = row.memory
-    either = {
-        "all the time": memory.states,
-        "and in the backward pass": [memory.activations],
-        "with the larger of": [memory.loss, memory.layer],
-        "or in the update": [memory.update],
+def speed(planner: Planner, row: Row) -> dict[str, Any]:
+    return {
+        "": Path(row.file).stem,
+        "fits": "yes" if row.fits else "no",
+        "micro-steps": row.micro_steps,
+        "GB sent": row.sent / 1e9,
+        "s per step": f"{row.seconds:.3g}",
+        "tokens/s": f"{planner.tokens / row.seconds:,.0f}",
+        "hours": (planner.steps or math.nan) * row.seconds / 3600,
     }
-    print(f"\n{row.file}: each GPU, estimated, not measured")
-    for when, parts in either.items():
-        print(when)
-        for part in parts:
-            print(f"  {part.name:<14}{part.size / GIB:8.1f} GiB   {part.how}")
+
+
+def show_parts(row: Row) -> None:
+    """The memory of one config with its arithmetic."""
+    memory = row.memory
+    print(f"\n{row.file}: each GPU, with the larger of loss and layer, or the update instead")
+    for part in (*memory.states, memory.activations, memory.loss, memory.layer, memory.update):
+        print(f"  {part.name:<14}{part.size / GIB:8.1f} GiB   {part.how}")
     print(
-        f"peak {memory.peak / GIB:.1f} GiB of {cluster.gpu_memory_gib}, a tenth of which stays "
-        f"free for the rest: {'fits' if row.fits else 'DOES NOT FIT'}\n"
+        f"  {'peak':<14}{memory.peak / GIB:8.1f} GiB   {'fits' if row.fits else 'DOES NOT FIT'}\n"
         f"CPU memory per node {memory.loading / GIB:.0f} GiB while loading, "
         f"{memory.host / GIB:.0f} GiB in training\n"
         f"disk {memory.checkpoint / GIB:.0f} GiB per checkpoint, {memory.checkpoints} at a time"
     )
-
-
-def conclude(planner: "Planner", best: dict[int, list["Row"]]) -> None:
-    """Which config to use and why, whether a second node pays, and how often to save."""
-    from zerotrain.tools.plan import daly_seconds
-
-    assumed = planner.assumed
-    nodes = planner.cluster.nodes
-    if best[1] and best[2]:
-        gain = best[1][0].seconds / best[2][0].seconds
-        verdict = "worth it" if gain >= WORTH else f"not worth it, less than {WORTH}"
-        print(f"\nsecond node: {gain:.2f} times the tokens/s of one: {verdict}")
-    if not best[nodes]:
-        print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
-        return
-    first, *others = best[nodes]
-    save = first.memory.checkpoint / assumed["disk_gb_per_s"] / 1e9
-    interval = daly_seconds(save, 3600 * assumed["node_mtbf_hours"] / nodes)
-    print(f"saves: checkpoint.every_minutes {interval / 60:.0f}, by Daly's formula for saves of "
-          f"{save:.0f} s and a failure every {assumed['node_mtbf_hours'] / nodes:,.0f} h"
-          )  # fmt: skip
-    reason = f"{first.seconds:.3g} s per step"
-    if others:
-        reason += f", the next is {others[0].file} with {others[0].seconds:.3g} s"
-    budget = min(planner.config.data.micro_batch_tokens, first.largest_budget)
-    print(f"use: {first.file}, data.micro_batch_tokens {budget:,}: the fastest that fits, {reason}")
 
 
 if __name__ == "__main__":

@@ -99,3 +99,17 @@ def test_phases_of_both_sides_until_the_first_step_are_measured():
     for *phases, total in rows.values():
         assert len(phases) == 4 and min(phases) >= 0
         assert total == pytest.approx(sum(phases), abs=0.3)  # rounding
+
+
+@pytest.mark.launch
+def test_model_states_are_as_estimated(tmp_path):
+    run = REPO / "benchmarks" / "llama_300m"
+    shape = json.loads((run / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    small = ["--model.name_or_path", tmp_path, "--output_dir", tmp_path / "run"]
+    files = ["--config", run / "run.yaml", "--ds_config", "ds_configs/zero3.json"]
+    done = bench("-m", "benchmarks.memory", *files, *small, "--data.cache_dir", tmp_path / "cache")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
+    estimated, measured, ratio, *peak = map(float, row[1:])
+    assert ratio == pytest.approx(1, abs=0.03) and min(estimated, measured, *peak) > 0

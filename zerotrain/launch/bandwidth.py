@@ -1,7 +1,8 @@
 """Preflight's job: ports, process group, a checked all-reduce, and the bandwidth of every link.
 
 Runs on every rank. Rank 0 prints the results, and a warning for each host, pair of hosts or GPU
-that is slower than the others; all of them go into a file as JSON, if one is named.
+that is slower than the others, and writes the bandwidths of the slowest host and of all ranks into
+a file, if one is named, for scripts/plan.py.
 """
 
 import json
@@ -114,7 +115,11 @@ def main(timeout_seconds: float, file: str) -> None:
             everything |= json.loads(store.get(f"measured/{other}"))
         show(everything)
         if file:
-            Path(file).write_text(json.dumps(everything))
+            inside = [rate for name, rate in everything.items() if name.startswith("inside ")]
+            links = {"node_gb_per_s": min(inside)} if inside else {}
+            if len(hosts) > 1:
+                links["network_gb_per_s"] = everything["all ranks"]
+            Path(file).write_text(json.dumps(links))
     dist.barrier()
     dist.destroy_process_group()
 

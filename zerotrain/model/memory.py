@@ -114,6 +114,8 @@ def estimate_memory(
     width = weight_bytes(ds_config)
     held = width * (total - quantized) + NF4_BYTES * quantized
     weights = held / (ranks if stage == 3 else 1)
+    if zero.get("zero_hpz_partition_size", 1) > 1:  # a second partition, over a node's GPUs
+        weights += held / zero["zero_hpz_partition_size"]
     summed = 4 if ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     if stage < 2 and summed != width:
         summed += width  # its BF16_Optimizer keeps the 16-bit gradients next to their sum

@@ -11,27 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from zerotrain.config.ds_config import group_sizes, resolve_ds_config, zero_stage
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import ModelFlops, hidden_size, text_config_of
-from zerotrain.model.memory import (
-    GIB,
-    Memory,
-    estimate_memory,
-    layer_widths,
-    weight_bytes,
-)
+from zerotrain.model.architecture import hidden_size, text_config_of
+from zerotrain.model.memory import GIB, Memory, estimate_memory, layer_widths, weight_bytes
 from zerotrain.model.trained import Counts
 from zerotrain.runtime.errors import UserError
 
 SPARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
 GRANULE = 256  # tokens: budgets are compared at multiples of it
 MAX_BUDGET = 1 << 22
-CPU_ADAM_PER_S = 4e9  # parameters that the CPUs of a node update (arXiv:2101.06840, table 4)
-FORWARD_SHARE = 1 / 3  # of a step's FLOPs, repeated where activations are recomputed
+CPU_ADAM_PER_S = 4e9  # parameters that the CPUs of a node update (arXiv:2101.06840)
+RECOMPUTED = 1 / 3  # of a step's FLOPs: the forward pass, with activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -48,41 +41,12 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What an optimizer step has to do, under any DeepSpeed config."""
-
-    tokens: float
-    flops: float
-    """Without recomputed activations."""
-    steps: int | None
-    """Of the run; None if the number of rows is unknown."""
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        flops: ModelFlops,
-        lengths: np.ndarray,
-        supervised_tokens: float,
-        rows: int | None,
-    ) -> "Work":
-        """For examples like those of `lengths`, int [some examples]; `rows`: of an epoch."""
-        train = config.train
-        examples = train.global_batch_size or train.global_batch_tokens / lengths.mean()
-        steps = train.steps
-        if steps is None and rows is not None:
-            steps = train.epochs * math.ceil(rows / examples)
-        of_example = flops.of_examples(lengths, supervised_tokens) / len(lengths)
-        return cls(examples * lengths.mean(), examples * of_example, steps)
-
-
-@dataclass(frozen=True)
 class Row:
     """A run under one DeepSpeed config."""
 
     file: str
-    simplicity: tuple[int, int]
-    """Ranks that share a micro-batch, and the ZeRO stage: the less the simpler."""
+    simplicity: tuple[int, ...]
+    """Ranks that share a micro-batch, ZeRO stage, length of the config: the less the simpler."""
     memory: Memory
     """With the config's token budget, or the largest one that fits."""
     kept: float
@@ -97,7 +61,7 @@ class Row:
     seconds: float
     """Of a step."""
     keeps_the_run: bool
-    """Neither another optimizer nor less precise sums and messages."""
+    """Neither another optimizer, nor quantized messages, nor sums of micro-steps in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +72,11 @@ class Planner:
     skeleton: nn.Module
     """On the meta device, with requires_grad as in training."""
     counts: Counts
-    work: Work
+    tokens: float
+    flops: float
+    """Of an optimizer step, without recomputed activations."""
+    steps: int | None
+    """Of the run; None if the number of its rows is unknown."""
     cluster: Cluster
     assumed: Mapping[str, float]
     """The options of scripts/plan.py: rates, and memory of a node."""
@@ -121,40 +89,35 @@ class Planner:
         """
         config = replace(self.config, ds_config=file)
         config, _, ds_config = resolve_ds_config(config, "bf16", hidden_size(self.skeleton))
+        zero = ds_config["zero_optimization"]
         ranks = nodes * self.cluster.gpus
         group = math.prod(group_sizes(ds_config))
         if ranks % group:
             raise UserError(f"{file}: {ranks} ranks are no multiple of its groups of {group}")
+        recompute = config.model.activation_checkpointing
 
-        def memory_of(tokens: int, recompute: bool) -> Memory:
+        def memory_of(tokens: int, recompute: bool = recompute) -> Memory:
             data = replace(config.data, micro_batch_tokens=tokens)
             model = replace(config.model, activation_checkpointing=recompute)
             run = replace(config, data=data, model=model)
             shape = ranks, self.cluster.gpus
             return estimate_memory(run, self.skeleton, self.counts, ds_config, *shape)
 
-        recompute = config.model.activation_checkpointing
         room = SPARE * self.cluster.gpu_memory_gib * GIB
-        largest = GRANULE * bisect_left(
-            range(GRANULE, MAX_BUDGET, GRANULE),
-            True,
-            key=lambda tokens: memory_of(tokens, recompute).peak > room,
-        )
+        budgets = range(GRANULE, MAX_BUDGET, GRANULE)
+        too_large = bisect_left(budgets, True, key=lambda tokens: memory_of(tokens).peak > room)
+        largest = GRANULE * too_large
         wanted = config.data.micro_batch_tokens
         budget = min(wanted, largest) if largest >= config.data.max_length else wanted
-        memory = memory_of(budget, recompute)
-        micro_steps = max(1, math.ceil(self.work.tokens * group / (ranks * budget)))
+        memory = memory_of(budget)
+        micro_steps = math.ceil(self.tokens * group / (ranks * budget))
         sent, seconds = self._communication(ds_config, nodes, micro_steps, budget)
-        seconds += self._offloading(ds_config, nodes, micro_steps)
-        compute = self.work.flops * (1 + FORWARD_SHARE * recompute)
-        seconds += compute / (ranks * self.assumed["peak_flops_per_s"] * self.assumed["mfu"])
-        fp32_sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-        is_exact = fp32_sums or weight_bytes(ds_config) == 4 or micro_steps == 1
-        quantized = any("quantized" in key and value
-                        for key, value in ds_config["zero_optimization"].items())  # fmt: skip
+        compute = self.flops * (1 + RECOMPUTED * recompute) / ranks
+        seconds += compute / (self.assumed["peak_flops_per_s"] * self.assumed["mfu"])
+        sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return Row(
             file=file,
-            simplicity=(group, zero_stage(ds_config)),
+            simplicity=(group, zero_stage(ds_config), len(str(ds_config))),
             memory=memory,
             kept=memory_of(budget, False).activations.size,
             recomputed=memory_of(budget, True).activations.size,
@@ -162,10 +125,10 @@ class Planner:
             fits=memory.peak <= room and memory.host <= self.assumed["cpu_memory_gib"] * GIB,
             micro_steps=micro_steps,
             sent=sent,
-            seconds=seconds,
-            keeps_the_run=is_exact
-            and not quantized
-            and ds_config["optimizer"]["type"].lower().startswith("adam"),
+            seconds=seconds + self._offloading(ds_config, nodes, micro_steps),
+            keeps_the_run=(sums or weight_bytes(ds_config) == 4 or micro_steps == 1)
+            and "adam" in ds_config["optimizer"]["type"].lower()
+            and not any("quantized" in key and zero[key] for key in zero),
         )
 
     def _communication(
@@ -183,43 +146,42 @@ class Planner:
         width = weight_bytes(ds_config)
         summed = 4 if ds_config.get("communication_data_type") == "fp32" else width
         summed = 0.5 if zero.get("zero_quantized_gradients") else summed
-        moved = 1 if zero.get("zero_quantized_weights") else width
         ring = (ranks - 1) / ranks / tensor_parallel
         gradients = ring * summed * self.counts.trained
-        weights = ring * moved * self.counts.trained * (stage > 0)
+        forward = ring * width * self.counts.trained * (stage > 0)
         backward = 0.0
-        if stage < 3:
-            gradients *= 2 * (micro_steps if stage == 2 else 1)
-        else:
-            gradients *= micro_steps
-            weights = backward = ring * moved * self.counts.total * micro_steps
+        if stage == 3:
+            gathered = 1 if zero.get("zero_quantized_weights") else width
+            forward = backward = ring * gathered * self.counts.total * micro_steps
+        gradients *= (2, 2, 2 * micro_steps, micro_steps)[stage]
         is_local = 1 < zero.get("zero_hpz_partition_size", 1) <= self.cluster.gpus
-        seconds = (gradients + weights) / between + backward / (inside if is_local else between)
+        seconds = (gradients + forward) / between + backward / (inside if is_local else between)
 
         group = tensor_parallel * sequence_parallel
         h, q, k, *_ = layer_widths(self.skeleton)
-        per_layer = 4 * h if tensor_parallel > 1 else (2 * q + 2 * k) / sequence_parallel
+        per_layer = 4 * h if tensor_parallel > 1 else 2 * (q + k) / sequence_parallel
         passes = 2 + self.config.model.activation_checkpointing
-        layers = int(text_config_of(self.skeleton.config).num_hidden_layers)
-        shared = passes * layers * per_layer * width * budget * micro_steps * (group - 1) / group
+        passes *= int(text_config_of(self.skeleton.config).num_hidden_layers)
+        shared = passes * per_layer * width * budget * micro_steps * (group - 1) / group
         seconds += shared / (inside if group <= self.cluster.gpus else between)
-        return gradients + weights + backward + shared, seconds
+        return gradients + forward + backward + shared, seconds
 
     def _offloading(self, ds_config: dict[str, Any], nodes: int, micro_steps: int) -> float:
         """Seconds in which a step copies to and from CPU memory and NVMe, and the CPUs update."""
         zero = ds_config["zero_optimization"]
-        device = {name: (zero.get(f"offload_{name}") or {}).get("device", "none")
-                  for name in ("param", "optimizer")}  # fmt: skip
+        optimizer, weights = (
+            (zero.get(f"offload_{name}") or {}).get("device") for name in ("optimizer", "param")
+        )
         width = weight_bytes(ds_config)
         trained, total = (count / nodes for count in self.counts)  # on a node
-        rate = {"none": math.inf, "cpu": self.assumed["pcie_gb_per_s"] * self.cluster.gpus * 1e9,
-                "nvme": self.assumed["nvme_gb_per_s"] * 1e9}  # fmt: skip
-        seconds = 2 * micro_steps * width * total / rate[device["param"]]
-        if device["optimizer"] != "none":
-            seconds += (4 * micro_steps + width) * trained / rate["cpu"]
-            seconds += trained / CPU_ADAM_PER_S
-        if device["optimizer"] == "nvme":
-            seconds += 2 * 12 * trained / rate["nvme"]
+        rates = {"cpu": self.assumed["pcie_gb_per_s"] * self.cluster.gpus * 1e9}
+        rates["nvme"] = self.assumed["nvme_gb_per_s"] * 1e9
+        seconds = 2 * micro_steps * width * total / rates.get(weights, math.inf)
+        if optimizer in rates:
+            copied = (4 * micro_steps + width) * trained
+            seconds += copied / rates["cpu"] + trained / CPU_ADAM_PER_S
+        if optimizer == "nvme":
+            seconds += 2 * 12 * trained / rates["nvme"]
         return seconds
 
 
@@ -228,9 +190,7 @@ def best_of(rows: list[Row], own: str) -> list[Row]:
     run's own choice, then the simplest.
     """
     usable = [row for row in rows if row.fits and row.keeps_the_run]
-    return sorted(
-        usable, key=lambda row: (float(f"{row.seconds:.2g}"), row.file != own, row.simplicity)
-    )
+    return sorted(usable, key=lambda r: (float(f"{r.seconds:.2g}"), r.file != own, r.simplicity))
 
 
 def daly_seconds(save_seconds: float, mtbf_seconds: float) -> float:

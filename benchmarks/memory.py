@@ -1,0 +1,100 @@
+"""Measure the memory of two steps on CPU beside the estimate, as a row of a table.
+
+    deepspeed --num_gpus 2 --module benchmarks.memory --config benchmarks/llama_300m/run.yaml
+        [--ds_config ds_configs/zero3.json] [--section.key value ...]
+
+Of rank 0, GiB. The model states are the tensors that Python objects hold at the end of the last
+backward pass; the peak is the most that torch has allocated at a time in the second step, as
+torch.cuda.max_memory_allocated is on a GPU. What ZeRO offloads is in the same memory here, so the
+estimates of GPU and CPU are added up.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import train
+from benchmarks.step import opened_run
+from zerotrain.checkpoint.state import Progress
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Config
+from zerotrain.data.loader import load_steps
+from zerotrain.model.memory import GIB
+from zerotrain.runtime.errors import exit_on_error
+from zerotrain.tracking.steps import PhaseTimer
+
+
+class Watch(PhaseTimer):
+    """Counts the model states at the end of each backward pass."""
+
+    model: torch.nn.Module
+    states_bytes: int
+
+    def mark(self, phase: str) -> None:
+        super().mark(phase)
+        if phase == "backward":
+            self.states_bytes = held_bytes(self.model)
+
+
+def main(config: Config) -> None:
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        opened_run(config) as (setup, run),
+    ):
+        watch = Watch(run.ranks.device)
+        watch.model = run.engine.module
+        run = replace(run, timer=watch)
+        batches = load_steps(run.plan, run.ranks.rank, 0, run.total_steps)
+        progress = train.take_step(run, batches, Progress())
+        with record_function("second step"):
+            train.take_step(run, batches, progress)
+    if run.ranks.is_first:
+        trace = Path(config.output_dir) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        memory = setup.memory
+        on_cpu = memory.host / run.ranks.world_size
+        states = sum(part.size for part in memory.states if part.name != "buffers")
+        pairs = (
+            (states + on_cpu, watch.states_bytes),
+            (memory.peak + on_cpu, peak_bytes(json.loads(trace.read_text())["traceEvents"])),
+        )
+        cells = [f"{a / GIB:.2f} | {b / GIB:.2f} | {a / b:.3f}" for a, b in pairs]
+        print("|", Path(config.ds_config).stem, "|", " | ".join(cells), "|", flush=True)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Of the tensors that Python objects hold, without weights that ZeRO 3 has gathered."""
+    parameters = list(model.parameters())
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    tensors += [p.grad for p in parameters if p.grad is not None]
+    storages = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    gathered = {p.data_ptr() for p in parameters if hasattr(p, "ds_tensor")}
+    return sum(size for pointer, size in held.items() if pointer not in gathered)
+
+
+def peak_bytes(events: list[dict[str, Any]]) -> int:
+    """The most bytes that are allocated at a time from the begin of the second step on."""
+    live: dict[int, int] = {}
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
+        if event.get("name") == "second step":
+            peak = total
+        elif event.get("name") == "[memory]":
+            address = event["args"]["Addr"]
+            total -= live.pop(address, 0)  # also of a tensor that another thread has freed
+            if event["args"]["Bytes"] > 0:
+                live[address] = event["args"]["Bytes"]
+                total += live[address]
+                peak = max(peak, total)
+    return peak
+
+
+if __name__ == "__main__":
+    exit_on_error(lambda: main(parse_command_line(sys.argv[1:]).config))
