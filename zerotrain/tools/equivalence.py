@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, product
 from pathlib import Path
@@ -283,7 +284,8 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
                 setattr(part, key, 0.0)
         for key, value in SMALL.items():
             if getattr(part, key, None) is not None:
-                setattr(part, key, value)
+                with suppress(AttributeError):  # follows from others
+                    setattr(part, key, value)
         if hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = few
     return model_config

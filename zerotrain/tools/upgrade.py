@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import CheckpointConfig, Config, EvalConfig, TrackingConfig
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import RunFailed, UserError
 from zerotrain.tools.compare import compare_curves
 from zerotrain.tools.equivalence import CURVES, start_training
 from zerotrain.tools.report import read_run
@@ -32,7 +32,8 @@ def prove_upgrade(config: Config, wanted: str, ranks: int, steps: int, work: Pat
         Whether losses and gradient norms are the same, within the tolerance of the precision.
 
     Raises:
-        UserError: the packages cannot be installed, or a run fails.
+        UserError: the packages cannot be installed.
+        RunFailed: a run fails.
     """
     text = changed_requirements(Path("requirements.txt").read_text(encoding="utf-8"), wanted)
     work.mkdir(parents=True, exist_ok=True)
@@ -46,18 +47,24 @@ def prove_upgrade(config: Config, wanted: str, ranks: int, steps: int, work: Pat
         (wanted, str(python), after),
     ):
         shutil.rmtree(folder, ignore_errors=True)
-        code, output, cpu_gib = start_training(file, [f"--output_dir={folder}"], ranks, interpreter)
+        trust = f"--model.trust_remote_code={config.model.trust_remote_code}"
+        flags = [f"--output_dir={folder}", trust]
+        code, output, cpu_gib = start_training(file, flags, ranks, interpreter)
+        log = folder.with_suffix(".log")
+        log.write_text(output, encoding="utf-8")
         if code:
-            lines = output.strip().splitlines()
-            last = next((line for line in lines if line.startswith("error: ")), lines[-1])
-            raise UserError(f"the run with {name} ended with exit code {code}: {last}")
+            raise RunFailed(f"the run with {name} ended with exit code {code}: see {log}")
         run = read_run(folder).series
         speed = run["tokens_per_s"].iloc[WARM_UP_STEPS:].median()
         gpu = ""
         if "memory_peak_gib" in run:
-            gpu = f"{run['memory_peak_gib'].max():8.2f} GiB on the GPU"
+            gpu = f", {run['memory_peak_gib'].max():.2f} GiB of rank 0's GPU"
             in_16_bits = config.train.precision != "fp32"  # auto
-        print(f"{name:<32} {speed:>12,.0f} tokens/s {cpu_gib:8.2f} GiB of a process{gpu}")
+        print(
+            f"{name:<32} last loss {run['loss'].iloc[-1]:.6f}, {speed:,.0f} tokens/s, "
+            f"{cpu_gib:.2f} GiB of the largest process{gpu}",
+            flush=True,
+        )
     return compare_curves(before, after, CURVES["bf16" if in_16_bits else "fp32"])
 
 
