@@ -51,6 +51,7 @@ from zerotrain.model.evaluate import HeldOutSets
 from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
+from zerotrain.model.rehearsal import explain_out_of_memory, rehearse
 from zerotrain.model.setup import Setup, describe_run, load_plans
 from zerotrain.runtime.agreement import (
     any_rank_preempted,
@@ -151,8 +152,18 @@ def build_run(
     config = setup.config
     engine, loss, loaded = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
+    is_auto = config.data.micro_batch_tokens == "auto"
+    if config.train.rehearse or is_auto:
+        search = is_auto and start.progress.step == 0
+        budget = rehearse(engine, loss, setup, start.plan, search)
+        setup = setup.with_budget(budget)
+        config = setup.config
+        start = replace(start, plan=replace(start.plan, budget=budget))
+        identity = RunIdentity.of(setup, start.plan)
+        eval_plans = {name: replace(plan, budget=budget) for name, plan in eval_plans.items()}
+        run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
     loaded = replace(loaded, base=start.load(engine, ranks, config.train.seed, loaded.base))
-    check_engine(engine, loss, setup, start.plan, ranks)
+    check_engine(engine, setup, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
     metrics = open_metrics(config, start.progress, steps, ranks, lock)
     reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
@@ -248,7 +259,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     run.timer.mark("data")
     lr = run.schedule.rate(batch.global_step)
     set_learning_rate(run.engine.basic_optimizer, lr)
-    values = {"lr": lr, **train_step(run, batch)}
+    with explain_out_of_memory(run.plan, batch.plan.micro_batches[0][run.ranks.data_rank]):
+        values = {"lr": lr, **train_step(run, batch)}
     phases = run.timer.take()  # of rank 0; waits for the device
     values |= {"step_seconds": sum(phases.values()), **phases}
     progress = replace(

@@ -17,6 +17,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ def main() -> None:
             raise UserError(f"{args.links}: not what preflight --links writes") from error
     if min(*vars(cluster).values(), *assumed.values()) <= 0:
         raise UserError("nodes, GPUs, memory and every rate are positive numbers")
+    if config.data.micro_batch_tokens == "auto":
+        data = replace(config.data, micro_batch_tokens=1 << 30)  # what fits is less
+        config = replace(config, data=data)
     show(make_planner(config, cluster, assumed, args.mean_tokens, args.rows))
 
 

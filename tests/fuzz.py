@@ -213,7 +213,7 @@ def rows_target() -> Target:
 
 STATE = {
     "run": {
-        "config_hash": "13de87cfa32cf918", "world_size": 2,
+        "config_hash": "13de87cfa32cf918", "world_size": 2, "micro_batch_tokens": 1024,
         "zero_stage": 2, "precision": "fp32",
         "plan": {"version": 4, "content": "5302444610fda9dc", "seed": 42, "global_batch_size": 16,
                  "global_batch_tokens": None},

@@ -81,19 +81,19 @@ def build_engine(
     if setup.ds_config.get("compile", {}).get("deepcompile"):
         engine.compile()
     engine.train()
+    tokens = ordinary_tokens(setup.tokenizer)
+    problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
+    if problem and ranks.is_first:
+        print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)
     seed_everything(rank_seed(config.train.seed, ranks.replica))
     return engine, loss, loaded
 
 
 def check_engine(
-    engine: deepspeed.DeepSpeedEngine,
-    loss: SupervisedLoss,
-    setup: Setup,
-    plan: DataPlan,
-    ranks: Ranks,
+    engine: deepspeed.DeepSpeedEngine, setup: Setup, plan: DataPlan, ranks: Ranks
 ) -> None:
-    """Check the model's attention and a frozen output head with forward passes on random tokens,
-    and whether the loss can be computed in chunks; called by all ranks.
+    """Check the model's attention and a frozen output head with forward passes on random tokens;
+    called by all ranks.
 
     Raises:
         UserError: tokens attend to later ones, or packed examples to each other; or the model could
@@ -109,6 +109,3 @@ def check_engine(
     run_on_all_ranks(
         ranks, lambda: check_end_tokens(engine, setup.tokenizer, trained, ranks.device)
     )
-    problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
-    if problem and ranks.is_first:
-        print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)

@@ -218,7 +218,7 @@ def _backward(
     (Korthikanti et al., section 5). The loss is done before any layer's backward pass begins, so
     the larger of the two counts. Every token is taken to be supervised.
     """
-    tokens = config.data.micro_batch_tokens // sequence_parallel
+    tokens = config.data.first_budget // sequence_parallel
     layers = int(text_config_of(skeleton.config).num_hidden_layers)
     hidden = hidden_size(skeleton)
     sizes = layer_bytes(skeleton, tensor_parallel)

@@ -2,10 +2,10 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import check_global_batch, dump_config
@@ -57,12 +57,23 @@ class Setup:
     """What a step needs."""
     ranks: Ranks
     """In the groups that the DeepSpeed config asks for."""
-    memory: Memory
-    """Estimated."""
+    skeleton: PreTrainedModel
+    """The model on the meta device, with requires_grad as in training."""
+
+    @property
+    def memory(self) -> Memory:
+        """Estimated."""
+        shape = self.ranks.world_size, int(os.environ["LOCAL_WORLD_SIZE"])
+        return estimate_memory(self.config, self.skeleton, self.counts, self.ds_config, *shape)
 
     def budget(self) -> Budget:
         """The token budget of micro-batches."""
         return make_budget(self.config.data, self.ranks.data_size, self.linear_cost)
+
+    def with_budget(self, budget: Budget) -> "Setup":
+        """With the number of a budget as data.micro_batch_tokens."""
+        data = replace(self.config.data, micro_batch_tokens=budget.micro_batch_tokens)
+        return replace(self, config=replace(self.config, data=data))
 
 
 def describe_run(config: Config, ranks: Ranks) -> Setup:
@@ -90,7 +101,6 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     cost = linear_cost(skeleton)
     resolved = dump_config(config) + json.dumps({"linear_cost": cost, **ds_config}, indent=1)
     require_same(ranks, "the resolved config", resolved)
-    shape = ranks.world_size, int(os.environ["LOCAL_WORLD_SIZE"])
     return Setup(
         config=config,
         tokenizer=tokenizer,
@@ -102,7 +112,7 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
         counts=counts,
         flops=count_flops(skeleton),
         ranks=ranks,
-        memory=estimate_memory(config, skeleton, counts, ds_config, *shape),
+        skeleton=skeleton,
     )
 
 

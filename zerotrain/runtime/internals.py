@@ -74,6 +74,10 @@ INTERNALS = {
         deepspeed.module_inject.tp_plan_converter: TPPlanConverter
         deepspeed.runtime.tensor_parallel.config: _get_hf_tp_plan
     """,
+    "zerotrain/model/rehearsal.py": """
+        deepspeed.runtime.engine: basic_optimizer
+        deepspeed.runtime.zero.stage3: backup_optimizer
+    """,
     "zerotrain/model/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape
     """,

@@ -66,12 +66,13 @@ def startup_table(
     for each in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
         for reason, count in each.meta["rejected"].items():
             rows[f"rejected: {reason}"] = f"{count:,} rows, listed in {each.rejected_rows}"
+    auto = " (auto)" if data.micro_batch_tokens == "auto" else ""
     return {
         **rows,
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{meta['masks']}",
         "batch": f"{ranks.data_size} {shared} x {span([len(s.micro_batches) for s in sampled])} "
-        f"micro-steps x <= {data.micro_batch_tokens:,} tokens = "
+        f"micro-steps x <= {plan.budget.micro_batch_tokens:,} tokens{auto} = "
         f"{span([s.examples for s in sampled])} examples per step",
         "batching": f"{data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
         "learning rate": f"{rate}, {schedule.name}, warm-up {train.warmup_examples:,} examples = "
