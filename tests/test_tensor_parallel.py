@@ -67,7 +67,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
         model__activation_checkpointing=batching == "packed", train__epochs=1,
         eval={"every_steps": 100, "generate": 2, "max_new_tokens": 6},
     )  # fmt: skip
-    losses, norms, _, evals, weights, _ = plainly(config, sample_tokenizer)
+    losses, norms, _, evals, weights, *_ = plainly(config, sample_tokenizer)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step

@@ -81,7 +81,7 @@ def test_equals_a_plain_loop(
     )  # fmt: skip
     if not plain:
         plain["run"] = plainly(config, sample_tokenizer)
-    losses, norms, rates, (before, after), weights, _ = plain["run"]
+    losses, norms, rates, (before, after), weights, *_ = plain["run"]
     finished = train(config, ranks=ranks)
     assert finished.code == 0, finished.output
 

@@ -37,7 +37,9 @@ class PlainRun(NamedTuple):
     weights: dict[str, nn.Parameter]
     """After the last step, by name, fp32."""
     movement: dict[str, float]
-    """L2 distance of each parameter from its first value."""
+    """L2 distance of each trained parameter from its first value."""
+    peaks: dict[str, torch.Tensor]
+    """Of each element of a trained parameter, the largest magnitude of its gradient."""
 
 
 def train_plainly(
@@ -63,6 +65,7 @@ def train_plainly(
     model = prepare(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     first = {name: p.detach().clone() for name, p in trained.items()}
+    peaks = {name: torch.zeros_like(p) for name, p in first.items()}
     matrices = [p for p in trained.values() if p.dim() > 1]
     others = [p for p in trained.values() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -85,9 +88,11 @@ def train_plainly(
         optimizer.zero_grad()
         losses.append(mean_loss(model, [rows[i] for i in chosen], backward=True))
         # in fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements
-        gradients = [p.grad for p in trained.values() if p.grad is not None]
-        norms.append(torch.stack([g.double().norm() for g in gradients]).norm().item())
-        for gradient in gradients if train.gradient_clipping else ():
+        gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        for name, gradient in gradients.items():
+            peaks[name] = torch.maximum(peaks[name], gradient.abs())
+        norms.append(torch.stack([g.double().norm() for g in gradients.values()]).norm().item())
+        for gradient in gradients.values() if train.gradient_clipping else ():
             gradient *= min(1.0, train.gradient_clipping / (norms[-1] + 1e-6))
         # linear: up from 1/warmup to 1, then down to 1/(steps + 1 - warmup) at the last step
         factor = min((k + 1) / warmup, (steps - k) / (steps + 1 - warmup))
@@ -97,7 +102,8 @@ def train_plainly(
         optimizer.step()
     movement = {name: (p.detach() - first[name]).norm().item() for name, p in trained.items()}
     evals = before, mean_loss(model, held_out)
-    return PlainRun(losses, norms, rates, evals, dict(model.named_parameters()), movement)
+    weights = dict(model.named_parameters())
+    return PlainRun(losses, norms, rates, evals, weights, movement, peaks)
 
 
 def read_rows(key: str, tokenizer: "PreTrainedTokenizerBase", data: "DataConfig") -> list[Row]:
