@@ -47,18 +47,21 @@ def main(config: Config) -> None:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
         opened_run(config) as (setup, run),
     ):
-        watch = Watch(run.ranks.device)
+        ranks = run.ranks
+        watch = Watch(ranks.device)
         watch.model = run.engine.module
         run = replace(run, timer=watch)
-        batches = load_steps(run.plan, run.ranks.rank, 0, run.total_steps)
+        batches = load_steps(
+            run.plan, ranks.data_rank, 0, run.total_steps, part=ranks.sequence_part
+        )
         progress = train.take_step(run, batches, Progress())
         with record_function("second step"):
             train.take_step(run, batches, progress)
-    if run.ranks.is_first:
+    if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         memory = setup.memory
-        on_cpu = memory.host / run.ranks.world_size
+        on_cpu = memory.host / ranks.world_size
         states = sum(part.size for part in memory.states if part.name != "buffers")
         pairs = (
             (states + on_cpu, watch.states_bytes),

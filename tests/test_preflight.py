@@ -1,5 +1,6 @@
 """scripts/preflight.py on two hosts, one of which gets faults.    pytest tests/test_preflight.py"""
 
+import json
 import sys
 
 import namespaces
@@ -65,8 +66,10 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     assert failed == {"code:", "data:", "disk:"}, found.output
     assert "node-1:" not in found.output and "train.py" in found.output
     hosts.boot(2)
-    good = preflight("--timeout", "200")
+    links = tmp_path / "links.json"
+    good = preflight("--timeout", "200", "--links", links)
     assert good.code == 0, good.output
+    assert json.loads(links.read_text())["network_gb_per_s"] > 0
     for measured in ("all ranks:", "node-1 - node-2:", "matmul of rank 1 on node-2:"):
         assert measured in good.output, good.output
     other_script = preflight("--hosts_only", command=["scripts/preflight.py"])
