@@ -83,6 +83,7 @@ def opened_run(config: Config) -> Iterator[tuple[Setup, train.Training]]:
         ranks = stack.enter_context(process_group(config.distributed.timeout_seconds))
         run_on_first_rank(ranks, lambda: stack.enter_context(lock))
         setup = describe_run(config, ranks)
+        ranks = setup.ranks
         plan, _ = load_plans(setup, ranks)
         identity = RunIdentity.of(setup, plan)
         schedule = make_schedule(setup.config.train, plan)
