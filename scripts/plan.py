@@ -19,11 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pandas as pd
-from transformers import AutoConfig, PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
@@ -36,6 +32,9 @@ from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.gpu import PEAK_TFLOPS, peak_flops_per_s
 from zerotrain.tools.plan import Cluster, Planner, Row, best_of, daly_seconds
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 REPO = Path(__file__).resolve().parent.parent
 CLUSTER = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
@@ -125,6 +124,8 @@ def make_planner(
     Raises:
         UserError: the model's config cannot be loaded, or a row cannot be used.
     """
+    import numpy as np
+
     train = config.train
     skeleton = meta_model(load_shape(config), config.model.trust_remote_code)
     cost = linear_cost(skeleton)
@@ -142,8 +143,10 @@ def make_planner(
     return Planner(config, skeleton, counts, *work, cluster, {**assumed, "mean_tokens": mean})
 
 
-def load_shape(config: Config) -> PretrainedConfig:
+def load_shape(config: Config) -> "PretrainedConfig":
     """The architecture of the run's model: from recipes/shapes.json, else as in training."""
+    from transformers import AutoConfig
+
     file = REPO / "recipes" / "shapes.json"
     shapes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if shape := shapes.get(config.model.name_or_path):
@@ -212,6 +215,8 @@ def rows_of(planner: Planner, files: list[str], nodes: int, refused: list[str]) 
 
 
 def show_table(records: list[dict[str, Any]]) -> None:
+    import pandas as pd
+
     print(pd.DataFrame(records).to_string(index=False, na_rep="-", float_format="{:,.1f}".format))
 
 
