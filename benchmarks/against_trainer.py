@@ -1,6 +1,6 @@
 """Compare train.py with transformers' Trainer on the same work, in processes that alternate.
 
-    python benchmarks/against_trainer.py [--rows 512] [--repeats 5] [--lengths LENGTHS.npy] ...
+    python benchmarks/against_trainer.py [--rows 256] [--repeats 5] [--lengths LENGTHS.npy] ...
 
 Each side trains one epoch of the same rows, whose prompts are not supervised, under the same
 ds_config: the same model from random weights, global batch and precision. Trainer pads, with each
@@ -8,9 +8,8 @@ of its sampling strategies in turn, and has as many rows in a micro-batch as fit
 --micro_batch_tokens on average. The strategy trl is TRL's SFTTrainer, where it is installed, with
 its packing, and as many tokens in a step.
 
-Tokens are counted without padding, seconds from the end of the second step to the end of the last
-one. A ratio is train.py's tokens/s over the other side's in the same repeat: the median over
---repeats, with the smallest and largest one.
+Tokens are counted without padding, over all steps of the epoch. A ratio is train.py's tokens/s over
+the other side's in the same repeat: the median over --repeats, with the smallest and largest one.
 """
 
 import argparse
@@ -34,7 +33,6 @@ REPO = Path(__file__).resolve().parent.parent
 TOKENIZER = REPO / "data" / "sample" / "model"
 OURS = "train.py"
 STRATEGIES = ("random", "group_by_length", "batch_rebalance", "trl")
-WARM_UP_STEPS = 2
 
 
 def main() -> None:
@@ -42,7 +40,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--lengths", type=Path, help="int .npy; default: log-normal, mean 270")
     parser.add_argument("--max_length", type=int, default=1024)
     parser.add_argument("--global_batch_size", type=int, default=64)
@@ -50,7 +48,7 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--zero", type=int, default=2, help="ZeRO stage")
-    parser.add_argument("--vocab_size", type=int, help="default: the sample tokenizer's, 296")
+    parser.add_argument("--vocab_size", type=int, default=32_000)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--repeats", type=int, default=5)
@@ -87,7 +85,7 @@ def write_inputs(args: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=args.vocab_size or len(tokenizer),
+        vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
         intermediate_size=4 * args.hidden_size,
         num_hidden_layers=args.layers,
@@ -124,10 +122,9 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
                 steps, peak_gib = run_ours(args, repeat)
             else:
                 steps, peak_gib = start_trainer(args, side)
-            timed = steps[WARM_UP_STEPS:]
-            seconds = [step["step_seconds"] for step in timed]
-            tokens = sum(step["tokens"] for step in timed)
-            padded = sum(step["tokens"] / step["padding_efficiency"] for step in timed)
+            seconds = [step["step_seconds"] for step in steps]
+            tokens = sum(step["tokens"] for step in steps)
+            padded = sum(step["tokens"] / step["padding_efficiency"] for step in steps)
             figures = {
                 "tokens_per_s": tokens / sum(seconds),
                 "padding_efficiency": tokens / padded,
@@ -136,6 +133,7 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
                 "step_seconds": statistics.fmean(seconds),
                 "step_seconds_deviation": statistics.pstdev(seconds) / statistics.fmean(seconds),
                 "steps": len(steps),
+                "tokens": tokens,
             }
             runs[side].append(figures)
             print(f"{side}: {figures['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
@@ -311,11 +309,12 @@ def run_trainer(args: argparse.Namespace) -> None:
     trainer.data_collator = counting_collate
     trainer.add_callback(Clock())
     trainer.train()
-    # the tokens of this rank times the ranks: equal on average
+    of_ranks: list[Any] = [None] * arguments.world_size
+    torch.distributed.all_gather_object(of_ranks, counts)
     for i, step in enumerate(steps):
-        of_step = counts[i * accumulation : (i + 1) * accumulation]
-        tokens, padded_tokens = map(sum, zip(*of_step, strict=True))
-        step["tokens"] = tokens * arguments.world_size
+        of_step = [c[i * accumulation : (i + 1) * accumulation] for c in of_ranks]
+        tokens, padded_tokens = np.sum(of_step, axis=(0, 1)).tolist()
+        step["tokens"] = tokens
         step["padding_efficiency"] = tokens / padded_tokens
     if arguments.process_index == 0:
         (args.folder / "trainer.json").write_text(json.dumps(steps))

@@ -41,6 +41,7 @@ def test_trainer_has_the_same_work(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ours, trainer = (runs[0] for runs in json.loads((tmp_path / "runs").read_text()).values())
     assert ours["steps"] == trainer["steps"] == 3
+    assert ours["tokens"] == trainer["tokens"]
     assert ours["padding_efficiency"] > trainer["padding_efficiency"]
 
 
