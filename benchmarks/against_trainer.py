@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)  # in a rank of Trainer: the strategy
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trainer:
         run_trainer(args)
@@ -167,11 +166,13 @@ def table_of(runs: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def launch(args: argparse.Namespace, *command: object) -> float:
-    """Run a script under the deepspeed launcher. Returns the memory of its largest process, GiB."""
+    """Run a script under torchrun, which starts faster than the deepspeed launcher. Returns the
+    memory of its largest process, GiB.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", args.ranks]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", args.ranks]
     log = args.folder / "log.txt"
     threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)  # of each rank, on both sides
     with log.open("w") as output:

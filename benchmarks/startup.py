@@ -3,7 +3,7 @@ transformers' Trainer, in processes that alternate.
 
     python -m benchmarks.startup [--ranks 2] [--repeats 5] [train.py's options]
 
-Both sides run under the `deepspeed` launcher, whose own seconds are not counted, with the demo's
+Both sides run under torchrun, whose own seconds are not counted, with the demo's
 model, rows, ZeRO stage and global batch, and equal numbers of threads. Before anything is measured
 each side runs once, so that bytecode and files are cached. Trainer loads the rows as train.py has
 tokenized them, with labels, from a data set on disk, and pads micro-batches of 8 rows; train.py
@@ -14,6 +14,7 @@ over --repeats, of rank 0.
 import argparse
 import itertools
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -39,7 +40,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="and a first one, not counted")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # in a rank
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args, options = parser.parse_known_args()
     if args.side:
         times = run_trainer(args) if args.side == "Trainer" else run_ours(args, options)
@@ -107,7 +107,7 @@ def run_ours(args: argparse.Namespace, options: list[str]) -> list[float] | None
     }
     words = [str(word) for pair in given.items() for word in pair]
     train.main(parse_command_line([*words, *options]).config, dry_run=False)
-    if args.local_rank:
+    if int(os.environ["LOCAL_RANK"]):
         return None
     described = (run / "resolved_config.yaml").stat().st_mtime
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -178,7 +178,7 @@ def run_trainer(args: argparse.Namespace) -> list[float] | None:
     Trainer(
         model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Clock()]
     ).train()
-    return None if args.local_rank else times
+    return None if int(os.environ["LOCAL_RANK"]) else times
 
 
 if __name__ == "__main__":
