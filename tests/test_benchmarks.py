@@ -105,11 +105,14 @@ def test_phases_of_both_sides_until_the_first_step_are_measured():
 @pytest.mark.launch
 def test_model_states_are_as_estimated(tmp_path):
     run = REPO / "benchmarks" / "llama_300m"
-    shape = json.loads((run / "config.json").read_text()) | {"num_hidden_layers": 1}
+    small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}
+    shape = json.loads((run / "config.json").read_text()) | small
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    small = ["--model.name_or_path", tmp_path, "--output_dir", tmp_path / "run"]
+    options = ["--model.name_or_path", tmp_path, "--output_dir", tmp_path / "run"]
     files = ["--config", run / "run.yaml", "--ds_config", "ds_configs/zero3.json"]
-    done = bench("-m", "benchmarks.memory", *files, *small, "--data.cache_dir", tmp_path / "cache")
+    done = bench(
+        "-m", "benchmarks.memory", *files, *options, "--data.cache_dir", tmp_path / "cache"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [row] = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
     estimated, measured, ratio, *peak = map(float, row[1:])
