@@ -285,8 +285,8 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks with
     the same micro-batch. With N the supervised tokens of the step over all ranks, known from the
     plan, backward on sum_CE * W / N in every micro-batch gives exactly the gradient of the mean
-    over tokens, for any W and number of micro-steps. The router loss, one
-    value per micro-batch, is averaged in the same way, weighted by tokens without padding.
+    over tokens, for any W and number of micro-steps. The router loss, one value per micro-batch, is
+    averaged in the same way, weighted by tokens without padding.
 
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping; for

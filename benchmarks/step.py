@@ -26,7 +26,7 @@ from rich.table import Table
 
 import train
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.start import Fresh
+from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import Progress, RunIdentity
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
@@ -87,7 +87,7 @@ def opened_run(config: Config) -> Iterator[tuple[Setup, train.Training]]:
         plan, _ = load_plans(setup, ranks)
         identity = RunIdentity.of(setup, plan)
         schedule = make_schedule(setup.config.train, plan)
-        run = train.build_run(setup, identity, Fresh(plan), schedule, {}, ranks, lock)
+        run = train.build_run(setup, identity, Start(plan), schedule, {}, ranks, lock)
         yield setup, run
         run.hang_watch.close()
         run.metrics.close(0)

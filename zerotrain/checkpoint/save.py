@@ -44,7 +44,7 @@ from zerotrain.checkpoint.run_folder import (
     temporary,
 )
 from zerotrain.checkpoint.shards import collect, shard_name
-from zerotrain.checkpoint.start import Resume, Start
+from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import TrainerState, write_state
 from zerotrain.model.load import LoadedModel
 from zerotrain.model.setup import Setup
@@ -83,7 +83,7 @@ class Saver:
         """
         Args:
             lock: of the output folder; rank 0 holds it.
-            start: of the run; the checkpoint that it resumes from is never removed.
+            start: of the run; its checkpoint is never removed.
             log: is called with "save" and its values when a checkpoint is complete.
         """
         self.engine = engine
@@ -94,7 +94,7 @@ class Saver:
         self.lock = lock
         self.log = log
         self.folder = checkpoints_folder(lock.folder)
-        self._resumed = start.checkpoint if isinstance(start, Resume) else None
+        self._started_from = start.checkpoint
         self._copies: dict[str, Any] | None = None
         self._last_began = time.monotonic()
         self._blocked_seconds = 0.0
@@ -296,7 +296,7 @@ class Saver:
         config = self.config
         best = state.progress.best
         complete = list_complete(self.folder)
-        kept = {*complete[-config.keep_last :], self._resumed}
+        kept = {*complete[-config.keep_last :], self._started_from}
         kept.add(self.folder / checkpoint_name(state.progress.step))
         if config.keep_best and best is not None:
             kept.add(self.folder / checkpoint_name(best.step))

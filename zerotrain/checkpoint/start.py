@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Fresh:
-    """At step 0, with the weights of the model's files, or random ones."""
+class Start:
+    """Where a run starts."""
 
     plan: DataPlan
     """The training plan from here on."""
+    checkpoint: Path | None = None
+    """None: with the weights of the model's files, or random ones."""
+    weights_only: bool = False
+    """At step 0, with the weights of the checkpoint; else with its optimizer and RNG states too."""
     progress: Progress = field(default_factory=Progress)
 
     def load(
@@ -44,45 +48,15 @@ class Fresh:
         Returns:
             The files that hold the frozen weights from now on; None: checkpoints have to hold them.
         """
-        return base
-
-
-@dataclass(frozen=True)
-class Weights:
-    """At step 0, with the weights of a checkpoint."""
-
-    plan: DataPlan
-    checkpoint: Path
-    progress: Progress = field(default_factory=Progress)
-
-    def load(
-        self, engine: "DeepSpeedEngine", ranks: Ranks, seed: int, base: Base | None
-    ) -> Base | None:
+        if self.checkpoint is None:
+            return base
         shards = run_on_all_ranks(ranks, lambda: Shards(self.checkpoint, ranks.rank))
-        return load_shards(engine, shards, ranks, base, weights_only=True)
-
-
-@dataclass(frozen=True)
-class Resume:
-    """At the step of a checkpoint, with its weights, optimizer and RNG states."""
-
-    plan: DataPlan
-    checkpoint: Path
-    progress: Progress
-
-    def load(
-        self, engine: "DeepSpeedEngine", ranks: Ranks, seed: int, base: Base | None
-    ) -> Base | None:
-        shards = run_on_all_ranks(ranks, lambda: Shards(self.checkpoint, ranks.rank))
-        base = load_shards(engine, shards, ranks, base, weights_only=False)
+        base = load_shards(engine, shards, ranks, base, self.weights_only)
         is_same = shards.has_own and shards.world_size == ranks.world_size
-        if not (is_same and set_rng_state(shards.first.rng)):
+        if not (self.weights_only or (is_same and set_rng_state(shards.first.rng))):
             # another seed than at step 0, whose random numbers would be repeated
-            seed_everything(rank_seed(seed, ranks.rank, self.progress.step))
+            seed_everything(rank_seed(seed, ranks.replica, self.progress.step))
         return base
-
-
-Start = Fresh | Weights | Resume
 
 
 def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ranks) -> Start:
@@ -104,13 +78,13 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     def decide() -> tuple[Start, list[str]]:
         checkpoint, lines = find_checkpoint(settings, folder, nodes)
         if checkpoint is None:
-            return Fresh(plan), lines
+            return Start(plan), lines
         saved = read_state(checkpoint)
         step = saved.progress.step
         if settings.weights_only and checkpoint == Path(settings.resume):
             check_same_adapters(checkpoint, saved.run, identity)
             lines.append(f"starting with the weights of {checkpoint}: step {step:,}")
-            return Weights(plan, checkpoint), lines
+            return Start(plan, checkpoint, weights_only=True), lines
         check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
         lines.append(f"resuming from {checkpoint}: step {step:,}")
         rest = continue_plan(plan, saved.run.plan, saved.progress.plan_start, step)
@@ -118,7 +92,8 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
             rest = replace(
                 rest, budget=replace(rest.budget, micro_batch_tokens=saved.run.micro_batch_tokens)
             )
-        return Resume(rest, checkpoint, replace(saved.progress, plan_start=rest.start)), lines
+        progress = replace(saved.progress, plan_start=rest.start)
+        return Start(rest, checkpoint, progress=progress), lines
 
     start, lines = run_on_all_ranks(ranks, decide)
     wandb_id = gather_json(ranks, start.progress.wandb_id)[0]  # each node's checkpoints have it
