@@ -285,10 +285,16 @@ class Shards:
             shape = self.first.shapes[name]
             return self.read(name, "fp32", 0, prod(shape)).view(shape)
         pieces = []
-        for tensor_rank, files in enumerate(self._with_pieces):
-            shape = self._shard((files or self._names)[0]).shapes[name]
-            pieces.append(self.read(name, "fp32", 0, prod(shape), tensor_rank).view(shape))
-        return torch.cat(pieces, self.first.split[name])
+        try:
+            for tensor_rank, files in enumerate(self._with_pieces):
+                shape = self._shard((files or self._names)[0]).shapes[name]
+                pieces.append(self.read(name, "fp32", 0, prod(shape), tensor_rank).view(shape))
+            return torch.cat(pieces, self.first.split[name])
+        except (LookupError, RuntimeError) as error:
+            raise UserError(
+                f"{self.checkpoint}: the pieces of {name} do not fit together ({describe(error)}); "
+                "use another checkpoint"
+            ) from error
 
     def read(
         self, name: str, key: str, start: int, numel: int, tensor_rank: int | None = None
