@@ -21,8 +21,8 @@ class Problem:
     """Why the update of a step was skipped."""
 
     reason: str
-    micro_batches: list[list[int]]
-    """Of each rank, the micro-steps in which its loss was not finite."""
+    micro_batches: set[tuple[int, int]]
+    """(micro-step, data rank) of those whose loss was not finite."""
 
 
 class Guard:
@@ -55,7 +55,8 @@ class Guard:
         elif not engine.fp16_enabled() or not math.isfinite(loss):
             bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
             reason = f"loss {loss:.4f}, gradient norm {norm}"
-            self.problem = Problem(reason, gather_json(self.ranks, bad))
+            of_ranks = gather_json(self.ranks, [(step, self.ranks.data_rank) for step in bad])
+            self.problem = Problem(reason, {tuple(pair) for pairs in of_ranks for pair in pairs})
             self.skipped_in_a_row += 1
         return norm
 

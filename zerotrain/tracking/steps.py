@@ -143,11 +143,7 @@ class StepReporter:
         if not self._ranks.is_first:
             return
         micro_batches = batch.plan.micro_batches
-        suspects = [
-            micro_batches[i][self._ranks.data_rank_of(rank)]
-            for rank, micro_steps in enumerate(problem.micro_batches)
-            for i in micro_steps
-        ]
+        suspects = [micro_batches[i][rank] for i, rank in sorted(problem.micro_batches)]
         examples = np.concatenate(suspects or examples_of_step(batch.plan))
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]
         self.report_event("skipped_step", f"{problem.reason}; the update is skipped", rows=rows)
