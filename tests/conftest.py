@@ -322,6 +322,37 @@ def determined(run_folder):
     return [{name: step[name] for name in names} for step in read_metrics(run_folder)]
 
 
+def stop_after_one_step(run_folder):
+    run_folder.mkdir()
+    (run_folder / "stop").touch()
+
+
+def assert_same(run_folder, plain):
+    """Each step's loss and gradient norm, and the evaluations, are those of a plain loop."""
+    import numpy as np
+
+    steps = read_metrics(run_folder)
+    assert [step["step"] for step in steps] == list(range(1, len(plain.losses) + 1))
+    evals = [evaluation["eval_loss"] for evaluation in read_metrics(run_folder, "eval")]
+    for found, expected in (
+        ([step["loss"] for step in steps], plain.losses),
+        ([step["grad_norm"] for step in steps], plain.grad_norms),
+        (evals, plain.eval_losses[-len(evals) :]),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def assert_same_weights(folder, plain):
+    """Those of an exported model are those of a plain loop, by the distance of each tensor."""
+    from safetensors.torch import load_file
+
+    exported = load_file(folder / "model.safetensors")
+    assert set(exported) == set(plain.weights)
+    for name, weight in plain.weights.items():
+        distance = (exported[name] - weight.detach()).norm() / weight.detach().norm()
+        assert distance < 1e-5, f"{name}: {distance:.1e}"
+
+
 def is_saving(checkpoints, since):
     """Whether there is a draft newer than `since`; one of an earlier run may still exist."""
     with suppress(FileNotFoundError):

@@ -37,9 +37,10 @@ def names(run_folder):
 
 
 CHAINS = {
-    "fp32": [("zero1", 1), ("zero2", 2), ("zero3", 3), ("zero0", 2), ("zero3_offload", 1)],
+    "fp32": [("zero1", 1), ("zero2", 2), ("zero3", 3), ("zero0", 2), ("ulysses", 4),
+             ("zero3_offload", 1)],
     "bf16": [("zero1", 2), ("zero0", 1), ("zero2_offload", 3), ("ulysses", 2), ("zero3", 2)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", CHAINS)

@@ -289,6 +289,11 @@ REFUSED_BLOCKS = {
             "offload_param": {"device": "cpu"},
         }
     },
+    'partition_size is "2"': {"zero_optimization": {"zero_hpz_partition_size": "2"}},
+    "partition_size needs": {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+    "nvme needs": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+    'offload_param is "cpu"': {"zero_optimization": {"offload_param": "cpu"}},
+    "compile is null": {"compile": None},
     "fp16 at": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
     "FusedAdam": {"optimizer": {"type": "FusedAdam"}},
     "autotp_size is 0": {"tensor_parallel": {"autotp_size": 0}},

@@ -209,12 +209,16 @@ def test_an_attention_that_is_asked_for_stays(resolve):
 
 
 FALCON = FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 BUCKETED = {
     "MambaForCausalLM takes no position_ids": MambaConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4
     ),
     "FalconForCausalLM computes its attention itself": FALCON,
     "Gemma2ForCausalLM has attention with soft caps": Gemma2Config(**SIZES, **MIXED),
+    "Phi3ForCausalLM encodes positions by the longest": Phi3Config(
+        **SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=64
+    ),
 }  # fmt: skip
 
 

@@ -6,27 +6,14 @@ pytest tests/test_strategies.py
 import json
 import os
 
-import numpy as np
 import pytest
-from conftest import REPO, plainly, read_metrics, save_tiny_llama, strategy
+from conftest import REPO, assert_same, plainly, save_tiny_llama, stop_after_one_step, strategy
 
 NEEDS = {
     "superoffload": "zero_optimization.offload_optimizer.super_offload needs an NVIDIA GPU",
     "deepcompile": "compile.deepcompile needs an NVIDIA GPU",
     "zero3_nvme": "device nvme needs libaio and a C++ compiler",
 }
-
-
-def assert_same(run_folder, plain):
-    steps = read_metrics(run_folder)
-    assert [step["step"] for step in steps] == list(range(1, len(plain.losses) + 1))
-    np.testing.assert_allclose([s["loss"] for s in steps], plain.losses, rtol=1e-5)
-    np.testing.assert_allclose([s["grad_norm"] for s in steps], plain.grad_norms, rtol=1e-5)
-
-
-def stop_after_one_step(run_folder):
-    run_folder.mkdir()
-    (run_folder / "stop").touch()
 
 
 @pytest.mark.parametrize("name", NEEDS)
@@ -50,6 +37,8 @@ def test_secondary_partitions_train_and_resume_the_same(
     file.write_text(json.dumps(content))
     config = tiny_config(data__micro_batch_tokens=300, ds_config=str(file), train__epochs=1)
     plain = plainly(config, sample_tokenizer)
+    refused = forks.train(config, "--dry_run", ranks=3)
+    assert refused.code == 2 and "does not divide the 3 ranks" in refused.errors[0]
     stop_after_one_step(tmp_path / "run")
     for ranks in (4, 2):
         finished = forks.train(config, ranks=ranks)

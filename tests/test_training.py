@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from conftest import (
     REPO,
+    assert_same,
+    assert_same_weights,
     determined,
     logged,
     plainly,
@@ -20,32 +22,11 @@ from safetensors.torch import load_file
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.tools.export import export_checkpoint
 
-SERVER = []
-
-
-@pytest.fixture(autouse=True)
-def use_forks(forks):
-    SERVER[:] = [forks]
-
-
-def train(config, *flags, ranks):
-    """With forked ranks: a launcher and importing torch and DeepSpeed would add 10 s per run."""
-    return SERVER[0].train(config, *flags, ranks=ranks)
-
 
 def export(run_folder, out):
     """Weights of the run's last checkpoint, as a Hugging Face folder has them."""
     export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
     return load_file(out / "model.safetensors")
-
-
-def assert_weights_close(ours, reference, tolerance):
-    """Relative L2 distance of every tensor."""
-    assert set(ours) == {n for n in reference if n != "lm_head.weight"}  # tied: stored once
-    for name, tensor in ours.items():
-        expected = reference[name].detach()
-        distance = (tensor - expected).norm() / expected.norm()
-        assert distance < tolerance, f"{name}: {distance:.1e}"
 
 
 @pytest.fixture(scope="module")
@@ -61,57 +42,62 @@ LAYOUTS = [  # strategy, ranks, tokens of a micro-batch, batching, activation ch
     ("zero3", 2, 300, "packed", True),
     ("zero2_offload", 2, 300, "packed", False),
     ("zero3_offload", 3, 300, "packed", False),
-    ("ulysses", 2, 300, "bucketed", False),
+    ("zero2 sequence", 2, 300, "bucketed", False),
     ("ulysses", 4, 300, "packed", True),
 ]
 
 
-@pytest.mark.parametrize("name, ranks, budget, batching, checkpointing", LAYOUTS)
+@pytest.mark.parametrize("name, ranks, budget, batching, recompute", LAYOUTS)
 def test_equals_a_plain_loop(
-    tiny_config, tmp_path, sample_tokenizer, plain, name, ranks, budget, batching, checkpointing
+    forks, tiny_config, tmp_path, sample_tokenizer, plain, name, ranks, budget, batching, recompute
 ):
     """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's."""
+    name, *shared = name.split()
     ds_config = REPO / "ds_configs" / f"{name}.json"
-    if shutil.which("g++") is None:
+    if shared or shutil.which("g++") is None:
         ds_config = strategy(tmp_path, name)
+    if shared:  # ulysses.json has ZeRO 3
+        content = json.loads(ds_config.read_text()) | {"sequence_parallel_size": 2}
+        ds_config.write_text(json.dumps(content))
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching, model__loss_chunk_tokens=60,
-        model__activation_checkpointing=checkpointing, ds_config=str(ds_config),
+        model__activation_checkpointing=recompute, ds_config=str(ds_config),
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     if not plain:
         plain["run"] = plainly(config, sample_tokenizer)
-    losses, norms, rates, (before, after), weights, *_ = plain["run"]
-    finished = train(config, ranks=ranks)
+    finished = forks.train(config, ranks=ranks)
     assert finished.code == 0, finished.output
 
+    assert_same(tmp_path / "run", plain["run"])
+    assert len(read_metrics(tmp_path / "run", "eval")) == 2
     steps = read_metrics(tmp_path / "run")
-    assert len(steps) == len(losses) == 12
+    assert len(steps) == 12
     micro_steps = {step["micro_steps"] for step in steps}
-    assert name != "zero2" or (len(micro_steps) > 1 and min(micro_steps) > 1)
+    assert name != "zero2" or shared or (len(micro_steps) > 1 and min(micro_steps) > 1)
     assert batching != "packed" or all(s["padding_efficiency"] == 1 for s in steps)
-    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
-    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
+    rates = plain["run"].learning_rates
     np.testing.assert_allclose([s["lr"] for s in steps], rates, rtol=1e-9)
-    evals = [e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")]
-    np.testing.assert_allclose([evals[0], evals[-1]], [before, after], rtol=1e-5)
-    assert_weights_close(export(tmp_path / "run", tmp_path / "hf"), weights, 1e-5)
+    export(tmp_path / "run", tmp_path / "hf")
+    assert_same_weights(tmp_path / "hf", plain["run"])
 
 
 @pytest.mark.parametrize(
     "changes, ranks, problem",
     [
         ({}, 3, "3 ranks cannot be divided into groups of 2"),
-        ({"sequence_parallel_size": 4}, 4, "2 heads of keys and values cannot be divided"),
+        ({"sequence_parallel_size": 4}, 4, "heads of keys and values cannot be divided"),
         ({"sequence_parallel_size": 0}, 1, "sequence_parallel_size is 0"),
     ],
 )
 def test_sequences_that_cannot_be_shared_are_refused(
-    tiny_config, tmp_path, changes, ranks, problem
+    forks, tiny_config, tmp_path, changes, ranks, problem
 ):
     ds_config = json.loads((REPO / "ds_configs" / "ulysses.json").read_text())
     (tmp_path / "ds.json").write_text(json.dumps({**ds_config, **changes}))
-    refused = train(tiny_config(ds_config=str(tmp_path / "ds.json")), "--dry_run", ranks=ranks)
+    refused = forks.train(
+        tiny_config(ds_config=str(tmp_path / "ds.json")), "--dry_run", ranks=ranks
+    )
     assert refused.code == 2
     assert problem in refused.errors[0]
 
@@ -121,7 +107,7 @@ def test_sequences_that_cannot_be_shared_are_refused(
     [("bf16", "zero0"), ("bf16", "zero1"), ("bf16", "zero3_offload"), ("fp16", "zero2")],
 )
 def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
-    tiny_config, tmp_path, sample_tokenizer, plain, precision, name
+    forks, tiny_config, tmp_path, sample_tokenizer, plain, precision, name
 ):
     """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: tests/test_config.py."""
     ds_config = json.loads(strategy(tmp_path, name).read_text())
@@ -136,7 +122,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
         plain["run"] = plainly(config, sample_tokenizer)
     losses, norms, *_ = plain["run"]
     module = "fp16_on_cpu" if precision == "fp16" else "train"
-    finished = SERVER[0].train(config, ranks=2, module=module)
+    finished = forks.train(config, ranks=2, module=module)
     assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
     assert not any(s["update_skipped"] for s in steps)
@@ -150,7 +136,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     for _ in range(2):
         if not list(cut.iterdir()):
             (cut / "stop").touch()  # seen after the first step
-        finished = SERVER[0].train(config, "--output_dir", cut, ranks=2, module=module)
+        finished = forks.train(config, "--output_dir", cut, ranks=2, module=module)
         assert finished.code == 0, finished.output
     assert "resuming from" in finished.output
     assert determined(cut) == determined(tmp_path / "run")
@@ -162,7 +148,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
 
 @pytest.mark.parametrize("stage, how", [(0, "killed"), (3, "preempted")])
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
-    tiny_config, tmp_path, tiny_model_with_dropout, stage, how
+    forks, tiny_config, tmp_path, tiny_model_with_dropout, stage, how
 ):
     """The run is killed between two checkpoints; or one of two ranks is preempted and both save."""
     config = tiny_config(
@@ -172,9 +158,10 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
         checkpoint={"every_steps": 5, "keep_last": 2},
     )  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert (finished := train(config, "--output_dir", whole, ranks=2)).code == 0, finished.output
+    finished = forks.train(config, "--output_dir", whole, ranks=2)
+    assert finished.code == 0, finished.output
 
-    process = SERVER[0].start(config, "--output_dir", cut, ranks=2)
+    process = forks.start(config, "--output_dir", cut, ranks=2)
     process.until((cut / "checkpoints" / "step_00000010").exists)
     if how == "killed":
         process.kill(0)
@@ -189,7 +176,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
         "it saves the step in which it is preempted"
     )
 
-    finished = train(config, "--output_dir", cut, ranks=2)
+    finished = forks.train(config, "--output_dir", cut, ranks=2)
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
     lines = [determined(folder) for folder in (whole, cut)]
     assert lines[0] == lines[1] and len(lines[0]) == 24, "each step once, each number the same"
@@ -204,13 +191,13 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
 
     if stage > 0:
         return  # a finished run started again is the same for all
-    again = train(config, "--output_dir", cut, ranks=2)
+    again = forks.train(config, "--output_dir", cut, ranks=2)
     assert again.code == 0 and "finished: step 24" in again.output, again.output
 
 
-def test_a_hang_ends_at_the_configured_time_out(tiny_config, tmp_path):
+def test_a_hang_ends_at_the_configured_time_out(forks, tiny_config, tmp_path):
     config = tiny_config(train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 8})
-    run = SERVER[0].start(config, ranks=2)
+    run = forks.start(config, ranks=2)
     run.until(lambda: logged(tmp_path / "run"))
     run.kill(1, signal.SIGSTOP)
     run.until(lambda: "Timed out" in run.log.read_text())  # gloo's own time-out is 30 minutes

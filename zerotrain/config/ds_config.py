@@ -44,9 +44,10 @@ KEYS = {
     "tensor_parallel": "autotp_size vocab_parallel_lm_head",
 }
 BLOCKS = (
-    "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
+    "bf16", "fp16", "zero_optimization", "checkpoint", "compile", "data_types", "tensor_parallel",
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
+OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 # Values that train wrongly, or cannot be resumed from, and why.
 REFUSED = {
     "zero_optimization.compute_grad_norm": (False, "infinite gradients would be applied"),
@@ -117,16 +118,23 @@ def gpu_keys(ds_config: dict[str, Any]) -> list[str]:
     return [path for path, value in _leaves(ds_config) if path in ON_GPU and value]
 
 
-def check_machine(config: Config, ds_config: dict[str, Any], device: str) -> None:
-    """Refuse what this machine cannot run.
+def check_machine(config: Config, ds_config: dict[str, Any], device: str, ranks: int) -> None:
+    """Refuse what this machine, or so many ranks, cannot run.
 
     Args:
         ds_config: of resolve_ds_config.
         device: cpu or cuda.
 
     Raises:
-        UserError: a key that needs a GPU on a machine without one, or NVMe without libaio.
+        UserError: a key that needs a GPU on a machine without one, NVMe without libaio, or ranks
+            that cannot be divided as ZeRO++ needs it.
     """
+    copies = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    if ranks % copies:
+        raise UserError(
+            f"{config.ds_config}: zero_optimization.zero_hpz_partition_size {copies} does not "
+            f"divide the {ranks} ranks; change one of the two"
+        )
     for path in gpu_keys(ds_config) if device != "cuda" else ():
         raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
     if "nvme" in offload_devices(ds_config) and not AsyncIOBuilder().is_compatible():
@@ -153,9 +161,10 @@ def _read(file: str) -> dict[str, Any]:
         ) from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
-    for path in BLOCKS:
+    for path in (*BLOCKS, *OPTIONAL_BLOCKS):
         parent, _, name = path.rpartition(".")
-        block = _at(raw, parent).setdefault(name, {})
+        blocks = _at(raw, parent)
+        block = blocks.setdefault(name, {}) if path in BLOCKS else blocks.get(name) or {}
         if not isinstance(block, dict):
             raise UserError(f"{file}: {path} is {json.dumps(block)}, not an object {{...}}")
     return raw
@@ -267,15 +276,19 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     """
     file = config.ds_config
     stage = zero_stage(merged)
-    if type(stage) is not int:  # DeepSpeed would convert "3" and true
-        raise UserError(f"{file}: zero_optimization.stage is {json.dumps(stage)}; use 0 to 3")
+    zero = merged["zero_optimization"]
+    copies = zero.get("zero_hpz_partition_size", 1)
     tensor, sequence = group_sizes(merged)
-    for path, size in (
-        ("sequence_parallel_size", sequence),
-        ("tensor_parallel.autotp_size", tensor),
+    for path, value, least in (
+        ("zero_optimization.stage", stage, 0),
+        ("zero_optimization.zero_hpz_partition_size", copies, 1),
+        ("sequence_parallel_size", sequence, 1),
+        ("tensor_parallel.autotp_size", tensor, 1),
     ):
-        if type(size) is not int or size < 1:
-            raise UserError(f"{file}: {path} is {json.dumps(size)}; use 1, 2 ...")
+        if type(value) is not int or value < least:  # DeepSpeed would convert "3" and true
+            raise UserError(
+                f"{file}: {path} is {json.dumps(value)}; use a whole number from {least} on"
+            )
     if min(sequence, tensor) > 1:
         raise UserError(
             f"{file}: sequence_parallel_size is {sequence} and tensor_parallel.autotp_size "
@@ -294,10 +307,16 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
         refused, why = REFUSED.get(path, (None, ""))
         if value == refused and why:
             raise UserError(f"{file}: {path} is {json.dumps(value)}: {why}; remove it")
-    if "zenflow" in merged["zero_optimization"]:
+    if "zenflow" in zero:
         raise UserError(f"{file}: zero_optimization.zenflow: it corrupts weights; remove it")
-    zero = merged["zero_optimization"]
-    if zero.get("zero_hpz_partition_size", 1) > 1 and offload_devices(merged):
+    devices = offload_devices(merged)
+    for path, is_set in (
+        ("device nvme", "nvme" in devices),
+        ("zero_optimization.zero_hpz_partition_size", copies > 1),
+    ):
+        if is_set and stage < 3:  # DeepSpeed would ignore it
+            raise UserError(f"{file}: {path} needs zero_optimization.stage 3; remove it")
+    if copies > 1 and devices:
         raise UserError(
             f"{file}: zero_optimization.zero_hpz_partition_size does not work with offload; remove "
             "one of the two"
@@ -308,7 +327,7 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
             f"{file}: zero_optimization.offload_optimizer.super_offload updates in the backward "
             "pass where gradients are not clipped; set train.gradient_clipping"
         )
-    if config.model.compile and merged.get("compile", {}).get("deepcompile"):
+    if config.model.compile and merged["compile"].get("deepcompile"):
         raise UserError(f"{file}: compile.deepcompile: model.compile is true; remove one of them")
     kind = merged["optimizer"].get("type")
     if str(kind).lower() not in ("adam", "adamw"):

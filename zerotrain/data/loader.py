@@ -57,23 +57,23 @@ class MicroBatch(NamedTuple):
         sees what follows.
         """
         rows, length = self.input_ids.shape
-        part_length = -(-length // parts)
-        padding = part_length * parts - length
+        width = -(-length // parts)
+
+        def own(whole: torch.Tensor) -> torch.Tensor:
+            padded = F.pad(whole, (0, width * parts - length))
+            return padded[:, index * width : (index + 1) * width]
+
         position_ids = self.position_ids
         if position_ids is None:
             position_ids = torch.arange(length).expand(rows, -1)
-        own = slice(index * part_length, (index + 1) * part_length)
         row = self.positions // length
         column = self.positions % length
-        is_own = (column >= own.start) & (column < own.stop)
-        positions = (row * part_length + column - own.start)[is_own]
-        padded_ids = F.pad(self.input_ids, (0, padding))
-        padded_positions = torch.cat([position_ids, torch.arange(padding).expand(rows, -1)], 1)
+        is_own = column // width == index
         return MicroBatch(
-            input_ids=padded_ids[:, own],
+            input_ids=own(self.input_ids),
             attention_mask=None,
-            position_ids=padded_positions[:, own],
-            positions=positions,
+            position_ids=own(position_ids),
+            positions=(row * width + column % width)[is_own],
             targets=self.targets[is_own],
         )
 

@@ -124,6 +124,25 @@ class ModelFlops:
         )
 
 
+def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
+    """A size of the architecture, or that of each layer; empty if it is missing."""
+    try:
+        size = getattr(text, name, None)
+    except RuntimeError:  # configs with sizes per layer refuse access to the global one
+        size = [getattr(layer, name, None) for layer in text.per_layer_config]
+    sizes = size if isinstance(size, (list, tuple)) else [size]  # some configs have a list
+    return [n for n in sizes if isinstance(n, (int, float))]
+
+
+def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
+    """Whether so many ranks can have equally many heads of keys and values each."""
+    text = text_config_of(skeleton.config)
+    heads = sizes_of(text, "num_key_value_heads") or sizes_of(text, "num_attention_heads")
+    if getattr(text, "multi_query", False):
+        heads = [1]
+    return all(n % ranks == 0 for n in heads)
+
+
 def count_flops(skeleton: nn.Module) -> ModelFlops:
     """The FLOPs of a model as it is trained.
 

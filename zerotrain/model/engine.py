@@ -17,7 +17,6 @@ from zerotrain.model.probes import (
     check_causal,
     check_end_tokens,
     check_packing,
-    check_sequence_parts,
     ordinary_tokens,
 )
 from zerotrain.model.setup import Setup
@@ -78,7 +77,7 @@ def build_engine(
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
-    if setup.ds_config.get("compile", {}).get("deepcompile"):
+    if setup.ds_config["compile"].get("deepcompile"):
         engine.compile()
     engine.train()
     tokens = ordinary_tokens(setup.tokenizer)
@@ -101,10 +100,9 @@ def check_engine(
     """
     tokens = ordinary_tokens(setup.tokenizer)
     run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
-    if setup.config.data.batching == "packed":
-        run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device))
-    if ranks.sequence > 1:
-        run_on_all_ranks(ranks, lambda: check_sequence_parts(engine, tokens, ranks))
+    if setup.config.data.batching == "packed" or ranks.sequence > 1:
+        group = ranks.sequence_group
+        run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device, group))
     trained = plan.data.meta["end_tokens"]
     run_on_all_ranks(
         ranks, lambda: check_end_tokens(engine, setup.tokenizer, trained, ranks.device)

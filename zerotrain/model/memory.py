@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import group_sizes, zero_stage
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import hidden_size, text_config_of
+from zerotrain.model.architecture import hidden_size, sizes_of, text_config_of
 from zerotrain.model.trained import Counts
 
 GIB = 2**30
@@ -287,13 +287,8 @@ def layer_widths(skeleton: nn.Module) -> tuple[float, float, float, float, float
 
 def _size(text: PretrainedConfig, name: str) -> float | None:
     """A size of the architecture: the mean if it differs between layers, None if it is missing."""
-    try:
-        size = getattr(text, name, None)
-    except RuntimeError:  # configs with sizes per layer refuse access to the global one
-        size = [getattr(layer, name, None) for layer in text.per_layer_config]
-    sizes = size if isinstance(size, (list, tuple)) else [size]  # some configs have a list
-    numbers = [n for n in sizes if isinstance(n, (int, float))]
-    return sum(numbers) / len(numbers) if numbers else None
+    sizes = sizes_of(text, name)
+    return sum(sizes) / len(sizes) if sizes else None
 
 
 def _linear_weights(skeleton: nn.Module) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import text_config_of
+from zerotrain.model.architecture import heads_divide, text_config_of
 from zerotrain.runtime.errors import UserError, describe
 
 PACKED_EXAMPLES = "packed_examples"
@@ -68,7 +68,7 @@ def resolve_batching(
     why = None
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
-    problem = _packing_problem(skeleton)
+    problem = _packing_problem(skeleton, config.data.max_length)
     if sequence > 1:
         check_sequence(skeleton, sequence, problem or (attention and f"{attention} cannot"))
     if attention and not any(part in attention for part in VARLEN):
@@ -89,7 +89,7 @@ def resolve_batching(
     return resolved, why or "as configured"
 
 
-def _packing_problem(skeleton: nn.Module) -> str | None:
+def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
     """Why examples in one sequence would influence each other, or attention would not be that of
     the model; None if nothing says so. probes.check_packing tests what the real model does.
     """
@@ -100,6 +100,10 @@ def _packing_problem(skeleton: nn.Module) -> str | None:
     layers = set(getattr(text, "layer_types", None) or [])
     if others := sorted(layers - {"full_attention", "sliding_attention"}):
         return f"{name} has {', '.join(others)} layers"
+    rope = getattr(text, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings", max_length)
+    if rope.get("rope_type") == "longrope" and max_length > limit:
+        return f"{name} encodes positions by the longest example, from {limit:,} tokens on"
     if getattr(skeleton, "_is_stateful", False):
         return f"{name} has a state"
     if not getattr(skeleton, "_supports_attention_backend", False):
@@ -116,12 +120,9 @@ def check_sequence(skeleton: nn.Module, sequence: int, problem: str | None) -> N
         UserError: packed_attention cannot run in it, for the reason `problem`; or the heads cannot
             be divided.
     """
-    text = text_config_of(skeleton.config)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if problem is None and (heads % sequence or kv_heads % sequence):
-        problem = f"{kv_heads} heads of keys and values cannot be divided"
-    if problem is None and getattr(text, "output_router_logits", False):
+    if problem is None and not heads_divide(skeleton, sequence):
+        problem = "its heads of keys and values cannot be divided"
+    if problem is None and getattr(text_config_of(skeleton.config), "output_router_logits", False):
         problem = "the router loss is one of whole micro-batches"
     if problem:
         raise UserError(
@@ -172,33 +173,21 @@ def packed_attention(
         if position_ids not in _lengths:
             _lengths[position_ids] = _example_lengths(position_ids, sequence_group)
         lengths = _lengths[position_ids]
-    output = _attention_per_example(module, query, key, value, lengths, sliding_window, options)
+    if len(query) == 1 and _has_kernel(query, value) and not options.get("dropout"):
+        output = _varlen_attention(query, key, value, lengths, options, sliding_window)
+    else:
+        outputs = []
+        for states in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+            mask = None  # SDPA is causal without one
+            tokens = states[0].shape[2]
+            if sliding_window and sliding_window < tokens:
+                seen = query.new_ones(tokens, tokens, dtype=torch.bool)
+                mask = seen.tril().triu(1 - sliding_window)[None, None]
+            outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])
+        output = torch.cat(outputs, dim=1)
     if sequence_group is not None:
         output = _exchange(output, sequence_group)
     return output, None
-
-
-def _attention_per_example(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: list[int],
-    sliding_window: int | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Like packed_attention, of a whole sequence."""
-    if len(query) == 1 and _has_kernel(query, value) and not options.get("dropout"):
-        return _varlen_attention(query, key, value, lengths, options, sliding_window)
-    outputs = []
-    for states in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        mask = None  # SDPA is causal without one
-        if sliding_window and sliding_window < states[0].shape[2]:
-            tokens = states[0].shape[2]
-            seen = query.new_ones(tokens, tokens, dtype=torch.bool)
-            mask = seen.tril().triu(1 - sliding_window)[None, None]
-        outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])
-    return torch.cat(outputs, dim=1)
 
 
 def _exchange(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -89,7 +89,9 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     config, precision, ds_config = resolve_ds_config(
         config, best_precision(ranks.device), hidden_size(skeleton)
     )
-    run_on_all_ranks(ranks, lambda: check_machine(config, ds_config, ranks.device.type))
+    size = ranks.world_size
+    run_on_all_ranks(ranks, lambda: check_machine(config, ds_config, ranks.device.type, size))
+    require_same(ranks, "the DeepSpeed config", json.dumps(ds_config, indent=1))
     ranks = group_ranks(ranks, *group_sizes(ds_config))
     check_global_batch(config, ranks.data_size)
     check_model_fits(config, skeleton, tokenizer)
@@ -99,8 +101,7 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     counts = count_trained(skeleton, config.model)
     check_tensor_parallel(config, ds_config, skeleton, counts, ranks.tensor)
     cost = linear_cost(skeleton)
-    resolved = dump_config(config) + json.dumps({"linear_cost": cost, **ds_config}, indent=1)
-    require_same(ranks, "the resolved config", resolved)
+    require_same(ranks, "the resolved config", f"{dump_config(config)}linear_cost: {cost}")
     return Setup(
         config=config,
         tokenizer=tokenizer,

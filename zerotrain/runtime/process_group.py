@@ -52,13 +52,10 @@ class Ranks:
         """The number of micro-batches in a micro-step: the plan's world size."""
         return self.world_size // (self.tensor * self.sequence)
 
-    def data_rank_of(self, rank: int) -> int:
-        """Which of them a rank gets."""
-        return rank // (self.tensor * self.sequence)
-
     @property
     def data_rank(self) -> int:
-        return self.data_rank_of(self.rank)
+        """Which of them this rank gets."""
+        return self.rank // (self.tensor * self.sequence)
 
     @property
     def sequence_part(self) -> tuple[int, int]:
@@ -88,11 +85,7 @@ def group_ranks(ranks: Ranks, tensor: int, sequence: int) -> Ranks:
             "tensor_parallel.autotp_size and sequence_parallel_size of ds_config; change one of "
             "them, or the number of ranks"
         )
-    own = None
-    for first in range(0, ranks.world_size, sequence) if sequence > 1 else ():
-        members = list(range(first, first + sequence))
-        group = dist.new_group(members)  # all ranks take part in the creation of each
-        own = group if ranks.rank in members else own
+    own = dist.new_subgroups(sequence)[0] if sequence > 1 else None
     return replace(ranks, tensor=tensor, sequence=sequence, sequence_group=own)
 
 
