@@ -1,24 +1,28 @@
 """Tensor parallelism (AutoTP) against a plain loop.    pytest tests/test_tensor_parallel.py"""
 
-import numpy as np
+import re
+
 import pytest
 import torch
-from conftest import determined, plainly, read_metrics
-from safetensors.torch import load_file
+from conftest import (
+    assert_same,
+    assert_same_weights,
+    determined,
+    plainly,
+    read_metrics,
+    stop_after_one_step,
+)
+from split_models import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.checkpoint.shards import read_shard, shard_name
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
-from zerotrain.model.tensor_parallel import check_tensor_parallel
+from zerotrain.model.tensor_parallel import TRIED, check_tensor_parallel
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.export import export_checkpoint
-
-SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
-         "eos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.1}  # fmt: skip
 
 
 def save_model(folder, tokenizer, kind, **options):
@@ -67,35 +71,23 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
         model__activation_checkpointing=batching == "packed", train__epochs=1,
         eval={"every_steps": 100, "generate": 2, "max_new_tokens": 6},
     )  # fmt: skip
-    losses, norms, _, evals, weights, *_ = plainly(config, sample_tokenizer)
+    plain = plainly(config, sample_tokenizer)
     run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "stop").touch()  # seen after the first step
+    stop_after_one_step(run_folder)
     for name, ranks in strategies:
         finished = forks.train(config, "--ds_config", f"ds_configs/{name}.json", ranks=ranks)
         assert finished.code == 0, finished.output
         assert "needs whole logits" not in finished.output
 
-    steps = read_metrics(run_folder)
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=1e-5)
-    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=1e-5)
-    found = [e["eval_loss"] for e in read_metrics(run_folder, "eval")]
-    np.testing.assert_allclose(found, evals, rtol=1e-5)
-
+    assert_same(run_folder, plain)
+    assert len(read_metrics(run_folder, "eval")) == 2
     out = tmp_path / "hf"
     if kind == "llama":
         export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
     else:
         finished = forks.script("scripts/export.py", run_folder, out, "--verify")
         assert finished.code == 0, finished.output
-    exported = load_file(out / "model.safetensors")
-    tied = {"lm_head.weight"} if options["tie_word_embeddings"] else set()
-    assert set(exported) == set(weights) - tied
-    for name, tensor in exported.items():
-        expected = weights[name].detach()
-        distance = (tensor - expected).norm() / expected.norm()
-        assert distance < 1e-5, f"{name}: {distance:.1e}"
+    assert_same_weights(out, plain)
     first, last = (line["rows"] for line in read_metrics(run_folder, "generations"))
     for folder, rows in ((tmp_path / "model", first), (out, last)):
         prompts = [row["prompt"] for row in rows]
@@ -110,7 +102,9 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
 def test_a_group_has_the_same_dropout_and_resumes_with_it(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
-    """In bf16: with other masks, the ranks of a group would train other norms and embeddings."""
+    """In bf16: with other masks, the ranks of a group would train other norms and embeddings. Also
+    when a run goes on with another number of ranks, and new random numbers.
+    """
     config = tiny_config(
         model=save_model(
             tmp_path / "model", sample_tokenizer, "starcoder2", intermediate_size=64,
@@ -121,20 +115,31 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
     )  # fmt: skip
     run_folder = tmp_path / "run"
     cut = tmp_path / "cut"
-    cut.mkdir()
-    (cut / "stop").touch()
+    stop_after_one_step(cut)
     for folder in (run_folder, cut, cut):
         finished = forks.train(config, "--output_dir", folder, ranks=4)
         assert finished.code == 0, finished.output
     assert determined(cut) == determined(run_folder), "bit for bit"
-    [checkpoint] = list_complete(run_folder / "checkpoints")
-    one, other, of_other_rows = (read_shard(checkpoint, shard_name(rank)) for rank in range(3))
-    whole = set(one.parts) - set(one.split)
-    assert whole and set(one.split) & set(one.parts)
-    for name in whole:
-        assert torch.equal(one.parts[name][1]["fp32"], other.parts[name][1]["fp32"]), name
-    assert torch.equal(one.rng["torch"], other.rng["torch"])
-    assert not torch.equal(one.rng["torch"], of_other_rows.rng["torch"])
+    finished = forks.train(config, "--output_dir", cut, "--train.steps", 4, ranks=2)
+    assert finished.code == 0, finished.output
+    for folder, ranks in ((run_folder, 4), (cut, 2)):
+        checkpoint = list_complete(folder / "checkpoints")[-1]
+        one, other, *rest = (read_shard(checkpoint, shard_name(rank)) for rank in range(ranks))
+        whole = set(one.parts) - set(one.split)
+        assert whole and set(one.split) & set(one.parts)
+        for name in whole:
+            assert torch.equal(one.parts[name][1]["fp32"], other.parts[name][1]["fp32"]), name
+        assert torch.equal(one.rng["torch"], other.rng["torch"])
+        assert not any(torch.equal(one.rng["torch"], shard.rng["torch"]) for shard in rest)
+
+
+def test_every_listed_architecture_is_split_right(forks, tiny_config):
+    finished = forks.train(tiny_config(), ranks=2, module="split_models")
+    assert finished.code == 0, finished.output
+    found = re.findall(r"^split (\S+) (\S+) (\S+)$", finished.output, re.MULTILINE)
+    assert [kind for kind, *_ in found] == TRIED.split()
+    for kind, of_logits, of_norm in found:
+        assert float(of_logits) < 1e-5 and float(of_norm) < 2e-6, kind
 
 
 REFUSED = {

@@ -69,11 +69,6 @@ INTERNALS = {
     "zerotrain/model/guard.py": """
         deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
     """,
-    "zerotrain/model/tensor_parallel.py": """
-        deepspeed.module_inject.autotp_config: PartitionType
-        deepspeed.module_inject.tp_plan_converter: TPPlanConverter
-        deepspeed.runtime.tensor_parallel.config: _get_hf_tp_plan
-    """,
     "zerotrain/model/rehearsal.py": """
         deepspeed.runtime.engine: basic_optimizer
         deepspeed.runtime.zero.stage3: backup_optimizer
