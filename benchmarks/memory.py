@@ -62,7 +62,7 @@ def main(config: Config) -> None:
         profiler.export_chrome_trace(str(trace))
         memory = setup.memory
         on_cpu = memory.host / ranks.world_size
-        states = sum(part.size for part in memory.states if part.name != "buffers")
+        states = sum(memory.states.values()) - memory.states.get("buffers", 0)
         pairs = (
             (states + on_cpu, watch.states_bytes),
             (memory.peak + on_cpu, peak_bytes(json.loads(trace.read_text())["traceEvents"])),

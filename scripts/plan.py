@@ -4,7 +4,7 @@
         --gpus 8] [--gpu h100-80gb] [--links links.json] [--section.key value ...]
 
 Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the interval of saves,
-and the memory of the run's own choice (--ds_config FILE) with its arithmetic. It needs neither GPU
+and the memory of the run's own choice (--ds_config FILE). It needs neither GPU
 nor weights: a model's sizes come from recipes/shapes.json, its folder, or its config.json on the
 hub; local rows are tokenized as in training, unless --mean_tokens is given.
 zerotrain/model/memory.py and zerotrain/tools/plan.py have the formulas and what they leave out.
@@ -173,12 +173,15 @@ def show(planner: Planner) -> None:
     )
     refused: list[str] = []
     rows = rows_of(planner, files, nodes, refused)
-    print("\nGiB of a GPU, and of a node (CPU, NVMe); tokens: the largest micro-batch that fits")
+    print(
+        "\nGiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
+        "tokens: the largest micro-batch that fits"
+    )
     show_table([sizes(row) for row in rows])
     print("\nhours of the run, GB that a rank sends in a step")
     show_table([speed(planner, row) for row in rows])
     print("\n".join(refused))
-    show_parts(planner.row(own, nodes))
+    print(f"{own}: {planner.row(own, nodes).memory}")
 
     counts = sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))})
     best = {count: best_of(rows_of(planner, files, count, []), own) for count in counts}
@@ -197,8 +200,10 @@ def show(planner: Planner) -> None:
     minutes = daly_seconds(save_seconds, 3600 * hours) / 60
     print(
         f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula for saves of "
-        f"{save_seconds:.0f} s and a failure every {hours:,.0f} h\n"
-        f"use: {first.file}, the fastest that fits: {first.seconds:.3g} s per step"
+        f"{save_seconds:.0f} s and a failure every {hours:,.0f} h; a checkpoint has "
+        f"{first.memory.checkpoint / GIB:,.0f} GiB\n"
+        f"use: {first.file}, the fastest that fits, or the simplest of equally fast ones: "
+        f"{first.seconds:.3g} s per step"
         + "".join(f"; {row.file} {row.seconds:.3g}" for row in others[:2])
     )
 
@@ -222,9 +227,9 @@ def show_table(records: list[dict[str, Any]]) -> None:
 
 def sizes(row: Row) -> dict[str, Any]:
     memory = row.memory
-    parts = {part.name: part.size for part in memory.states}
-    parts |= {"activations": row.kept, "recomputed": row.recomputed, "loss": memory.loss.size}
-    parts |= {"peak": memory.peak, "CPU": memory.host, "NVMe": memory.nvme}
+    parts = memory.states | {"activations": memory.kept, "checkpointed": memory.inputs}
+    parts |= {"loss": memory.loss, "peak": memory.peak}
+    parts |= {"CPU": max(memory.host, memory.loading), "NVMe": memory.nvme}
     in_gib = {name: size / GIB for name, size in parts.items()}
     return {"": Path(row.file).stem} | in_gib | {"tokens": row.largest_budget}
 
@@ -239,20 +244,6 @@ def speed(planner: Planner, row: Row) -> dict[str, Any]:
         "tokens/s": f"{planner.tokens / row.seconds:,.0f}",
         "hours": (planner.steps or math.nan) * row.seconds / 3600,
     }
-
-
-def show_parts(row: Row) -> None:
-    """The memory of one config with its arithmetic."""
-    memory = row.memory
-    print(f"\n{row.file}: each GPU, with the larger of loss and layer, or the update instead")
-    for part in (*memory.states, memory.activations, memory.loss, memory.layer, memory.update):
-        print(f"  {part.name:<14}{part.size / GIB:8.1f} GiB   {part.how}")
-    print(
-        f"  {'peak':<14}{memory.peak / GIB:8.1f} GiB   {'fits' if row.fits else 'DOES NOT FIT'}\n"
-        f"CPU memory per node {memory.loading / GIB:.0f} GiB while loading, "
-        f"{memory.host / GIB:.0f} GiB in training\n"
-        f"disk {memory.checkpoint / GIB:.0f} GiB per checkpoint, {memory.checkpoints} at a time"
-    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import REPO
@@ -26,8 +27,7 @@ ASSUMED = {name: default for name, (default, _) in plan.OPTIONS.items()} | {
 
 
 def states_of(config, skeleton, counts, ds_config, ranks=4):
-    memory = estimate_memory(config, skeleton, counts, ds_config, ranks, ranks)
-    return {part.name: part.size for part in memory.states}
+    return estimate_memory(config, skeleton, counts, ds_config, ranks, ranks).states
 
 
 def test_what_is_frozen_is_only_its_weights(tiny_config):
@@ -68,7 +68,7 @@ def test_model_states_are_those_of_the_table(tiny_config, file, gpu, gpu_share, 
     parameters = counts.total
     config, _, ds_config = resolve_ds_config(config, "bf16", SIZES["hidden_size"])
     memory = estimate_memory(config, skeleton, counts, ds_config, 4, 1)
-    on_gpu = sum(part.size for part in memory.states if part.name != "buffers")
+    on_gpu = sum(memory.states.values()) - memory.states.get("buffers", 0)
     assert on_gpu == parameters * (gpu + gpu_share / 4)
     assert memory.host == parameters * cpu_share / 4
     text = (REPO / "ds_configs" / "README.md").read_text()
@@ -91,13 +91,12 @@ def test_groups_divide_what_they_share_and_nvme_holds_what_is_moved_there(tiny_c
 
     alone = memory()
     split = memory(tensor_parallel={"autotp_size": 2})
-    linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
-    assert alone.states[0].size == 2 * total
-    assert split.states[0].size == 2 * (total - linear / 2)  # embeddings are on every rank
-    assert split.states[2].size == 12 * (total - linear / 2) / 2  # over two groups
+    linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 320 * 32  # and the head
+    assert alone.states["weights"] == 2 * total
+    assert split.states["weights"] == 2 * (total - linear / 2)  # embeddings are on every rank
+    assert split.states["optimizer"] == 12 * (total - linear / 2) / 2  # over two groups
     sliced = memory(sequence_parallel_size=4)
-    assert [part.size for part in sliced.states] == [part.size for part in alone.states]
-    assert sliced.activations.size == alone.activations.size / 4
+    assert sliced.states == alone.states and sliced.activations == alone.activations / 4
     moved = memory(3, "nvme")
     assert moved.nvme == 2 * total / 4 * (2 + 12 + 4)  # the sums stay on the CPU
     assert memory(3, "cpu").nvme == 0 < memory(3, "cpu").host
@@ -117,7 +116,7 @@ def planner(tiny_config):
 def test_every_file_has_a_row_and_its_largest_budget_is_the_largest_that_fits(planner):
     for file in sorted(REPO.glob("ds_configs/*.json")):
         row = planner.row(str(file), 2)
-        assert row.seconds > 0 and row.sent > 0 and row.kept > row.recomputed > 0
+        assert row.seconds > 0 and row.sent > 0 and row.memory.kept > row.memory.inputs > 0
         for tokens, fits in ((row.largest_budget, True), (row.largest_budget + GRANULE, False)):
             data = replace(planner.config.data, micro_batch_tokens=tokens, max_length=tokens)
             other = replace(planner, config=replace(planner.config, data=data))
@@ -147,6 +146,21 @@ def test_a_slow_network_makes_the_second_node_and_many_messages_dear(planner):
     assert best_of(slow, "")[0].file == "ds_configs/zero1.json"
     assert rows(0.1, 1)[0].seconds < slow[0].seconds  # so here one node is faster
     assert rows(0.1, 1)[0].seconds == rows(100, 1)[0].seconds
+
+
+def test_ranks_of_a_node_share_its_network_whatever_their_groups(planner):
+    """A tensor-parallel group of 2 sends half as much in each of two rings at a time."""
+    slow = replace(planner, assumed=ASSUMED | {"network_gb_per_s": 1e-3})
+    whole, split = (slow.row(f"ds_configs/{name}.json", 2) for name in ("zero1", "zero1_autotp"))
+    assert split.seconds == pytest.approx(whole.seconds * (3 / 4) / (7 / 8), rel=0.01)
+
+
+def test_the_own_choice_comes_first_among_equally_fast_ones(planner):
+    rows = [planner.row(f"ds_configs/{name}.json", 1) for name in ("zero1", "zero2", "zero3")]
+    timed = [replace(r, seconds=s, fits=True) for r, s in zip(rows, (1.04, 1.0, 1.1), strict=True)]
+    for own, first in (("", "zero1"), ("ds_configs/zero2.json", "zero2")):
+        names = [Path(row.file).stem for row in best_of(timed, own)]
+        assert names[0] == first and names[2] == "zero3"
 
 
 def test_saves_are_rarer_where_failures_are_and_never_rarer_than_failures():

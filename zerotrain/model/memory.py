@@ -24,29 +24,22 @@ LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and tw
 
 
 @dataclass(frozen=True)
-class Part:
-    """A share of a GPU's memory."""
-
-    name: str
-    size: float
-    """Bytes."""
-    how: str
-    """The arithmetic, in words."""
-
-
-@dataclass(frozen=True)
 class Memory:
     """Estimated bytes."""
 
-    states: list[Part]
-    """On each GPU all the time: weights, gradients, optimizer, communication buffers."""
-    activations: Part
-    """In addition, what the forward pass keeps for the backward pass."""
-    loss: Part
-    """In addition to these, in the loss."""
-    layer: Part
+    states: dict[str, float]
+    """By name, on each GPU all the time: weights, gradients, optimizer, communication buffers."""
+    kept: float
+    """In addition, what the forward pass keeps for the backward pass: without checkpointing,"""
+    inputs: float
+    """and with it, the input of each layer."""
+    activations: float
+    """The one of these two that the run has."""
+    loss: float
+    """In addition to states and activations, in the loss."""
+    layer: float
     """In addition to states and activations, in the backward pass of one layer, after the loss."""
-    update: Part
+    update: float
     """In addition to the states in the optimizer's update."""
     loading: float
     """CPU memory of a node while the weights are loaded."""
@@ -56,25 +49,22 @@ class Memory:
     """On the disk of a node, by offloading."""
     checkpoint: float
     """On disk, of one checkpoint."""
-    checkpoints: int
-    """On disk at a time: those that are kept and the one that is being written; without those of
-    checkpoint.keep_every_steps.
-    """
 
     @property
-    def at_peak(self) -> list[Part]:
+    def at_peak(self) -> dict[str, float]:
         """What one GPU holds when it holds most."""
-        backward = [self.activations, max(self.loss, self.layer, key=lambda part: part.size)]
-        in_backward = sum(part.size for part in backward)
-        return [*self.states, *(backward if in_backward > self.update.size else [self.update])]
+        last = {"logits": self.loss} if self.loss > self.layer else {"one layer": self.layer}
+        backward = {"activations": self.activations, **last}
+        in_backward = sum(backward.values()) > self.update
+        return self.states | (backward if in_backward else {"update": self.update})
 
     @property
     def peak(self) -> float:
         """Of one GPU."""
-        return sum(part.size for part in self.at_peak)
+        return sum(self.at_peak.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{part.name} {part.size / GIB:.2f}" for part in self.at_peak)
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.at_peak.items())
         return f"{self.peak / GIB:.2f} GiB per rank, estimated: {parts}"
 
 
@@ -103,12 +93,13 @@ def estimate_memory(
     place = {name: block.get("device", "none") for name, block in offload.items()}
     tensor_parallel, sequence_parallel = group_sizes(ds_config)
     ranks //= tensor_parallel
-    linear = _linear_weights(skeleton)
-    quantized = sum(p.numel() for p in linear if not p.requires_grad)
+    frozen = _linear_weights(skeleton, skeleton.get_output_embeddings())
+    quantized = sum(p.numel() for p in frozen if not p.requires_grad)
     quantized *= config.model.quantization is not None
-    elsewhere = 1 - 1 / tensor_parallel
-    total = counts.total - elsewhere * sum(p.numel() for p in linear)
-    trained = counts.trained - elsewhere * sum(p.numel() for p in linear if p.requires_grad)
+    divided = _linear_weights(skeleton, skeleton.get_input_embeddings())
+    elsewhere = (1 - 1 / tensor_parallel) * sum(p.numel() for p in divided)
+    total = counts.total - elsewhere
+    trained = counts.trained - elsewhere  # tensor parallelism is for models trained as a whole
     share = trained / ranks if stage >= 1 else trained
 
     width = weight_bytes(ds_config)
@@ -122,20 +113,15 @@ def estimate_memory(
     gradients = summed * trained / (ranks if stage >= 2 else 1)
     updated = MOMENTS + (MASTER if stage or width < 4 else 0)
     optimizer = updated * share
-    by = f" / {ranks} ranks" if ranks > 1 else ""
-    states = [
-        Part("weights", weights, f"{held / total:.3g} bytes x all{by if stage == 3 else ''}"),
-        Part("gradients", gradients, f"{summed} bytes x trained{by if stage >= 2 else ''}"),
-        Part("optimizer", optimizer, f"{updated} bytes x trained{by if stage >= 1 else ''}"),
-    ]
+    states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
     sums_stay = stage == 2 and summed != width
     sums = "cpu" if place["optimizer"] != "none" and not sums_stay else "none"
     moved = (place["param"], sums, place["optimizer"])
-    size = {device: 0.0 for device in ("none", "cpu", "nvme")}
-    for part, device in zip(states, moved, strict=True):
-        size[device] += part.size
-    states = [part for part, device in zip(states, moved, strict=True) if device == "none"]
+    size = {"cpu": 0.0, "nvme": 0.0}
+    for name, device in zip(tuple(states), moved, strict=True):
+        if device != "none":
+            size[device] += states.pop(name)
     if place["optimizer"] != "none":
         size[place["optimizer"]] += MASTER * share  # the fp32 gradients that CPU Adam reads
         if stage < 3:
@@ -147,12 +133,12 @@ def estimate_memory(
         buffers = offload["param"].get("buffer_count", 5) * offload["param"].get("buffer_size", 1e8)
         size["cpu"] += width * buffers
     if stage >= 2:
-        states.append(_buffers(skeleton, zero, stage, width))
+        states["buffers"] = _buffers(skeleton, zero, stage, width)
 
     if config.checkpoint.async_save:
         size["cpu"] += updated * share + (width * total / local_ranks if stage < 3 else 0)
     # under ZeRO 3 the first rank alone reads the files
-    loading = width * total * (local_ranks if stage < 3 else 1)
+    loading = width * counts.total * (local_ranks if stage < 3 else 1)
     saved = counts.total if config.model.from_config else counts.trained  # else in their files
     return Memory(
         states=states,
@@ -162,21 +148,19 @@ def estimate_memory(
         host=local_ranks * size["cpu"],
         nvme=local_ranks * size["nvme"],
         checkpoint=width * saved + updated * counts.trained,
-        checkpoints=config.checkpoint.keep_last + config.checkpoint.keep_best + 1,
     )
 
 
-def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> Part:
+def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> float:
     """The temporaries of the update: a square root in torch's AdamW; under ZeRO 3 a copy of the
     gradients, sub-group by sub-group; under ZeRO 0 and 1 the bucket of the all-reduce that precedes
     it (MEMORY_OPT_ALLREDUCE_SIZE).
     """
     if on_cpu:
-        return Part("update", 0, "on the CPU")
+        return 0
     if stage == 3:
-        return Part("update", 8 * min(share, zero.get("sub_group_size", 1e9)), "of a sub-group")
-    bucket = min(trained, 5e8) if stage < 2 else 0
-    return Part("update", 4 * max(share, bucket), "AdamW's temporaries, or an all-reduce")
+        return 8 * min(share, zero.get("sub_group_size", 1e9))
+    return 4 * max(share, min(trained, 5e8) if stage < 2 else 0)
 
 
 def weight_bytes(ds_config: dict[str, Any]) -> int:
@@ -211,7 +195,7 @@ def _backward(
     width: int,
     tensor_parallel: int,
     sequence_parallel: int,
-) -> dict[str, Part]:
+) -> dict[str, float]:
     """What a GPU holds of one micro-batch in the backward pass.
 
     With checkpointing, a layer keeps its input alone, and one layer at a time is recomputed
@@ -220,20 +204,20 @@ def _backward(
     """
     tokens = config.data.first_budget // sequence_parallel
     layers = int(text_config_of(skeleton.config).num_hidden_layers)
-    hidden = hidden_size(skeleton)
     sizes = layer_bytes(skeleton, tensor_parallel)
     kept, gradients = (width / 2 * tokens * size for size in sizes)
-    layer = Part("one layer", gradients, f"its gradients, {tokens:,} tokens")
-    saved = Part("activations", layers * kept, f"of {layers} layers, {tokens:,} tokens")
-    if config.model.activation_checkpointing:
-        how = f"recomputed, and its gradients, {tokens:,} tokens"
-        layer = Part("one layer", kept + gradients, how)
-        how = f"{layers} layers x {width} bytes x {hidden:,} x {tokens:,} tokens"
-        saved = Part("layer inputs", width * layers * hidden * tokens, how)
-    return {"activations": saved, "layer": layer, "loss": _loss(config, skeleton, width, tokens)}
+    inputs = width * layers * hidden_size(skeleton) * tokens
+    recompute = config.model.activation_checkpointing
+    return {
+        "kept": layers * kept,
+        "inputs": inputs,
+        "activations": inputs if recompute else layers * kept,
+        "layer": gradients + kept * recompute,
+        "loss": _loss(config, skeleton, width, tokens),
+    }
 
 
-def _loss(config: Config, skeleton: nn.Module, width: int, tokens: int) -> Part:
+def _loss(config: Config, skeleton: nn.Module, width: int, tokens: int) -> float:
     """Logits, and input and gradient of the output head. The loss over chunks computes all
     gradients at once: it sums those of the head in fp32.
     """
@@ -243,14 +227,10 @@ def _loss(config: Config, skeleton: nn.Module, width: int, tokens: int) -> Part:
     head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad) if chunk else 0
     states = 2 * width * hidden_size(skeleton) * tokens
-    return Part(
-        "logits",
-        LOSS_BYTES * logits * vocabulary + states + (4 + width) * trained,
-        f"{LOSS_BYTES} bytes x {logits:,} tokens x {vocabulary:,}, and the head's gradients",
-    )
+    return LOSS_BYTES * logits * vocabulary + states + (4 + width) * trained
 
 
-def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) -> Part:
+def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) -> float:
     """What ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states: buckets of gradients,
     copied to communication_data_type, fp32, where a gradient larger than a bucket is on its own;
     and under ZeRO 3 the gathered weights.
@@ -261,13 +241,11 @@ def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) 
     reduced = (width + 4) * max(bucket, largest)
     if stage == 2:
         buckets = 2 if zero.get("overlap_comm") else 1
-        size = width * bucket * buckets + reduced
-        return Part("buffers", size, f"{buckets} gradient buckets, and one in fp32")
+        return width * bucket * buckets + reduced
     live = sum(p.numel() for p in skeleton.parameters())
     live = min(zero.get("stage3_max_live_parameters", 1e9), live)
     # reduce_scatter_coalesced flattens the fp32 copies into another one
-    size = width * (live + bucket) + reduced + 4 * max(bucket, largest)
-    return Part("buffers", size, f"{live / 1e6:,.0f} M gathered weights, gradients in fp32")
+    return width * (live + bucket) + reduced + 4 * max(bucket, largest)
 
 
 def layer_widths(skeleton: nn.Module) -> tuple[float, float, float, float, float]:
@@ -291,9 +269,10 @@ def _size(text: PretrainedConfig, name: str) -> float | None:
     return sum(sizes) / len(sizes) if sizes else None
 
 
-def _linear_weights(skeleton: nn.Module) -> list[nn.Parameter]:
-    """Weights of the linear layers but the output head: model.quantization keeps those that are
-    frozen in 4 bits, and tensor parallelism divides all of them.
+def _linear_weights(skeleton: nn.Module, but: nn.Module) -> list[nn.Parameter]:
+    """Weights of the linear layers but those of a module: model.quantization keeps the frozen ones
+    in 4 bits but the output head, and tensor parallelism divides all that are no embeddings too.
     """
-    head = set(skeleton.get_output_embeddings().modules())
-    return [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear) and m not in head]
+    others = set(but.parameters())
+    weights = [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)]
+    return [weight for weight in weights if weight not in others]

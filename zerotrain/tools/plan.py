@@ -11,20 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from zerotrain.config.ds_config import group_sizes, resolve_ds_config, zero_stage
+from zerotrain.config.ds_config import gpu_keys, group_sizes, resolve_ds_config, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size, text_config_of
 from zerotrain.model.memory import GIB, Memory, estimate_memory, layer_widths, weight_bytes
+from zerotrain.model.packing import resolve_batching
+from zerotrain.model.tensor_parallel import check_tensor_parallel
 from zerotrain.model.trained import Counts
 from zerotrain.runtime.errors import UserError
 
 SPARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
 GRANULE = 256  # tokens: budgets are compared at multiples of it
 MAX_BUDGET = 1 << 22
+CLOSE = 1.05  # times the seconds of the fastest: no difference, in arithmetic without latencies
 CPU_ADAM_PER_S = 4e9  # parameters that the CPUs of a node update (arXiv:2101.06840)
-RECOMPUTED = 1 / 3  # of a step's FLOPs: the forward pass, with activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,6 @@ class Row:
     """Ranks that share a micro-batch, ZeRO stage, length of the config: the less the simpler."""
     memory: Memory
     """With the config's token budget, or the largest one that fits."""
-    kept: float
-    recomputed: float
-    """Bytes of activations, without and with checkpointing."""
     largest_budget: int
     """Tokens of a micro-batch that fits."""
     fits: bool
@@ -61,7 +61,9 @@ class Row:
     seconds: float
     """Of a step."""
     keeps_the_run: bool
-    """Neither another optimizer, nor quantized messages, nor sums of micro-steps in 16 bits."""
+    """Neither sums of micro-steps in 16 bits, nor what has not been compared with plain torch here:
+    quantized messages, and what else needs a GPU.
+    """
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,20 @@ class Planner:
             UserError: the config cannot be used for this run, or not on as many ranks.
         """
         config = replace(self.config, ds_config=file)
-        config, _, ds_config = resolve_ds_config(config, "bf16", hidden_size(self.skeleton))
-        zero = ds_config["zero_optimization"]
+        skeleton = self.skeleton
+        config, precision, ds_config = resolve_ds_config(config, "bf16", hidden_size(skeleton))
         ranks = nodes * self.cluster.gpus
-        group = math.prod(group_sizes(ds_config))
+        tensor, sequence = group_sizes(ds_config)
+        check_tensor_parallel(config, ds_config, skeleton, self.counts, tensor)
+        resolve_batching(config, skeleton, torch.device("cpu"), precision, sequence)
+        group = tensor * sequence
         if ranks % group:
             raise UserError(f"{file}: {ranks} ranks are no multiple of its groups of {group}")
-        recompute = config.model.activation_checkpointing
 
-        def memory_of(tokens: int, recompute: bool = recompute) -> Memory:
-            data = replace(config.data, micro_batch_tokens=tokens)
-            model = replace(config.model, activation_checkpointing=recompute)
-            run = replace(config, data=data, model=model)
+        def memory_of(tokens: int) -> Memory:
+            run = replace(config, data=replace(config.data, micro_batch_tokens=tokens))
             shape = ranks, self.cluster.gpus
-            return estimate_memory(run, self.skeleton, self.counts, ds_config, *shape)
+            return estimate_memory(run, skeleton, self.counts, ds_config, *shape)
 
         room = SPARE * self.cluster.gpu_memory_gib * GIB
         budgets = range(GRANULE, MAX_BUDGET, GRANULE)
@@ -112,23 +114,24 @@ class Planner:
         memory = memory_of(budget)
         micro_steps = math.ceil(self.tokens * group / (ranks * budget))
         sent, seconds = self._communication(ds_config, nodes, micro_steps, budget)
-        compute = self.flops * (1 + RECOMPUTED * recompute) / ranks
+        trained, total = self.counts
+        forward = total / (2 * total + trained)  # of the FLOPs: see count_flops
+        recomputed = forward * config.model.activation_checkpointing
+        compute = self.flops * (1 + recomputed) / ranks
         seconds += compute / (self.assumed["peak_flops_per_s"] * self.assumed["mfu"])
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return Row(
             file=file,
             simplicity=(group, zero_stage(ds_config), len(str(ds_config))),
             memory=memory,
-            kept=memory_of(budget, False).activations.size,
-            recomputed=memory_of(budget, True).activations.size,
             largest_budget=largest,
-            fits=memory.peak <= room and memory.host <= self.assumed["cpu_memory_gib"] * GIB,
+            fits=memory.peak <= room
+            and max(memory.loading, memory.host) <= self.assumed["cpu_memory_gib"] * GIB,
             micro_steps=micro_steps,
             sent=sent,
             seconds=seconds + self._offloading(ds_config, nodes, micro_steps),
             keeps_the_run=(sums or weight_bytes(ds_config) == 4 or micro_steps == 1)
-            and "adam" in ds_config["optimizer"]["type"].lower()
-            and not any("quantized" in key and zero[key] for key in zero),
+            and not gpu_keys(ds_config),
         )
 
     def _communication(
@@ -142,7 +145,9 @@ class Planner:
         tensor_parallel, sequence_parallel = group_sizes(ds_config)
         ranks = nodes * self.cluster.gpus // tensor_parallel
         inside = self.assumed["node_gb_per_s"] * 1e9
-        between = self.assumed["network_gb_per_s"] * 1e9 if nodes > 1 else inside
+        # that of a node, for as many rings at a time as a tensor-parallel group has ranks
+        network = self.assumed["network_gb_per_s"] * 1e9 / tensor_parallel
+        between = network if nodes > 1 else inside
         width = weight_bytes(ds_config)
         summed = 4 if ds_config.get("communication_data_type") == "fp32" else width
         summed = 0.5 if zero.get("zero_quantized_gradients") else summed
@@ -186,11 +191,18 @@ class Planner:
 
 
 def best_of(rows: list[Row], own: str) -> list[Row]:
-    """The rows that fit and keep the run as it is, the fastest first; of equally fast ones the
-    run's own choice, then the simplest.
+    """The rows that fit and keep the run as it is, the fastest first. Of those that are CLOSE to
+    the fastest, the run's own choice comes first, then the simplest.
     """
     usable = [row for row in rows if row.fits and row.keeps_the_run]
-    return sorted(usable, key=lambda r: (float(f"{r.seconds:.2g}"), r.file != own, r.simplicity))
+    fastest = min((row.seconds for row in usable), default=0)
+
+    def rank(row: Row) -> tuple[float, ...]:
+        if row.seconds > CLOSE * fastest:
+            return 2, row.seconds
+        return row.file != own, *row.simplicity
+
+    return sorted(usable, key=rank)
 
 
 def daly_seconds(save_seconds: float, mtbf_seconds: float) -> float:
