@@ -45,7 +45,8 @@ def costs(plan, examples):
 STATES = [
     ("zero0", "fp32"), ("zero0", "bf16"), ("zero1", "fp32"), ("zero1", "bf16"), ("zero2", "bf16"),
     ("zero2", "fp16"), ("zero2_offload", "fp32"), ("zero3", "fp16"), ("zero3", "fp32"),
-    ("zero3_offload", "bf16"),
+    ("zero3_offload", "bf16"), ("zeropp", "bf16"), ("ulysses", "fp32"), ("zero1_autotp", "fp32"),
+    ("zero3_autotp", "fp32"),
 ]  # fmt: skip
 
 
@@ -63,25 +64,28 @@ def test_it_leaves_everything_as_it_was(forks, tiny_config, tmp_path, tiny_model
     assert finished.output.count("has the same") == 2 * len(cases), finished.output
 
 
-@pytest.mark.parametrize("name, batching", [("zero2_offload", "bucketed"), ("zero3", "packed")])
-def test_the_curve_is_that_of_a_run_without(
-    forks, tiny_config, tmp_path, tiny_model_with_dropout, name, batching
+def test_auto_takes_what_a_step_needs_and_leaves_the_curve_as_it_was(
+    forks, tiny_config, tmp_path, tiny_model_with_dropout
 ):
-    """Also after a resume, which is rehearsed before the checkpoint is loaded."""
+    """A resumed run keeps it, and is rehearsed before its checkpoint is loaded."""
     config = tiny_config(
-        model=tiny_model_with_dropout, ds_config=str(strategy(tmp_path, name)),
-        data__batching=batching, data__micro_batch_tokens=300, data__eval_sources=None,
-        train__epochs=None, train__steps=4, checkpoint__every_steps=2,
+        model=tiny_model_with_dropout, ds_config=str(strategy(tmp_path, "zero3")),
+        data__batching="packed", data__micro_batch_tokens="auto", train__epochs=None,
+        train__steps=4, checkpoint__every_steps=2,
     )  # fmt: skip
-    runs = [["--train.rehearse", "false"], ["--train.rehearse", "true"]]
-    for folder, flags in zip(("plain", "rehearsed"), runs, strict=True):
-        finished = forks.train(config, "--output_dir", tmp_path / folder, *flags, ranks=2)
-        assert finished.code == 0, finished.output
-    assert "rehearsed 300 tokens" in finished.output
-    shutil.rmtree(tmp_path / "rehearsed" / "checkpoints" / "step_00000004")
-    finished = forks.train(config, "--output_dir", tmp_path / folder, *flags, ranks=2)
-    assert "step_00000002" in finished.output and finished.code == 0, finished.output
-    assert determined(tmp_path / "rehearsed") == determined(tmp_path / "plain")
+    run = tmp_path / "run"
+    for start in ("rehearsed", "step_00000002"):
+        finished = forks.train(config, ranks=2)
+        assert start in finished.output and finished.code == 0, finished.output
+        resolved = yaml.safe_load((run / "resolved_config.yaml").read_text())
+        found = resolved["data"]["micro_batch_tokens"]
+        _, _, plan, _ = open_plans(parse_command_line(["--config", str(config)]).config, 2)
+        assert found == 6 * plan.budget.padded(plan.data.lengths.max())
+        shutil.rmtree(run / "checkpoints" / "step_00000004")
+    flags = ["--output_dir", tmp_path / "plain", "--data.micro_batch_tokens", found]
+    assert forks.train(config, *flags, ranks=2).code == 0
+    assert determined(run) == determined(tmp_path / "plain")
+    assert {step["micro_steps"] for step in read_metrics(run)} == {1}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,41 +95,24 @@ def test_the_curve_is_that_of_a_run_without(
 def test_out_of_memory_is_one_line_that_names_rows_and_key(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
-    """Of a process that may allocate little: in the rehearsal, and in a step."""
+    """Of a process that may allocate little: in the rehearsal, a step and an evaluation."""
     model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, 0.0, intermediate_size=16384)
     config = tiny_config(
         model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
-        data__eval_sources=None, train__global_batch_size=70,
+        data__eval_sources=[str(tmp_path / "held.jsonl")], train__global_batch_size=70,
     )  # fmt: skip
-    for flags in (["--train.rehearse", "true"], []):
+    shutil.copy(tmp_path / "train.jsonl", tmp_path / "held.jsonl")
+    for name, flags in (
+        ("train", ["--train.rehearse", "true"]),
+        ("train", []),
+        ("held", ["--eval.every_steps", 1]),
+    ):
         finished = forks.train(config, *flags, module="little_memory")
         assert finished.code == 2, finished.output
         [line] = finished.errors
-        assert "train.jsonl:8 (199 tokens)" in line and "micro_batch_tokens is 8,192" in line, line
-        assert "4,096" in line
+        assert f"{name}.jsonl:8 (199 tokens)" in line, line
+        assert "micro_batch_tokens is 8,192" in line and "4,096" in line
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-# --------------------------------------------------------------------------------------------------
-# data.micro_batch_tokens: auto
-
-
-def test_auto_takes_what_a_step_needs_and_keeps_it(forks, tiny_config, tmp_path):
-    config = tiny_config(
-        data__micro_batch_tokens="auto", data__batching="bucketed", train__epochs=None,
-        train__steps=2,
-    )  # fmt: skip
-    assert forks.train(config, ranks=2).code == 0
-    resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
-    found = resolved["data"]["micro_batch_tokens"]
-    _, _, plan, _ = open_plans(parse_command_line(["--config", str(config)]).config, 2)
-    assert found == 6 * plan.budget.padded(plan.data.lengths.max())
-    assert {step["micro_steps"] for step in read_metrics(tmp_path / "run")} == {1}
-
-    finished = forks.train(config, "--train.steps", 4, ranks=1)
-    assert finished.code == 0 and "resuming from" in finished.output, finished.output
-    again = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
-    assert again["data"]["micro_batch_tokens"] == found
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from zerotrain.data.loader import load_steps
 from zerotrain.data.questions import choose_questions
 from zerotrain.data.scorers import exact_match
 from zerotrain.model.loss import SupervisedLoss
+from zerotrain.model.rehearsal import explain_out_of_memory
 from zerotrain.runtime.agreement import any_rank_preempted, gather_json, sum_over_ranks
 from zerotrain.runtime.process_group import Ranks
 
@@ -75,8 +76,9 @@ class HeldOutSets:
         tokens = 0
         steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, part=ranks.sequence_part)
         for step in steps:
-            for batch in step.micro_batches:
-                total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
+            with explain_out_of_memory(plan, step.plan.micro_batches[0][ranks.data_rank]):
+                for batch in step.micro_batches:
+                    total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
         return float(sum_over_ranks(total) / ranks.tensor / tokens)
