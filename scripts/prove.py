@@ -92,7 +92,7 @@ def prove_training(config: "Config", args: argparse.Namespace) -> bool:
     """
     import torch
 
-    from zerotrain.tools.equivalence import prove_equivalence, start_training
+    from zerotrain.tools.equivalence import prove_equivalence
     from zerotrain.tools.upgrade import prove_upgrade
 
     ranks = args.ranks or max(2, torch.cuda.device_count())
@@ -103,7 +103,7 @@ def prove_training(config: "Config", args: argparse.Namespace) -> bool:
     files = args.ds_configs or sorted(
         {config.ds_config, *map(str, Path("ds_configs").glob("*.json"))}
     )
-    return prove_equivalence(config, files, ranks, args.precision, args.work, start_training)
+    return prove_equivalence(config, files, ranks, args.precision, args.work)
 
 
 def prove_data(config: "Config") -> bool:

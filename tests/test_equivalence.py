@@ -2,13 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import REPO, read_metrics, strategy
+from conftest import REPO, strategy
 from transformers import AutoConfig
 
 import zerotrain.tools.equivalence
 import zerotrain.tools.upgrade
+from zerotrain.config.parse import dump_config, parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.equivalence import small_config, start_training
@@ -22,19 +24,21 @@ import prove
 def command(forks, monkeypatch, capsys):
     """prove.py with forked ranks: (exit code, what it prints)."""
 
-    def run(claim, config, *argv, spoil=()):
-        def launch(file, flags, ranks, _python=None):
-            finished = forks.train(file, *flags, *spoil, ranks=ranks)
-            return finished.code, finished.output, 1.0
+    def start(config, ranks, _python=None):
+        file = Path(f"{config.output_dir}.yaml")
+        file.write_text(dump_config(config))
+        finished = forks.train(file, ranks=ranks)
+        return finished.code, finished.output, 1.0
 
-        for module in (zerotrain.tools.equivalence, zerotrain.tools.upgrade):
-            monkeypatch.setattr(module, "start_training", launch)
+    def run(claim, config, *argv):
         argv = ["prove.py", claim, "--config", config, *argv]
         monkeypatch.setattr(sys, "argv", list(map(str, argv)))
         with pytest.raises(SystemExit) as ended:
             prove.main()
         return ended.value.code, capsys.readouterr().out
 
+    for module in (zerotrain.tools.equivalence, zerotrain.tools.upgrade):
+        monkeypatch.setattr(module, "start_training", start)
     return run
 
 
@@ -46,13 +50,12 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
     content = json.loads(l2_decay.read_text())
     content["optimizer"]["type"] = "Adam"
     l2_decay.write_text(json.dumps(content))
-    files = ["ds_configs/zero3.json", l2_decay, "ds_configs/deepcompile.json"]
-    flags = ["--work", tmp_path / "work", "--ds_configs", *files]
-    code, out = command("equivalence", config, *flags)
-    assert code == 1, out
-    verdicts = ["equal"] * 4 + ["REFUTED"] * 4 + ["compile.deepcompile"] * 4
+    flags = ["--work", tmp_path / "work", "--ds_configs"]
+    files = ["ds_configs/zero3.json", "ds_configs/deepcompile.json"]
+    code, out = command("equivalence", config, *flags, *files)
+    assert code == 0 and out.endswith("\nproved\n"), out
+    verdicts = ["equal"] * 4 + ["compile.deepcompile"]
     lines = [line for line in out.splitlines() if " x " in line]
-    assert len(lines) == 12
     for line, verdict in zip(lines, verdicts, strict=True):
         assert verdict in line, out
     assert [line.split()[1:5] for line in lines[:4]] == [
@@ -60,6 +63,8 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
         for batching in ("bucketed,", "packed,")
         for ranks, micro_steps in (("2", "1"), ("1", "2"))
     ]
+    code, out = command("equivalence", config, "--ranks", 1, *flags, l2_decay)
+    assert code == 1 and out.count("  REFUTED\n") == 2, out
 
 
 def test_rounding_to_bf16_is_within_its_tolerance(command, tiny_config, tmp_path):
@@ -67,21 +72,20 @@ def test_rounding_to_bf16_is_within_its_tolerance(command, tiny_config, tmp_path
     code, out = command(
         "equivalence", tiny_config(), *flags, "--ds_configs", "ds_configs/zero2.json"
     )
-    assert code == 0 and out.count("  equal\n") == 2 and out.endswith("proved\n"), out
+    assert code == 0 and out.count("  equal\n") == 2 and out.endswith("\nproved\n"), out
 
 
-def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path):
-    flags = ["--work", tmp_path / "work", "--ranks", 1, "--ds_configs", "ds_configs/zero1.json"]
+def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path, monkeypatch):
+    """On forked ranks, and with the launcher."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = tiny_config(ds_config="ds_configs/deepcompile.json")
+    flags = ["--work", tmp_path, "--ranks", 1, "--ds_configs", "ds_configs/deepcompile.json"]
     with pytest.raises(UserError, match="nothing could be run"):
-        command("equivalence", tiny_config(), *flags, spoil=["--distributed.world_size", "3"])
-
-
-def test_real_processes(tiny_config, tmp_path):
-    code, output, gib = start_training(tiny_config(), ["--train.epochs=1"], 2)
-    assert code == 0, output
-    assert len(read_metrics(tmp_path / "run")) == 6 and 0.1 < gib < 10
-    code, output, _ = start_training(tiny_config(), ["--train.epochs=0"], 2)
-    assert code == 2 and "\nerror: " in output
+        command("equivalence", config, *flags)
+    config = parse_command_line(["--config", str(config)]).config
+    code, output, gib = start_training(config, 1)
+    assert code and 0.1 < gib < 10
+    assert "error: " in output == Path(f"{config.output_dir}.log").read_text()
 
 
 SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())

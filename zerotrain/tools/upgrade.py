@@ -2,19 +2,18 @@
 own, and puts both runs side by side, for `prove.py upgrade`.
 """
 
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from zerotrain.config.parse import dump_config
-from zerotrain.config.schema import CheckpointConfig, Config, EvalConfig, TrackingConfig
-from zerotrain.runtime.errors import RunFailed, UserError
+from zerotrain.config.schema import Config
+from zerotrain.runtime.errors import RunFailed, UserError, listed
 from zerotrain.tools.compare import compare_curves
-from zerotrain.tools.equivalence import CURVES, start_training
+from zerotrain.tools.equivalence import CURVES, short_run, start_training
 from zerotrain.tools.report import read_run
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
@@ -38,22 +37,16 @@ def prove_upgrade(config: Config, wanted: str, ranks: int, steps: int, work: Pat
     text = changed_requirements(Path("requirements.txt").read_text(encoding="utf-8"), wanted)
     work.mkdir(parents=True, exist_ok=True)
     python = make_environment(work / "environment", text)
-    file = work / "config.yaml"
-    file.write_text(dump_config(short_run(config, steps)), encoding="utf-8")
     before, after = work / "before", work / "after"
     in_16_bits = config.train.precision in ("bf16", "fp16")
     for name, interpreter, folder in (
         ("installed", sys.executable, before),
         (wanted, str(python), after),
     ):
-        shutil.rmtree(folder, ignore_errors=True)
-        trust = f"--model.trust_remote_code={config.model.trust_remote_code}"
-        flags = [f"--output_dir={folder}", trust]
-        code, output, cpu_gib = start_training(file, flags, ranks, interpreter)
-        log = folder.with_suffix(".log")
-        log.write_text(output, encoding="utf-8")
+        run_config = replace(short_run(config, steps), output_dir=str(folder))
+        code, _, cpu_gib = start_training(run_config, ranks, interpreter)
         if code:
-            raise RunFailed(f"the run with {name} ended with exit code {code}: see {log}")
+            raise RunFailed(f"the run with {name} ended with exit code {code}: see {folder}.log")
         run = read_run(folder).series
         speed = run["tokens_per_s"].iloc[WARM_UP_STEPS:].median()
         gpu = ""
@@ -74,51 +67,33 @@ def changed_requirements(text: str, wanted: str) -> str:
     Raises:
         UserError: not NAME==VERSION,..., or a package that is not in requirements.txt.
     """
-    lines = {}
-    for line in text.splitlines():
-        if pin := line.partition("#")[0].strip():
-            lines[Requirement(pin).name.lower()] = pin
-    for word in wanted.split(","):
-        try:
-            name = Requirement(word).name.lower()
-        except InvalidRequirement as error:
-            raise UserError(f"--with {word}: give NAME==VERSION,...: {error}") from error
-        if name not in lines:
-            raise UserError(f"--with {word}: {name} is not in requirements.txt")
-        lines[name] = word.strip()
-    return "\n".join(lines.values()) + "\n"
+    pins = (line.partition("#")[0].strip() for line in text.splitlines())
+    try:
+        changed = _by_name(wanted.split(","))
+    except InvalidRequirement as error:
+        raise UserError(f"--with {wanted}: give NAME==VERSION,...: {error}") from error
+    lines = _by_name(filter(None, pins))
+    if unknown := changed.keys() - lines.keys():
+        raise UserError(f"--with {wanted}: not in requirements.txt: {listed(sorted(unknown))}")
+    return "\n".join((lines | changed).values()) + "\n"
+
+
+def _by_name(requirements: Iterable[str]) -> dict[str, str]:
+    return {Requirement(line).name.lower(): line.strip() for line in requirements}
 
 
 def make_environment(folder: Path, requirements: str) -> Path:
-    """The Python of a virtual environment with these requirements, which is made unless `folder`
-    has it already.
+    """The Python of a virtual environment with these requirements.
 
     Raises:
         UserError: pip cannot install them.
     """
+    print(f"installing into {folder} (minutes at first) ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    file = folder / "requirements.txt"
+    file.write_text(requirements)
     python = folder / "bin" / "python"
-    done = folder / "requirements.txt"
-    if done.exists() and done.read_text() == requirements:
-        return python
-    print(f"installing into {folder} (minutes) ...", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    listed = folder / "wanted.txt"
-    listed.write_text(requirements)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    if subprocess.run([*pip, "-r", str(listed)]).returncode:
-        raise UserError(f"pip cannot install {listed}: see above")
-    listed.rename(done)
+    if subprocess.run([*pip, "-r", str(file)]).returncode:
+        raise UserError(f"pip cannot install {file}: see above")
     return python
-
-
-def short_run(config: Config, steps: int) -> Config:
-    """The config's first steps, without evaluation, W&B and checkpoints before the last one."""
-    return replace(
-        config,
-        train=replace(config.train, steps=steps, epochs=None),
-        data=replace(config.data, eval_sources=[], eval_fraction=0.0),
-        eval=EvalConfig(),
-        checkpoint=CheckpointConfig(),
-        tracking=TrackingConfig(wandb="disabled"),
-        distributed=replace(config.distributed, world_size=None),
-    )
