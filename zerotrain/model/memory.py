@@ -232,19 +232,19 @@ def _loss(config: Config, skeleton: nn.Module, width: int, tokens: int) -> float
 
 def _buffers(skeleton: nn.Module, zero: dict[str, Any], stage: int, width: int) -> float:
     """What ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states: buckets of gradients,
-    copied to communication_data_type, fp32, where a gradient larger than a bucket is on its own;
-    and under ZeRO 3 the gathered weights.
+    copied to communication_data_type, fp32, if they are in 16 bits, where a gradient larger than a
+    bucket is on its own; and under ZeRO 3 the gathered weights.
     """
     trained = [p.numel() for p in skeleton.parameters() if p.requires_grad]
     largest = max(trained, default=0)
     bucket = min(zero.get("reduce_bucket_size", 5e8), sum(trained))
-    reduced = (width + 4) * max(bucket, largest)
+    reduced = (width + 4 if width < 4 else width) * max(bucket, largest)
     if stage == 2:
         buckets = 2 if zero.get("overlap_comm") else 1
         return width * bucket * buckets + reduced
     live = sum(p.numel() for p in skeleton.parameters())
     live = min(zero.get("stage3_max_live_parameters", 1e9), live)
-    # reduce_scatter_coalesced flattens the fp32 copies into another one
+    # reduce_scatter_coalesced flattens them into another one
     return width * (live + bucket) + reduced + 4 * max(bucket, largest)
 
 
