@@ -96,7 +96,9 @@ def opened_run(config: Config) -> Iterator[tuple[Setup, train.Training]]:
 def main(config: Config) -> None:
     with opened_run(config) as (_, run):
         ranks = run.ranks
-        batches = load_steps(run.plan, ranks.rank, 0, run.total_steps)
+        batches = load_steps(
+            run.plan, ranks.data_rank, 0, run.total_steps, part=ranks.sequence_part
+        )
         progress = Progress()
         ratios = []
         while progress.step + 2 + PROFILED_STEPS <= run.total_steps:
