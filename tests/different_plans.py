@@ -19,8 +19,12 @@ def main(config: Config, dry_run: bool) -> None:
         assert gather_json(ranks, value)[ranks.rank] == value
         nan, other = gather_json(ranks, math.nan if ranks.is_first else ranks.rank)
         assert math.isnan(nan) and other == 1
-        own = replace(config, train=replace(config.train, learning_rate=1e-3 * (1 + ranks.rank)))
-        with pytest.raises(UserError, match=r"'learning_rate: 0.002' on rank 1"):
-            describe_run(own, ranks)
+        for change, line in (
+            ({"learning_rate": 1e-3 * (1 + ranks.rank)}, '"lr": 0.002'),
+            ({"seed": ranks.rank}, "seed: 1"),
+        ):
+            own = replace(config, train=replace(config.train, **change))
+            with pytest.raises(UserError, match=f"{line}.* on rank 1"):
+                describe_run(own, ranks)
         require_same(ranks, "the same", "a\nb")
         require_same(ranks, "the data plan", "a" if ranks.rank == 0 else "b")
