@@ -319,6 +319,7 @@ def run_trainer(args: argparse.Namespace) -> None:
         step["padding_efficiency"] = tokens / padded_tokens
     if arguments.process_index == 0:
         (args.folder / "trainer.json").write_text(json.dumps(steps))
+    torch.distributed.destroy_process_group()  # or its threads may abort the exit of Python
 
 
 def tokenized(row: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
