@@ -2,10 +2,11 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPO, strategy
+from conftest import REPO, read_metrics, strategy
 from transformers import AutoConfig
 
 import zerotrain.tools.equivalence
@@ -84,8 +85,13 @@ def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path, monkeypa
         command("equivalence", config, *flags)
     config = parse_command_line(["--config", str(config)]).config
     code, output, gib = start_training(config, 1)
-    assert code and 0.1 < gib < 10
+    assert code == 2 and 0.1 < gib < 10, output
     assert "error: " in output == Path(f"{config.output_dir}.log").read_text()
+    train = replace(config.train, epochs=None, steps=2)
+    code, output, _ = start_training(
+        replace(config, ds_config="ds_configs/zero1.json", train=train), 2
+    )
+    assert code == 0 and len(read_metrics(config.output_dir)) == 2, output
 
 
 SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())

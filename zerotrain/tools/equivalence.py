@@ -58,7 +58,7 @@ from zerotrain.data.sources import read_rows
 from zerotrain.model.hub import load_pretrained
 from zerotrain.model.load import DTYPES, load_model_config, load_tokenizer
 from zerotrain.model.trained import choose_trained
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError
 from zerotrain.runtime.seeding import seed_everything
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.plain_loop import PlainRun, train_plainly
@@ -121,9 +121,9 @@ def prove_equivalence(
             run = replace(config, ds_config=ds_config, data=data, output_dir=str(folder))
             micro_steps = "-"
             code, output, _ = start_training(run, world)
-            refused = re.search("^error: (.*)", output, re.MULTILINE) if code else None
-            if refused:
-                text = f"not run: {refused[1]}"
+            is_refused = code == EXIT_USER_MISTAKE
+            if is_refused:
+                text = "not run: " + re.search("^error: (.*)", output, re.MULTILINE)[1]
             elif code:
                 proved.append(False)
                 text = f"FAILED, exit code {code}: see {folder}.log"
@@ -136,7 +136,7 @@ def prove_equivalence(
                 text = f"{_cells(differences)}  {'equal' if proved[-1] else 'REFUTED'}"
             name = f"{stem}, {data.batching}, {world} x {micro_steps}"
             print(_line(name, text), flush=True)
-            if refused and world == ranks:
+            if is_refused and world == ranks:
                 break  # as on any number of ranks
     if not proved:
         raise UserError("nothing could be run on this machine, so nothing is proved")
@@ -163,8 +163,8 @@ def start_training(
         python: the interpreter of the environment to run in.
 
     Returns:
-        The exit code, the output, which is also in OUTPUT_DIR.log, and the peak resident memory of
-        the largest process, in GiB.
+        The exit code, of the rank that failed first, the output, which is also in OUTPUT_DIR.log,
+        and the peak resident memory of the largest process, in GiB.
     """
     folder = config.output_dir
     shutil.rmtree(folder, ignore_errors=True)
@@ -184,7 +184,11 @@ def start_training(
         _, status, used = os.wait4(process.pid, 0)
         log.seek(0)
         output = log.read()
-    return os.waitstatus_to_exitcode(status), output, used.ru_maxrss / 2**20
+    code = os.waitstatus_to_exitcode(status)
+    of_ranks = re.findall(r"^ +exitcode +: (-?\d+) ", output, re.MULTILINE)
+    if code and of_ranks:
+        code = int(of_ranks[-1])  # torchrun's own is 1; it lists the first failure at the end
+    return code, output, used.ru_maxrss / 2**20
 
 
 def _differences(plain: PlainRun, folder: Path, turned: float | None) -> tuple[str, list[float]]:
