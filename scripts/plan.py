@@ -4,9 +4,9 @@
         --gpus 8] [--gpu h100-80gb] [--links links.json] [--section.key value ...]
 
 Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the interval of saves,
-and the memory of the run's own choice (--ds_config FILE). It needs neither GPU
-nor weights: a model's sizes come from recipes/shapes.json, its folder, or its config.json on the
-hub; local rows are tokenized as in training, unless --mean_tokens is given.
+and the memory of the run's own choice (--ds_config FILE). It needs neither GPU nor weights: a
+model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub; local rows
+are tokenized as in training, unless --mean_tokens is given.
 zerotrain/model/memory.py and zerotrain/tools/plan.py have the formulas and what they leave out.
 Nodes and GPUs are those in the recipe's head comment, unless given.
 """
