@@ -51,7 +51,7 @@ from zerotrain.model.evaluate import HeldOutSets
 from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
-from zerotrain.model.rehearsal import explain_out_of_memory, rehearse
+from zerotrain.model.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
 from zerotrain.model.setup import Setup, describe_run, load_plans
 from zerotrain.runtime.agreement import (
     any_rank_preempted,
@@ -92,6 +92,8 @@ class Training:
     timer: PhaseTimer
     profiler: torch.profiler.profile | None
     hang_watch: HangWatch
+    largest_budget: int
+    """Tokens of a micro-batch that fits, estimated."""
 
 
 def main(config: Config, dry_run: bool) -> None:
@@ -167,6 +169,7 @@ def build_run(
     steps = total_steps(config.train, start.plan)
     metrics = open_metrics(config, start.progress, steps, ranks, lock)
     reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
+    largest = setup.strategy.largest_budget()
     return Training(
         config=config,
         identity=identity,
@@ -177,13 +180,14 @@ def build_run(
         engine=engine,
         loss=loss,
         guard=Guard(start.progress.skipped_in_a_row, ranks),
-        held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
+        held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks, largest),
         saver=Saver(engine, loaded, setup, ranks, lock, start, metrics.log),
         metrics=metrics,
         reporter=reporter,
         timer=PhaseTimer(ranks.device),
         profiler=open_profiler(config, start.progress, ranks),
         hang_watch=HangWatch(config.distributed.timeout_seconds),
+        largest_budget=largest,
     )
 
 
@@ -201,7 +205,7 @@ def train_to_the_end(run: Training, progress: Progress) -> int:
         run.metrics.close(exit_code)
         if run.ranks.is_first:
             saved = list_complete(run.saver.folder)
-            print(run.reporter.memory_report())
+            print(run.reporter.beside_estimates())
             print(f"{ending}; last checkpoint: {saved[-1] if saved else 'none'}", flush=True)
     return exit_code
 
@@ -259,7 +263,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     run.timer.mark("data")
     lr = run.schedule.rate(batch.global_step)
     set_learning_rate(run.engine.basic_optimizer, lr)
-    with explain_out_of_memory(run.plan, batch.plan.micro_batches[0][run.ranks.data_rank]):
+    examples = batch.plan.micro_batches[0][run.ranks.data_rank]
+    with explain_out_of_memory(describe_micro_batch, run.plan, examples, run.largest_budget):
         values = {"lr": lr, **train_step(run, batch)}
     phases = run.timer.take()  # of rank 0; waits for the device
     values |= {"step_seconds": sum(phases.values()), **phases}

@@ -1,6 +1,6 @@
 """Compare train.py with transformers' Trainer on the same work, in processes that alternate.
 
-    python benchmarks/against_trainer.py [--rows 256] [--repeats 5] [--lengths LENGTHS.npy] ...
+    python -m benchmarks.against_trainer [--rows 256] [--repeats 5] [--lengths LENGTHS.npy] ...
 
 Each side trains one epoch of the same rows, whose prompts are not supervised, under the same
 ds_config: the same model from random weights, global batch and precision. Trainer pads, with each
@@ -15,9 +15,7 @@ the other side's in the same repeat: the median over --repeats, with the smalles
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from zerotrain.tools.local_ranks import run_local_ranks
 
 REPO = Path(__file__).resolve().parent.parent
 TOKENIZER = REPO / "data" / "sample" / "model"
@@ -166,25 +166,11 @@ def table_of(runs: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def launch(args: argparse.Namespace, *command: object) -> float:
-    """Run a script under torchrun, which starts faster than the deepspeed launcher. Returns the
-    memory of its largest process, GiB.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", args.ranks]
-    log = args.folder / "log.txt"
-    threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)  # of each rank, on both sides
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [str(word) for word in (*launcher, "--master_port", port, *command)],
-            cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        _, status, usage = os.wait4(process.pid, 0)  # of the ranks too
-    if status:
-        sys.exit(f"{log.read_text()[-4000:]}\nended with exit code {status >> 8}")
-    return usage.ru_maxrss / 2**20
+    """Run a script on all ranks. Returns the memory of its largest process, GiB."""
+    code, output, peak_gib = run_local_ranks(args.ranks, command, args.folder / "log.txt")
+    if code:
+        sys.exit(f"{output[-4000:]}\nended with exit code {code}")
+    return peak_gib
 
 
 def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]], float]:
@@ -220,7 +206,8 @@ def start_trainer(args: argparse.Namespace, strategy: str) -> tuple[list[dict[st
     """The same of Trainer with a sampling strategy."""
     options = ("rows", "max_length", "global_batch_size", "micro_batch_tokens", "precision")
     flags = [f"--{name}={getattr(args, name)}" for name in options]
-    command = (Path(__file__), "--trainer", strategy, "--folder", args.folder, *flags)
+    module = ("--module", "benchmarks.against_trainer")
+    command = (*module, "--trainer", strategy, "--folder", args.folder, *flags)
     peak_gib = launch(args, *command)
     return json.loads((args.folder / "trainer.json").read_text()), peak_gib
 

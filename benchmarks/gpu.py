@@ -30,7 +30,6 @@ from gpu_runs import (
     CheckFailed,
     Figures,
     OutOfTime,
-    planned_memory_gib,
 )
 from rich.console import Console
 from rich.table import Table
@@ -96,7 +95,7 @@ def measured(shape: str, length: int, **options: Any) -> Check:
         tokens = 1024 if bench.toy else max(2 * length, STEP_TOKENS)
         run = bench.train(shape, length, STEPS, train__global_batch_tokens=tokens, **options)
         figures = bench.figures_of(run.steps)
-        figures["planned_memory_gib"] = planned_memory_gib(run.folder)
+        figures["planned_memory_gib"] = run.planned_gib
         figures["has_targets"] = shape != "0.5b" and "model__lora__r" not in options
         return {"": figures}
 

@@ -5,6 +5,7 @@ for benchmarks/gpu.py.
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,8 @@ class Run(NamedTuple):
 
     folder: Path
     steps: list[dict[str, Any]]
+    planned_gib: float
+    """Its estimate of a rank's memory."""
 
 
 @dataclass
@@ -187,10 +190,11 @@ class Bench:
             for key, value in given.items()
             if value is not None
         ]
-        self.command(
+        output = self.command(
             "train.py", "--config", config, *words, until=lambda: len(read_steps(run)) >= steps
         )
-        return Run(run, read_steps(run)[:steps])
+        planned_gib = float(re.search(r"(\S+) GiB per rank, estimated", output)[1])
+        return Run(run, read_steps(run)[:steps], planned_gib)
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
         """Rates from the end of the warm-up on, whatever happens between steps included."""
@@ -213,20 +217,3 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if record["kind"] == "train"]
-
-
-def planned_memory_gib(run: Path) -> float:
-    """What scripts/plan.py predicts for the resolved configs of a run."""
-    from zerotrain.config.parse import parse_command_line
-    from zerotrain.model.architecture import meta_model
-    from zerotrain.model.load import load_model_config
-    from zerotrain.model.memory import GIB, estimate_memory
-    from zerotrain.model.trained import count_trained
-    from zerotrain.tracking.console import quieten_libraries
-
-    quieten_libraries(is_first=True)
-    config = parse_command_line(["--config", str(run / "resolved_config.yaml")]).config
-    ds_config = json.loads((run / "resolved_ds_config.json").read_text())
-    skeleton = meta_model(load_model_config(config), trust_remote_code=False)
-    counts = count_trained(skeleton, config.model)
-    return estimate_memory(config, skeleton, counts, ds_config, 1, 1).peak / GIB

@@ -1,6 +1,6 @@
 """Memory of a rank that trains on one long row, by the number of ranks that share it.
 
-    python benchmarks/long_rows.py [--tokens 32768] [--ranks 1,2,4] [--layers 2] ...
+    python -m benchmarks.long_rows [--tokens 32768] [--ranks 1,2,4] [--layers 2] ...
 
 Each run is one step of train.py under ds_configs/ulysses.json, with sequence_parallel_size set to
 the number of ranks, on a row of --tokens tokens and on one of 256. What a rank holds because of the
@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from against_trainer import REPO, TOKENIZER, launch
+from benchmarks.against_trainer import REPO, TOKENIZER, launch
 
 SHORT = 256  # tokens of the row that is compared with
 

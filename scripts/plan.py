@@ -7,7 +7,7 @@ Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the 
 and the memory of the run's own choice (--ds_config FILE). It needs neither GPU nor weights: a
 model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub; local rows
 are tokenized as in training, unless --mean_tokens is given.
-zerotrain/model/memory.py and zerotrain/tools/plan.py have the formulas and what they leave out.
+zerotrain/model/memory.py and zerotrain/model/strategy.py have the formulas and what they leave out.
 Nodes and GPUs are those in the recipe's head comment, unless given.
 """
 
@@ -26,12 +26,13 @@ from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import make_budget, make_plans
 from zerotrain.model.architecture import count_flops, linear_cost, meta_model
 from zerotrain.model.load import load_model_config, load_tokenizer
-from zerotrain.model.memory import GIB
+from zerotrain.model.memory import GIB, MASTER, MOMENTS
+from zerotrain.model.strategy import ASSUMED_RATES, Cluster
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.gpu import PEAK_TFLOPS, peak_flops_per_s
-from zerotrain.tools.plan import Cluster, Planner, Row, best_of, daly_seconds
+from zerotrain.tools.plan import Planner, Row, best_of, daly_seconds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,15 +40,21 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parent.parent
 CLUSTER = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
 HOST = re.compile(r"^\s*[^\s#]+\s+slots=(\d+)", re.MULTILINE)
-OPTIONS = {  # assumptions: default, help
-    "mfu": (0.4, "share of the GPUs' peak that is reached, recomputed activations included"),
-    "node_gb_per_s": (200.0, "bus bandwidth of an all-reduce on one node"),
-    "network_gb_per_s": (50.0, "bus bandwidth of an all-reduce on several nodes"),
-    "pcie_gb_per_s": (25.0, "between a GPU and CPU memory"),
-    "nvme_gb_per_s": (5.0, "of a node's NVMe disks"),
-    "cpu_memory_gib": (1000.0, "of a node"),
-    "disk_gb_per_s": (2.0, "at which a checkpoint is written"),
-    "node_mtbf_hours": (6000.0, "mean time between failures of a node"),
+ASSUMED = {
+    **ASSUMED_RATES,
+    "cpu_memory_gib": 1000.0,
+    "disk_gb_per_s": 2.0,
+    "node_mtbf_hours": 6000.0,
+}
+HELP = {
+    "mfu": "share of the GPUs' peak that is reached, recomputed activations included",
+    "node_gb_per_s": "bus bandwidth of an all-reduce on one node",
+    "network_gb_per_s": "bus bandwidth of an all-reduce on several nodes",
+    "pcie_gb_per_s": "between a GPU and CPU memory",
+    "nvme_gb_per_s": "of a node's NVMe disks",
+    "cpu_memory_gib": "of a node",
+    "disk_gb_per_s": "at which a checkpoint is written",
+    "node_mtbf_hours": "mean time between failures of a node",
 }
 WORTH = 1.6  # times the tokens/s that a second node has to give
 
@@ -67,55 +74,58 @@ def main() -> None:
     add("--links", metavar="FILE", help="what preflight --links has measured")
     add("--mean_tokens", type=float, help="of a row; default: of local rows, else max_length / 2")
     add("--rows", type=int, help="of an epoch; default: the local ones")
-    for name, (default, text) in OPTIONS.items():
-        add(f"--{name}", type=float, default=default, help=f"{text} ({default:g})")
+    for name, default in ASSUMED.items():
+        add(f"--{name}", type=float, default=default, help=f"{HELP[name]} ({default:g})")
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
-    cluster, peak = choose_cluster(args)
+    cluster = choose_cluster(args)
     os.environ["LOCAL_WORLD_SIZE"] = str(cluster.gpus)  # what "auto" may stand for in a ds_config
-    assumed = {"peak_flops_per_s": peak} | {name: getattr(args, name) for name in OPTIONS}
+    if min(cluster.ranks, cluster.gpu_memory_gib, *cluster.assumed.values()) <= 0:
+        raise UserError("nodes, GPUs, memory and every rate are positive numbers")
+    if config.data.micro_batch_tokens == "auto":
+        data = replace(config.data, micro_batch_tokens=1 << 30)  # what fits is less
+        config = replace(config, data=data)
+    show(make_planner(config, cluster, args.mean_tokens, args.rows))
+
+
+def choose_cluster(args: argparse.Namespace) -> Cluster:
+    """Nodes and GPUs as given, else as in the recipe, and what is assumed of them."""
+    assumed = {name: getattr(args, name) for name in ASSUMED}
     if args.links:
         try:
             links = json.loads(read_text(args.links))
             assumed |= {name: float(rate) for name, rate in links.items()}
         except (ValueError, AttributeError, TypeError) as error:
             raise UserError(f"{args.links}: not what preflight --links writes") from error
-    if min(*vars(cluster).values(), *assumed.values()) <= 0:
-        raise UserError("nodes, GPUs, memory and every rate are positive numbers")
-    if config.data.micro_batch_tokens == "auto":
-        data = replace(config.data, micro_batch_tokens=1 << 30)  # what fits is less
-        config = replace(config, data=data)
-    show(make_planner(config, cluster, assumed, args.mean_tokens, args.rows))
-
-
-def choose_cluster(args: argparse.Namespace) -> tuple[Cluster, float]:
-    """Nodes and GPUs as given, else as in the recipe; and the peak FLOP/s of a GPU."""
-    stated = cluster_of(read_text(args.config)) or Cluster(1, 1, 80)
+    stated = cluster_of(read_text(args.config)) or Cluster(1, 1, 80, {})
     slots = [stated.gpus] * stated.nodes
     if args.hostfile:
         slots = [int(count) for count in HOST.findall(read_text(args.hostfile))]
         if not slots:
             raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
-    name = args.gpu or f"a100-{stated.gpu_memory_gib}gb"
+    name = args.gpu or f"a100-{stated.gpu_memory_gib:.0f}gb"
     kind, _, memory = name.rpartition("-")
     peak = peak_flops_per_s(kind.replace("-", " "))
     gib = memory.removesuffix("gb")
     if peak is None or not gib.isdecimal():
         known = ", ".join(PEAK_TFLOPS)
         raise UserError(f"--gpu {name}: give one of {known}, and its memory, as in h100-80gb")
-    return Cluster(args.nodes or len(slots), args.gpus or min(slots), int(gib)), peak
+    gpus = args.gpus or min(slots)
+    assumed["peak_flops_per_s"] = peak
+    return Cluster((args.nodes or len(slots)) * gpus, gpus, int(gib), assumed)
 
 
-def cluster_of(text: str) -> Cluster | None:
+def cluster_of(text: str, assumed: Mapping[str, float] = ASSUMED) -> Cluster | None:
     """The cluster in a recipe's head comment."""
-    found = CLUSTER.search(text)
-    return Cluster(*map(int, found.groups())) if found else None
+    if found := CLUSTER.search(text):
+        nodes, gpus, gib = map(int, found.groups())
+        return Cluster(nodes * gpus, gpus, gib, assumed)
+    return None
 
 
 def make_planner(
     config: Config,
     cluster: Cluster,
-    assumed: Mapping[str, float],
     mean_tokens: float | None = None,
     rows: int | None = None,
 ) -> Planner:
@@ -132,7 +142,7 @@ def make_planner(
     counts = count_trained(skeleton, config.model)
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
     if mean_tokens is None and all(s.path for s in config.data.sources("train_sources")):
-        budget = make_budget(config.data, cluster.nodes * cluster.gpus, cost)
+        budget = make_budget(config.data, cluster.ranks, cost)
         data = make_plans(config, load_tokenizer(config), budget)[0].data
         lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
     mean = lengths.mean()
@@ -140,7 +150,8 @@ def make_planner(
     flops = count_flops(skeleton).of_examples(lengths, supervised.sum()) / len(lengths)
     steps = train.steps or (rows and train.epochs * math.ceil(rows / examples))
     work = examples * mean, examples * flops, steps
-    return Planner(config, skeleton, counts, *work, cluster, {**assumed, "mean_tokens": mean})
+    cluster = replace(cluster, assumed={**cluster.assumed, "mean_tokens": mean})
+    return Planner(config, skeleton, counts, *work, cluster)
 
 
 def load_shape(config: Config) -> "PretrainedConfig":
@@ -160,15 +171,17 @@ def load_shape(config: Config) -> "PretrainedConfig":
 
 def show(planner: Planner) -> None:
     """Print the tables, and what follows from them."""
-    nodes = planner.cluster.nodes
-    assumed = planner.assumed
+    cluster = planner.cluster
+    nodes = cluster.nodes
+    assumed = cluster.assumed
     own = planner.config.ds_config
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
     files += [own] * (own not in files)
     print(
         f"{planner.config.model.name_or_path}: {planner.counts.total:,} parameters, "
         f"{planner.counts.trained:,} trained; steps of {planner.tokens:,.0f} tokens, "
-        f"{planner.steps or '--rows'} of them\n{planner.cluster}; assumed: nothing overlaps, "
+        f"{planner.steps or '--rows'} of them\n{nodes} x {cluster.gpus} GPUs, "
+        f"{cluster.gpu_memory_gib:.0f} GB; assumed: nothing overlaps, "
         + ", ".join(f"{name} {value:,.4g}" for name, value in assumed.items())
     )
     refused: list[str] = []
@@ -195,13 +208,14 @@ def show(planner: Planner) -> None:
         print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
         return
     first, *others = best[nodes]
-    save_seconds = first.memory.checkpoint / assumed["disk_gb_per_s"] / 1e9
+    saved = (MASTER + MOMENTS) * planner.counts.trained
+    save_seconds = saved / assumed["disk_gb_per_s"] / 1e9
     hours = assumed["node_mtbf_hours"] / nodes
     minutes = daly_seconds(save_seconds, 3600 * hours) / 60
     print(
         f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula for saves of "
         f"{save_seconds:.0f} s and a failure every {hours:,.0f} h; a checkpoint has "
-        f"{first.memory.checkpoint / GIB:,.0f} GiB\n"
+        f"{saved / GIB:,.0f} GiB\n"
         f"use: {first.file}, the fastest that fits, or the simplest of equally fast ones: "
         f"{first.seconds:.3g} s per step"
         + "".join(f"; {row.file} {row.seconds:.3g}" for row in others[:2])
@@ -227,9 +241,14 @@ def show_table(records: list[dict[str, Any]]) -> None:
 
 def sizes(row: Row) -> dict[str, Any]:
     memory = row.memory
-    parts = memory.states | {"activations": memory.kept, "checkpointed": memory.inputs}
-    parts |= {"loss": memory.loss, "peak": memory.peak}
-    parts |= {"CPU": max(memory.host, memory.loading), "NVMe": memory.nvme}
+    parts = memory.states | {
+        "activations": memory.kept,
+        "checkpointed": memory.inputs,
+        "loss": memory.loss,
+        "peak": memory.peak,
+        "CPU": row.host,
+        "NVMe": row.nvme,
+    }
     in_gib = {name: size / GIB for name, size in parts.items()}
     return {"": Path(row.file).stem} | in_gib | {"tokens": row.largest_budget}
 

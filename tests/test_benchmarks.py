@@ -35,9 +35,10 @@ def test_a_check_of_a_gpu_passes_at_toy_size_and_is_not_repeated(tmp_path):
 
 @pytest.mark.launch
 def test_trainer_has_the_same_work(tmp_path):
-    small = ["--rows", 48, "--global_batch_size", 16, "--hidden_size", 32, "--layers", 1]
+    small = ["--rows", 48, "--global_batch_size", 16, "--hidden_size", 32, "--layers", 1,
+             "--vocab_size", 500, "--max_length", 256]  # fmt: skip
     once = ["--ranks", 1, "--repeats", 1, "--strategies", "random", "--json", tmp_path / "runs"]
-    done = bench("benchmarks/against_trainer.py", *small, *once)
+    done = bench("-m", "benchmarks.against_trainer", *small, *once)
     assert done.returncode == 0, done.stdout + done.stderr
     ours, trainer = (runs[0] for runs in json.loads((tmp_path / "runs").read_text()).values())
     assert ours["steps"] == trainer["steps"] == 3

@@ -77,9 +77,9 @@ def test_copies_have_what_was_asked_for(copies):
         assert readme.startswith(f"# {name}\n") and f"recipes/{name}.yaml" in readme
     sbatch = (copies / "batch" / "scripts" / "slurm.sbatch").read_text()
     assert "\n#SBATCH --nodes=3\n" in sbatch and "--job-name=batch\n" in sbatch
-    for name, cluster in (("small", "1 x 1 GPUs, 24 GB"), ("batch", "3 x 8 GPUs, 80 GB")):
+    for name, cluster in (("small", (1, 1, 24)), ("batch", (24, 8, 80))):
         stated = plan.cluster_of((copies / name / "recipes" / f"{name}.yaml").read_text())
-        assert str(stated) == cluster
+        assert (stated.ranks, stated.gpus, stated.gpu_memory_gib) == cluster
     hostfile = (copies / "batch" / "hostfile.example").read_text()
     assert re.findall(r"^(\S+) slots=8$", hostfile, re.MULTILINE) == ["node-1", "node-2", "node-3"]
 

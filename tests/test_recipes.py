@@ -39,9 +39,7 @@ PUBLISHED = {  # "Safetensors, model size" on the hub
     "google/gemma-3-12b-it": 12_187_325_040,
     "google/gemma-3-27b-it": 27_432_406_640,
 }
-ASSUMED = {name: default for name, (default, _) in plan.OPTIONS.items()} | {
-    "peak_flops_per_s": 312e12
-}
+ASSUMED = plan.ASSUMED | {"peak_flops_per_s": 312e12}
 SMALL = {  # in place of the size of that name, where a shape has one
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
@@ -73,10 +71,11 @@ def test_every_recipe_is_in_the_table_and_every_shape_is_as_published():
 @pytest.mark.parametrize("name, cluster, gib", ROWS, ids=lambda value: str(value))
 def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
     text = (REPO / "recipes" / name).read_text()
-    stated = plan.cluster_of(text)
-    assert str(stated) == cluster and f"recipes/{name}" in text.split("command")[1].split("\n")[0]
+    stated = plan.cluster_of(text, ASSUMED)
+    described = f"{stated.nodes} x {stated.gpus} GPUs, {stated.gpu_memory_gib} GB"
+    assert described == cluster and f"recipes/{name}" in text.split("command")[1].split("\n")[0]
     config = config_of(name)
-    planner = plan.make_planner(config, stated, ASSUMED, mean_tokens=500)
+    planner = plan.make_planner(config, stated, mean_tokens=500)
     row = planner.row(config.ds_config, stated.nodes)
     assert round(row.memory.peak / GIB) == int(gib)
     assert row.fits and row.largest_budget >= config.data.micro_batch_tokens

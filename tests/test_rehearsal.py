@@ -5,12 +5,21 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import REPO, determined, read_metrics, save_tiny_llama, strategy
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.data.plan import Budget
-from zerotrain.model.rehearsal import Memory, costliest, largest_budget
+from zerotrain.model.rehearsal import (
+    Memory,
+    costliest,
+    describe_micro_batch,
+    explain_out_of_memory,
+    growth,
+    largest_budget,
+)
+from zerotrain.runtime.errors import UserError
 from zerotrain.tools.open_plans import open_plans
 
 
@@ -113,6 +122,20 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
         assert f"{name}.jsonl:8 (199 tokens)" in line, line
         assert "micro_batch_tokens is 8,192" in line and "4,096" in line
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_budget_that_fits_is_half_or_what_was_measured_if_that_is_less(tiny_config):
+    flags = ["--data.micro_batch_tokens", "8192"]
+    config = parse_command_line(["--config", str(tiny_config()), *flags]).config
+    *_, plan, _ = open_plans(config, 2)
+    for largest, named in ((8192, "4,096"), (10**6, "4,096"), (5120, "5,120"), (300, "300")):
+        text = describe_micro_batch(plan, np.array([8, 8, 3]), largest)
+        assert f"is 8,192, and {named} fit" in text and text.count("jsonl:9 ") == 1
+    refused = pytest.raises(UserError, match="out of memory in an answer")
+    with refused, explain_out_of_memory(str, "an answer"):
+        torch.empty(1 << 60)
+    half_used = [Memory(0, 1, 10**9), Memory(100, 500, 1000)]
+    assert growth(half_used) == pytest.approx((0.9 * 1000 - 100) / 400)
 
 
 @pytest.mark.parametrize(

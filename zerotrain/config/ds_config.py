@@ -6,7 +6,6 @@ for those work here. Where both configs set a value, the values must agree.
 """
 
 import copy
-import difflib
 import json
 import os
 from dataclasses import replace
@@ -18,7 +17,7 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from pydantic import ValidationError
 
 from zerotrain.config.schema import Config
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 
 # DeepSpeed's schedulers and the schedules of transformers that are used in their place.
@@ -297,10 +296,11 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():
-                near = difflib.get_close_matches(name, text.split(), n=1)
-                advice = f"did you mean {near[0]}?" if near else "remove it"
                 path = f"{block}.{name}".removeprefix(".")
-                raise UserError(f"{file}: {path}: unknown, or not supported here; {advice}")
+                raise UserError(
+                    f"{file}: {path}: unknown, or not supported here; remove it"
+                    f"{similar(name, text.split())}"
+                )
     for path, value in _leaves(merged):
         if value == "auto":
             raise UserError(f'{file}: {path} is "auto", but the run config has no value for it')

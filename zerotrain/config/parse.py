@@ -1,7 +1,6 @@
 """Command line and YAML -> Config: defaults < YAML files < flags; each mistake is one line."""
 
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zerotrain.config import schema
 from zerotrain.config.schema import Config, Source
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
@@ -251,8 +250,7 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
         if key in known:  # a list of sources
             name = str(best["loc"][-1])
             names = config_keys(Source)
-        near = difflib.get_close_matches(name, names, n=1)
-        problem = f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
+        problem = f"unknown key {name}; remove it{similar(name, names)}"
     elif best["type"] not in ("missing", "value_error"):
         problem += f", got {json.dumps(best['input'], default=str)[:100]}"
     return ": ".join(filter(None, (places[place], key, problem)))

@@ -16,7 +16,7 @@ from zerotrain.data.loader import load_steps
 from zerotrain.data.questions import choose_questions
 from zerotrain.data.scorers import exact_match
 from zerotrain.model.loss import SupervisedLoss
-from zerotrain.model.rehearsal import explain_out_of_memory
+from zerotrain.model.rehearsal import describe_micro_batch, explain_out_of_memory
 from zerotrain.runtime.agreement import any_rank_preempted, gather_json, sum_over_ranks
 from zerotrain.runtime.process_group import Ranks
 
@@ -39,6 +39,8 @@ class HeldOutSets:
     engine: "DeepSpeedEngine"
     loss: SupervisedLoss
     ranks: Ranks
+    largest_budget: int
+    """Tokens of a micro-batch in training that fits, estimated."""
 
     @torch.no_grad()
     def measure(self) -> tuple[dict[str, float], dict[str, list[dict]]] | None:
@@ -57,7 +59,8 @@ class HeldOutSets:
                 values[f"loss/{name}"] = loss
                 values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
                 if self.config.eval.generate:
-                    answers[name] = self._answer(name, plan)
+                    with explain_out_of_memory(str, "an answer: lower eval.max_new_tokens"):
+                        answers[name] = self._answer(name, plan)
                     scores = [row["score"] for row in answers[name]]
                     values[f"exact_match/{name}"] = sum(scores) / len(scores)
         except Preempted:
@@ -76,7 +79,8 @@ class HeldOutSets:
         tokens = 0
         steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, part=ranks.sequence_part)
         for step in steps:
-            with explain_out_of_memory(plan, step.plan.micro_batches[0][ranks.data_rank]):
+            examples = step.plan.micro_batches[0][ranks.data_rank]
+            with explain_out_of_memory(describe_micro_batch, plan, examples, self.largest_budget):
                 for batch in step.micro_batches:
                     total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
             tokens += step.plan.supervised_tokens

@@ -41,14 +41,10 @@ class Memory:
     """In addition to states and activations, in the backward pass of one layer, after the loss."""
     update: float
     """In addition to the states in the optimizer's update."""
-    loading: float
-    """CPU memory of a node while the weights are loaded."""
-    host: float
-    """CPU memory of a node in training."""
-    nvme: float
-    """On the disk of a node, by offloading."""
-    checkpoint: float
-    """On disk, of one checkpoint."""
+    share: float
+    """Trained parameters that one rank updates."""
+    offloaded: dict[str, float]
+    """What ZeRO-Offload has moved from each GPU: some of weights, gradients, optimizer."""
 
     @property
     def at_peak(self) -> dict[str, float]:
@@ -65,7 +61,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.at_peak.items())
-        return f"{self.peak / GIB:.2f} GiB per rank, estimated: {parts}"
+        return f"{self.peak / GIB:.3g} GiB per rank, estimated: {parts}"
 
 
 def estimate_memory(
@@ -74,7 +70,6 @@ def estimate_memory(
     counts: Counts,
     ds_config: dict[str, Any],
     ranks: int,
-    local_ranks: int,
 ) -> Memory:
     """The memory of a run with bf16, fp16 or fp32 weights and AdamW.
 
@@ -82,15 +77,16 @@ def estimate_memory(
         skeleton: the model on the meta device, with requires_grad as in training.
         counts: numbers of its parameters.
         ds_config: merged, with no value "auto".
-        local_ranks: of one node; each has a GPU.
 
     Raises:
         UserError: the ZeRO stage is not a number.
     """
     stage = zero_stage(ds_config)
     zero = ds_config.get("zero_optimization", {})
-    offload = {name: zero.get(f"offload_{name}") or {} for name in ("param", "optimizer")}
-    place = {name: block.get("device", "none") for name, block in offload.items()}
+    on_gpu = {
+        name: (zero.get(f"offload_{name}") or {}).get("device", "none") == "none"
+        for name in ("param", "optimizer")
+    }
     tensor_parallel, sequence_parallel = group_sizes(ds_config)
     ranks //= tensor_parallel
     frozen = _linear_weights(skeleton, skeleton.get_output_embeddings())
@@ -115,39 +111,21 @@ def estimate_memory(
     optimizer = updated * share
     states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
-    sums_stay = stage == 2 and summed != width
-    sums = "cpu" if place["optimizer"] != "none" and not sums_stay else "none"
-    moved = (place["param"], sums, place["optimizer"])
-    size = {"cpu": 0.0, "nvme": 0.0}
-    for name, device in zip(tuple(states), moved, strict=True):
-        if device != "none":
-            size[device] += states.pop(name)
-    if place["optimizer"] != "none":
-        size[place["optimizer"]] += MASTER * share  # the fp32 gradients that CPU Adam reads
-        if stage < 3:
-            size["cpu"] += width * share  # updated weights, pinned, on their way back to the GPU
-    if place["optimizer"] == "nvme":
-        chunk = min(share, zero.get("sub_group_size", 1e9))
-        size["cpu"] += 4 * offload["optimizer"].get("buffer_count", 4) * chunk
-    if place["param"] == "nvme":
-        buffers = offload["param"].get("buffer_count", 5) * offload["param"].get("buffer_size", 1e8)
-        size["cpu"] += width * buffers
+    stays = {
+        "weights": on_gpu["param"],
+        "gradients": on_gpu["optimizer"] or (stage == 2 and summed != width),
+        "optimizer": on_gpu["optimizer"],
+    }
+    offloaded = {name: states.pop(name) for name, stay in stays.items() if not stay}
     if stage >= 2:
         states["buffers"] = _buffers(skeleton, zero, stage, width)
 
-    if config.checkpoint.async_save:
-        size["cpu"] += updated * share + (width * total / local_ranks if stage < 3 else 0)
-    # under ZeRO 3 the first rank alone reads the files
-    loading = width * counts.total * (local_ranks if stage < 3 else 1)
-    saved = counts.total if config.model.from_config else counts.trained  # else in their files
     return Memory(
         states=states,
         **_backward(config, skeleton, width, tensor_parallel, sequence_parallel),
-        update=_update(trained, share, zero, stage, place["optimizer"] != "none"),
-        loading=loading,
-        host=local_ranks * size["cpu"],
-        nvme=local_ranks * size["nvme"],
-        checkpoint=width * saved + updated * counts.trained,
+        update=_update(trained, share, zero, stage, not on_gpu["optimizer"]),
+        share=share,
+        offloaded=offloaded,
     )
 
 

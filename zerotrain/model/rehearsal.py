@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,19 +77,22 @@ def rehearse(
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     scale = dict(scaler)
 
+    largest = setup.strategy.largest_budget()
+
     def attempt(budget: Budget) -> list[Memory]:
-        memory = run_costliest(engine, loss, replace(plan, budget=budget), ranks)
+        memory = run_costliest(engine, loss, replace(plan, budget=budget), ranks, largest)
         return [Memory(*rank) for rank in gather_json(ranks, memory)]
 
     longest = int(plan.budget.padded(plan.data.lengths.max()))
     smallest = replace(plan.budget, micro_batch_tokens=longest)
-    attempt(smallest)  # allocates the optimizer's state
+    memory = attempt(smallest)  # allocates the optimizer's state
     if search:
         examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
         most = -(-examples // smallest.world_size)  # with which a step is one micro-step
         budget, memory = largest_budget(attempt, smallest, most)
     else:
         budget = plan.budget
+        largest = int(longest * growth(memory))
         memory = attempt(budget)
     scaler.update(scale)
     reset_update_count(engine.basic_optimizer)
@@ -125,24 +128,32 @@ def largest_budget(
         tokens = multiple * smallest.micro_batch_tokens
         budget = replace(smallest, micro_batch_tokens=tokens)
         memory = attempt(budget)
-        growths = [
-            (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
-            for rank in memory
-        ]
-        larger = min(most, int(multiple * min(MOST_GROWTH, *growths)))
+        larger = min(most, int(multiple * min(MOST_GROWTH, growth(memory))))
         if larger < WORTHWHILE * multiple:
             return budget, memory
 
 
+def growth(memory: list[Memory]) -> float:
+    """How many times as many tokens as were measured fit on all ranks."""
+    return min(
+        (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
+        for rank in memory
+    )
+
+
 def run_costliest(
-    engine: "DeepSpeedEngine", loss: SupervisedLoss, plan: DataPlan, ranks: Ranks
+    engine: "DeepSpeedEngine", loss: SupervisedLoss, plan: DataPlan, ranks: Ranks, largest: int
 ) -> Memory:
-    """Forward and backward on the costliest micro-batches of a plan, and an update by 0."""
+    """Forward and backward on the costliest micro-batches of a plan, and an update by 0.
+
+    Args:
+        largest: see describe_micro_batch.
+    """
     accelerator = get_accelerator()
     accelerator.reset_peak_memory_stats()
     chosen = costliest(plan)
     chosen.append(chosen[0])  # beside the gradients of the others
-    with explain_out_of_memory(plan, np.concatenate(chosen)):
+    with explain_out_of_memory(describe_micro_batch, plan, np.concatenate(chosen), largest):
         for i, examples in enumerate(chosen):
             batch = collate_full(plan, examples)
             if ranks.sequence > 1:
@@ -212,24 +223,35 @@ def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
 
 
 @contextmanager
-def explain_out_of_memory(plan: DataPlan, examples: np.ndarray) -> Iterator[None]:
-    """Raise UserError where the GPU, or the CPU's memory, does not hold a micro-batch.
+def explain_out_of_memory(describe: Callable[..., str], *args: Any) -> Iterator[None]:
+    """Raise UserError where the GPU, or the CPU's memory, does not hold something.
 
     Args:
-        examples: of the micro-batch, the longest first.
+        describe: what it is and what to do, from `args`.
     """
     try:
         yield
     except RuntimeError as error:
         if not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
-        rows = [
-            f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
-            for example in dict.fromkeys(examples.tolist())
-        ]
-        tokens = plan.budget.micro_batch_tokens
-        raise UserError(
-            f"out of memory in a micro-batch of {listed(rows)}; data.micro_batch_tokens is "
-            f"{tokens:,}: set it to {tokens // 2:,}, which changes neither steps nor losses; if an "
-            "example is longer, set model.activation_checkpointing true, or lower data.max_length"
-        ) from error
+        raise UserError(f"out of memory in {describe(*args)}") from error
+
+
+def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> str:
+    """Its rows, and the budget that fits.
+
+    Args:
+        examples: of the micro-batch, the longest first.
+        largest: tokens that fit, by measurement or estimate; half the budget is named if more do.
+    """
+    rows = [
+        f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
+        for example in dict.fromkeys(examples.tolist())
+    ]
+    tokens = plan.budget.micro_batch_tokens
+    fitting = largest if largest < tokens else tokens // 2
+    return (
+        f"a micro-batch of {listed(rows)}; data.micro_batch_tokens is {tokens:,}, and {fitting:,} "
+        "fit: set it to that, which changes neither steps nor losses; if an example is longer, set "
+        "model.activation_checkpointing true, or lower data.max_length"
+    )

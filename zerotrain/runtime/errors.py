@@ -5,6 +5,7 @@ Exit codes: 0 finished, or stopped by its user and saved, 2 a user's mistake, 75
 save, 1 anything else, such as a full disk.
 """
 
+import difflib
 import os
 import socket
 import sys
@@ -71,6 +72,12 @@ def describe(error: Exception) -> str:
 def listed(names: Sequence[object], shown: int = 3) -> str:
     """The first `shown` of names, for a message."""
     return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
+
+
+def similar(name: str, names: Sequence[str]) -> str:
+    """The most similar of names, for a message about an unknown one; "" if none is."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f", or did you mean {near[0]}?" if near else ""
 
 
 def printable(text: str) -> str:

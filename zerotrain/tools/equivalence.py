@@ -22,11 +22,8 @@ products with B, which is nothing but such movement: a share of 0.11 / pi.
 import functools
 import json
 import math
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -60,6 +57,7 @@ from zerotrain.model.load import DTYPES, load_model_config, load_tokenizer
 from zerotrain.model.trained import choose_trained
 from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError
 from zerotrain.runtime.seeding import seed_everything
+from zerotrain.tools.local_ranks import run_local_ranks
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.plain_loop import PlainRun, train_plainly
 from zerotrain.tools.report import read_run
@@ -156,39 +154,16 @@ def _cells(values: Iterable[float]) -> str:
 def start_training(
     config: Config, ranks: int, python: str = sys.executable
 ) -> tuple[int, str, float]:
-    """Run train.py on this machine, in a new output_dir, by torchrun, which starts faster than
-    DeepSpeed's launcher.
-
-    Args:
-        python: the interpreter of the environment to run in.
-
-    Returns:
-        The exit code, of the rank that failed first, the output, which is also in OUTPUT_DIR.log,
-        and the peak resident memory of the largest process, in GiB.
+    """Run train.py on this machine, in a new output_dir; its output is also in OUTPUT_DIR.log. For
+    arguments and results see run_local_ranks.
     """
     folder = config.output_dir
     shutil.rmtree(folder, ignore_errors=True)
     file = Path(f"{folder}.yaml")
     file.write_text(dump_config(config), encoding="utf-8")
     trust = f"--model.trust_remote_code={config.model.trust_remote_code}"  # in no file
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-    with Path(f"{folder}.log").open("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            [python, *launcher, "train.py", "--config", str(file), trust],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        _, status, used = os.wait4(process.pid, 0)
-        log.seek(0)
-        output = log.read()
-    code = os.waitstatus_to_exitcode(status)
-    of_ranks = re.findall(r"^ +exitcode +: (-?\d+) ", output, re.MULTILINE)
-    if code and of_ranks:
-        code = int(of_ranks[-1])  # torchrun's own is 1; it lists the first failure at the end
-    return code, output, used.ru_maxrss / 2**20
+    command = ["train.py", "--config", file, trust]
+    return run_local_ranks(ranks, command, Path(f"{folder}.log"), python)
 
 
 def _differences(plain: PlainRun, folder: Path, turned: float | None) -> tuple[str, list[float]]:

@@ -17,8 +17,6 @@ from rich.text import Text
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 DRAW_SECONDS = 1.0  # between drawings of the bar
-LIBRARY_LOGS = "LIBRARY_LOGS"
-"""Environment variable: the level from which on all ranks print what libraries log."""
 SPEED_SECONDS = 3600.0  # from which the remaining time is estimated, evaluations and saves included
 FACTS = {
     "loss": "loss {:.4f}",
@@ -107,19 +105,12 @@ def line_of(kind: str, values: dict[str, Any]) -> str | None:
 
 def quieten_libraries(is_first: bool) -> None:
     """Show the libraries' warnings once, on rank 0, and no progress bars where there is no
-    terminal. Other ranks print errors only. With LIBRARY_LOGS=INFO every rank prints everything.
+    terminal. Other ranks print errors only.
     """
     if not (is_first and sys.stderr.isatty()):
         # read when datasets is imported, which takes a second, for sources of the hub
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
         transformers.utils.logging.disable_progress_bar()
-    level = os.environ.get(LIBRARY_LOGS)
-    if level:
-        for name in ("DeepSpeed", "transformers", "datasets", "peft", "torch"):
-            logger = logging.getLogger(name)
-            for target in (logger, *logger.handlers):
-                target.setLevel(level)
-        return
     # peft imports it for adapters; on CPU it names a package for inference that it lacks
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # "all_gather_into_tensor is deprecated": DeepSpeed's calls, on every rank, in every run

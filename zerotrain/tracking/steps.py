@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from statistics import fmean, median_low
+from statistics import fmean, median, median_low
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,8 @@ class StepReporter:
     ) -> None:
         self._flops = setup.flops
         self._precision = setup.precision
-        self._memory = setup.memory
+        self._estimates = setup.memory, setup.estimate_step(plan)
+        self._seconds: list[float] = []
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
@@ -98,6 +99,7 @@ class StepReporter:
         plan = batch.plan
         step_seconds = values["step_seconds"]
         self._step = progress.step
+        self._seconds.append(step_seconds)
         record = {
             "step": progress.step,
             "epoch": self._plan.epochs_at(progress.step),
@@ -124,12 +126,16 @@ class StepReporter:
         if len(self._window) == WINDOW_STEPS:
             self._compare_ranks()
 
-    def memory_report(self) -> str:
-        """The measured peak of rank 0 beside the estimate."""
-        measured = "not measured on a CPU"
-        if self._on_cuda:
-            measured = f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB on rank 0, measured"
-        return f"memory: {measured}; {self._memory}"
+    def beside_estimates(self) -> str:
+        """On a GPU the peak of rank 0 and the median step beside their estimates."""
+        memory, step = self._estimates
+        if not (self._on_cuda and self._seconds):
+            return f"memory: {memory}"
+        return (
+            f"memory: {torch.cuda.max_memory_allocated() / GIB:.2f} GiB on rank 0, measured; "
+            f"{memory}\nstep: {median(self._seconds):.3g} s, measured; {step.seconds:.3g} s, "
+            "estimated"
+        )
 
     def report_event(self, name: str, text: str, **values: Any) -> None:
         """Report that something has happened after the last step."""
