@@ -1,4 +1,4 @@
-"""Compare train.py with transformers' Trainer on the same work, in processes that alternate.
+"""Compare train.py with transformers' Trainer on CPU on the same work, in processes that alternate.
 
     python -m benchmarks.against_trainer [--rows 256] [--repeats 5] [--lengths LENGTHS.npy] ...
 
@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--lengths", type=Path, help="int .npy; default: log-normal, mean 270")
@@ -204,7 +205,7 @@ def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]
 
 def start_trainer(args: argparse.Namespace, strategy: str) -> tuple[list[dict[str, Any]], float]:
     """The same of Trainer with a sampling strategy."""
-    options = ("rows", "max_length", "global_batch_size", "micro_batch_tokens", "precision")
+    options = ("global_batch_size", "micro_batch_tokens", "precision")
     flags = [f"--{name}={getattr(args, name)}" for name in options]
     module = ("--module", "benchmarks.against_trainer")
     command = (*module, "--trainer", strategy, "--folder", args.folder, *flags)
@@ -231,8 +232,7 @@ def run_trainer(args: argparse.Namespace) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     packs = args.trainer == "trl"
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
-    rows = map(json.loads, (args.folder / "rows.jsonl").read_text().splitlines())
-    examples = Dataset.from_list([tokenized(row, tokenizer) for row in rows])
+    examples = Dataset.from_list(read_examples(args.folder / "rows.jsonl", tokenizer))
     per_rank = args.global_batch_size // int(os.environ["WORLD_SIZE"])
     mean_tokens = sum(map(len, examples["input_ids"])) / len(examples)
     if packs:
@@ -251,7 +251,7 @@ def run_trainer(args: argparse.Namespace) -> None:
         "num_train_epochs": 1,
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": True,
         "gradient_checkpointing": False,
         "report_to": "none",
         "save_strategy": "no",
@@ -288,8 +288,6 @@ def run_trainer(args: argparse.Namespace) -> None:
             self.began = self.began or time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             now = time.perf_counter()
             steps.append({"step_seconds": now - self.began, "time": time.time()})
             self.began = now
@@ -309,11 +307,16 @@ def run_trainer(args: argparse.Namespace) -> None:
     torch.distributed.destroy_process_group()  # or its threads may abort the exit of Python
 
 
-def tokenized(row: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
-    """Token ids of a row, and labels, -100 for its prompt."""
-    prompt = tokenizer(row["prompt"])["input_ids"]
-    answer = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-    return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+def read_examples(rows: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Input ids and labels, -100 for the prompts, which are not supervised."""
+    examples = []
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+        labels = [-100] * len(prompt) + answer
+        examples.append({"input_ids": prompt + answer, "labels": labels})
+    return examples
 
 
 if __name__ == "__main__":

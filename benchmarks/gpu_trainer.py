@@ -27,6 +27,8 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available, is_liger_kernel_available
 
+from benchmarks.against_trainer import read_examples
+
 BATCHINGS = ("padding_free", "group_by_length")
 
 
@@ -40,18 +42,6 @@ class Clock(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.times.append(time.time())
-
-
-def read_examples(rows: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
-    """Input ids and labels; the prompt is not supervised."""
-    examples = []
-    for line in rows.read_text().splitlines():
-        row = json.loads(line)
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        answer = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        labels = [-100] * len(prompt) + answer
-        examples.append({"input_ids": prompt + answer, "labels": labels})
-    return examples
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
 from zerotrain.model.memory import GIB
 from zerotrain.runtime.errors import exit_on_error
+from zerotrain.tools.plan import node_memory
 from zerotrain.tracking.steps import PhaseTimer
 
 
@@ -61,7 +62,7 @@ def main(config: Config) -> None:
         trace = Path(config.output_dir) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         memory = setup.memory
-        on_cpu = memory.host / ranks.world_size
+        on_cpu = node_memory(setup.strategy, memory)[0] / setup.strategy.cluster.gpus
         states = sum(memory.states.values()) - memory.states.get("buffers", 0)
         pairs = (
             (states + on_cpu, watch.states_bytes),

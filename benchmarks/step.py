@@ -34,11 +34,12 @@ from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.optimizer import make_schedule
 from zerotrain.model.setup import Setup, describe_run, load_plans
 from zerotrain.runtime.agreement import run_on_first_rank
-from zerotrain.runtime.errors import exit_on_error
+from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.process_group import process_group
 
 WARM_UP_STEPS = 2
 PROFILED_STEPS = 3
+FEWEST_STEPS = 2 * (WARM_UP_STEPS + 1) + PROFILED_STEPS
 # what an operator's name contains: the row of the table; the first match counts
 KINDS = {
     "attention": "attention",
@@ -99,6 +100,8 @@ def main(config: Config) -> None:
         batches = load_steps(
             run.plan, ranks.data_rank, 0, run.total_steps, part=ranks.sequence_part
         )
+        if run.total_steps < FEWEST_STEPS:
+            raise UserError(f"train.steps: {run.total_steps}; set at least {FEWEST_STEPS}")
         progress = Progress()
         ratios = []
         while progress.step + 2 + PROFILED_STEPS <= run.total_steps:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 ENCODED_AT_ONCE = 50  # rows; an encoding has over 100 bytes per token
 
-# Outcomes of a row. All but KEPT and REJECTED are counted in meta.json, under the first name.
-KEPT, TRUNCATED, SPLIT, DROPPED, LOST_ANSWER, REJECTED = range(6)
+# Outcomes of a row. All but KEPT are counted in meta.json, under the first name.
+KEPT, TRUNCATED, SPLIT, DROPPED, LOST_ANSWER = range(5)
 OUTCOMES = {
     TRUNCATED: ("truncated", "truncated"),
     SPLIT: ("split", "pieces of split rows"),

@@ -76,7 +76,6 @@ def rehearse(
     rng = rng_state()
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     scale = dict(scaler)
-
     largest = setup.strategy.largest_budget()
 
     def attempt(budget: Budget) -> list[Memory]:
@@ -249,7 +248,7 @@ def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> 
         for example in dict.fromkeys(examples.tolist())
     ]
     tokens = plan.budget.micro_batch_tokens
-    fitting = largest if largest < tokens else tokens // 2
+    fitting = largest if 0 < largest < tokens else tokens // 2
     return (
         f"a micro-batch of {listed(rows)}; data.micro_batch_tokens is {tokens:,}, and {fitting:,} "
         "fit: set it to that, which changes neither steps nor losses; if an example is longer, set "

@@ -86,6 +86,9 @@ class Planner:
         memory = strategy.memory(budget)
         step = strategy.step(budget, self.tokens, self.flops)
         host, nvme = node_memory(strategy, memory)
+        # under ZeRO 3 the first rank alone reads the files
+        readers = 1 if zero_stage(ds_config) == 3 else cluster.gpus
+        host = max(host, readers * weight_bytes(ds_config) * self.counts.total)
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return Row(
             file=file,
@@ -104,7 +107,7 @@ class Planner:
 
 
 def node_memory(strategy: Strategy, memory: Memory) -> tuple[float, float]:
-    """Bytes of a node's CPU memory, in training or while the weights are loaded, and of its NVMe.
+    """Bytes of a node's CPU memory and of its NVMe in training.
 
     Args:
         memory: of a GPU.
@@ -113,7 +116,6 @@ def node_memory(strategy: Strategy, memory: Memory) -> tuple[float, float]:
     zero = ds_config["zero_optimization"]
     stage = zero_stage(ds_config)
     width = weight_bytes(ds_config)
-    total = strategy.counts.total
     gpus = strategy.cluster.gpus
     blocks = {name: zero.get(f"offload_{name}") or {} for name in ("param", "optimizer")}
     places = {name: block.get("device", "none") for name, block in blocks.items()}
@@ -132,11 +134,9 @@ def node_memory(strategy: Strategy, memory: Memory) -> tuple[float, float]:
         buffer = blocks["param"].get("buffer_size", 1e8)
         size["cpu"] += width * blocks["param"].get("buffer_count", 5) * buffer
     if strategy.config.checkpoint.async_save:
-        copied = width * total / gpus if stage < 3 else 0
+        copied = width * strategy.counts.total / gpus if stage < 3 else 0
         size["cpu"] += (MOMENTS + MASTER) * memory.share + copied
-    # under ZeRO 3 the first rank alone reads the files
-    loading = width * total * (gpus if stage < 3 else 1)
-    return max(gpus * size["cpu"], loading), gpus * size["nvme"]
+    return gpus * size["cpu"], gpus * size["nvme"]
 
 
 def best_of(rows: list[Row], own: str) -> list[Row]:
