@@ -78,7 +78,8 @@ def bare_step(engine: deepspeed.DeepSpeedEngine, batch: StepBatch, world_size: i
 
 @contextmanager
 def opened_run(config: Config) -> Iterator[tuple[Setup, train.Training]]:
-    """A run as train.py begins it, without held-out sets."""
+    """A run as train.py begins it, without held-out sets and W&B."""
+    config = replace(config, tracking=replace(config.tracking, wandb="disabled"))
     lock = RunLock(Path(config.output_dir))
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(config.distributed.timeout_seconds))
