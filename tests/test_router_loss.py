@@ -111,7 +111,7 @@ def train_plainly(config_file, tokenizer, ranks):
         ("mixtral", 0, 2, "bucketed", False, False),
         ("qwen3_moe", 1, 2, "packed", False, False),
         ("gpt_oss", 2, 2, "bucketed", True, False),
-        ("mixtral", 3, 1, "bucketed", False, True),
+        ("mixtral", 3, 1, "bucketed", True, True),
         ("qwen3_moe", 3, 2, "bucketed", True, False),
     ],
 )
