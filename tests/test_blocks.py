@@ -8,7 +8,8 @@ from conftest import read_metrics, strategy
 @pytest.mark.launch
 def test_a_run_stays_the_same_under_zero(forks, tiny_config, tmp_path):
     """Where the first block is frozen: ZeRO-3 reduces a compiled block's gradients when that of its
-    input is there. tests/test_router_loss.py has a compiled model without frozen blocks.
+    input is there. tests/test_router_loss.py has a compiled model without frozen blocks, and with
+    activation checkpointing, with which a gradient of zeros would not show.
     """
     changed = {"model__compile": True}
     found = {}
