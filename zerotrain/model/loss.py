@@ -113,7 +113,7 @@ class SupervisedLoss:
     def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of a few positions, from the head's input, [n, hidden size]."""
         logits = self._finish(self._head.forward(hidden[None]))
-        return _sum_cross_entropy(logits[0], targets)
+        return _sum_cross_entropy(logits.squeeze(0), targets)
 
     def _before_head(self, _head: nn.Module, args: tuple) -> tuple | None:
         if self._batch is None:  # outside of __call__, e.g. in generation

@@ -250,7 +250,7 @@ def _varlen_attention(
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     ends = ends.to(query.device, non_blocking=True)
     output = varlen_attn(
-        *(states[0].transpose(0, 1) for states in (query, key, value)),  # [tokens, heads, size]
+        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
         ends, ends, max(lengths), max(lengths),
         scale=options.get("scaling"),
         # tokens before and after the query's own; -1: all of them
