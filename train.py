@@ -13,7 +13,7 @@ updated weights; under ZeRO 3 each layer is gathered when it runs.
 
 Exit code: 0 finished, or stopped by its user and saved; 2 a mistake in the input, in one line; 75
 preempted by SIGTERM or SIGUSR1 and saved: the same command resumes; 130 Ctrl-C; 143 or 138 stopped
-by SIGTERM or SIGUSR1 before there was anything to save; 1 a failure.
+by SIGTERM or SIGUSR1 with nothing to save, or without the time to; 1 a failure.
 """
 
 import gc
@@ -162,7 +162,7 @@ def build_run(
         config = setup.config
         start = replace(start, plan=replace(start.plan, budget=budget))
         identity = RunIdentity.of(setup, start.plan)
-        eval_plans = {name: replace(plan, budget=budget) for name, plan in eval_plans.items()}
+        eval_plans = {name: plan.with_budget(budget) for name, plan in eval_plans.items()}
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
     loaded = replace(loaded, base=start.load(engine, ranks, config.train.seed, loaded.base))
     check_engine(engine, setup, start.plan, ranks)

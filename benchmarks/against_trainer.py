@@ -71,28 +71,16 @@ def main() -> None:
 
 def write_inputs(args: argparse.Namespace) -> None:
     """The rows, the model's config.json and the ds_config that both sides read."""
-    from transformers import AutoTokenizer, LlamaConfig
-
     rng = np.random.default_rng(0)
     given = np.load(args.lengths) if args.lengths else rng.lognormal(4.97, 1.12, 50_000)
     lengths = np.clip(rng.choice(given, args.rows), 8, args.max_length).astype(int)
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     words = [chr(c) for c in range(ord("a"), ord("z") + 1)]  # one token each
     with (args.folder / "rows.jsonl").open("w") as file:
         for length in lengths:
             text = "".join(rng.choice(words, length - 1))
             row = {"prompt": text[: length // 2], "completion": text[length // 2 :]}
             file.write(json.dumps(row) + "\n")
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=4 * args.hidden_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=max(1, args.hidden_size // 64),
-        max_position_embeddings=args.max_length,
-    ).save_pretrained(args.folder / "model")
-    tokenizer.save_pretrained(args.folder / "model")
+    save_model(args, args.vocab_size, args.max_length)
     ds_config = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -106,6 +94,22 @@ def write_inputs(args: argparse.Namespace) -> None:
         },
     }
     (args.folder / "ds_config.json").write_text(json.dumps(ds_config))
+
+
+def save_model(args: argparse.Namespace, vocab_size: int, max_length: int) -> None:
+    """A Llama's config.json, and a tokenizer of fewer tokens."""
+    from transformers import AutoTokenizer, LlamaConfig
+
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=4 * args.hidden_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=max(1, args.hidden_size // 64),
+        max_position_embeddings=max_length,
+    ).save_pretrained(args.folder / "model")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(args.folder / "model")
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

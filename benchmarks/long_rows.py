@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.against_trainer import REPO, TOKENIZER, launch
+from benchmarks.against_trainer import REPO, launch, save_model
 
 SHORT = 256  # tokens of the row that is compared with
 
@@ -26,34 +26,17 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
     args = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # so that what is freed is no longer resident
     print("| ranks that share the row | peak GiB, largest rank | of that for the row |")
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
-        save_model(args)
+        save_model(args, 384, args.tokens)
         for ranks in map(int, args.ranks.split(",")):
             short = peak_gib(args, ranks, SHORT)
             peak = peak_gib(args, ranks, args.tokens)
             print(f"| {ranks} | {peak:.2f} | {peak - short:.2f} |", flush=True)
-
-
-def save_model(args: argparse.Namespace) -> None:
-    from transformers import AutoTokenizer, LlamaConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=4 * args.hidden_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        max_position_embeddings=args.tokens,
-    ).save_pretrained(args.folder / "model")
-    tokenizer.save_pretrained(args.folder / "model")
 
 
 def peak_gib(args: argparse.Namespace, ranks: int, tokens: int) -> float:

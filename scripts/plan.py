@@ -8,7 +8,8 @@ and the memory of the run's own choice (--ds_config FILE). It needs neither GPU 
 model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub; local rows
 are tokenized as in training, unless --mean_tokens is given.
 zerotrain/model/memory.py and zerotrain/model/strategy.py have the formulas and what they leave out.
-Nodes and GPUs are those in the recipe's head comment, unless given.
+Nodes and GPUs are those in the first comment of the recipe that is given, or one GPU, unless
+they are options; --gpu is an A100 unless given.
 """
 
 import argparse
@@ -47,7 +48,7 @@ ASSUMED = {
     "node_mtbf_hours": 6000.0,
 }
 HELP = {
-    "mfu": "share of the GPUs' peak that is reached, recomputed activations included",
+    "mfu": "share of the GPUs' peak in 16 bits that is reached, recomputed activations included",
     "node_gb_per_s": "bus bandwidth of an all-reduce on one node",
     "network_gb_per_s": "bus bandwidth of an all-reduce on several nodes",
     "pcie_gb_per_s": "between a GPU and CPU memory",
@@ -80,8 +81,9 @@ def main() -> None:
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
     cluster = choose_cluster(args)
     os.environ["LOCAL_WORLD_SIZE"] = str(cluster.gpus)  # what "auto" may stand for in a ds_config
-    if min(cluster.ranks, cluster.gpu_memory_gib, *cluster.assumed.values()) <= 0:
-        raise UserError("nodes, GPUs, memory and every rate are positive numbers")
+    given = [n for n in (args.nodes, args.gpus, args.mean_tokens, args.rows) if n is not None]
+    if min(cluster.gpus, cluster.gpu_memory_gib, *cluster.assumed.values(), *given) <= 0:
+        raise UserError("nodes, GPUs, rows, tokens, memory and every rate are positive numbers")
     if config.data.micro_batch_tokens == "auto":
         data = replace(config.data, micro_batch_tokens=1 << 30)  # what fits is less
         config = replace(config, data=data)
@@ -194,7 +196,9 @@ def show(planner: Planner) -> None:
     print("\nhours of the run, GB that a rank sends in a step")
     show_table([speed(planner, row) for row in rows])
     print("\n".join(refused))
-    print(f"{own}: {planner.row(own, nodes).memory}")
+    for row in rows:
+        if row.file == own:
+            print(f"{own}: {row.memory}")
 
     counts = sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))})
     best = {count: best_of(rows_of(planner, files, count, []), own) for count in counts}

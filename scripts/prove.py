@@ -95,7 +95,7 @@ def prove_training(config: "Config", args: argparse.Namespace) -> bool:
     from zerotrain.tools.equivalence import prove_equivalence
     from zerotrain.tools.upgrade import prove_upgrade
 
-    ranks = args.ranks or max(2, torch.cuda.device_count())
+    ranks = args.ranks or torch.cuda.device_count() or 2
     if args.claim == "upgrade":
         if args.wanted is None or args.steps < 6:
             raise UserError("upgrade needs --with NAME==VERSION,... and at least 6 --steps")

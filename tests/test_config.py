@@ -293,6 +293,12 @@ REFUSED_BLOCKS = {
     "partition_size needs": {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
     "nvme needs": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
     'offload_param is "cpu"': {"zero_optimization": {"offload_param": "cpu"}},
+    "offload_param needs": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    "weights needs": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
+    "cpu_offload is true": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+    "optimizer.ratio is 0.5": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    },
     "compile is null": {"compile": None},
     "fp16 at": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
     "FusedAdam": {"optimizer": {"type": "FusedAdam"}},

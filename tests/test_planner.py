@@ -16,6 +16,7 @@ from zerotrain.model import strategy
 from zerotrain.model.architecture import count_flops, meta_model
 from zerotrain.model.memory import estimate_memory
 from zerotrain.model.trained import count_trained
+from zerotrain.runtime.errors import UserError
 from zerotrain.tools.plan import Planner, best_of, daly_seconds, node_memory
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -137,6 +138,14 @@ def test_every_file_has_a_row_and_its_largest_budget_is_the_largest_that_fits(pl
             assert other.row(str(file), 2).fits == fits, file.name
 
 
+def test_what_a_run_would_refuse_has_no_row(planner):
+    with pytest.raises(UserError, match="is smaller"):
+        planner.row("ds_configs/zero1.json", 17)
+    odd = replace(planner, cluster=replace(planner.cluster, gpus=3))
+    with pytest.raises(UserError, match="groups of 2"):
+        odd.row("ds_configs/zero3_autotp.json", 1)
+
+
 def test_bytes_sent_are_those_of_the_table_and_stages_2_and_3_send_in_every_micro_step(planner):
     """Elements per parameter with A micro-steps, in ds_configs/README.md; gradients in fp32."""
     ranks, a = 8, 2
@@ -206,6 +215,13 @@ def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path)
     first = [line.split()[0] for line in done.output.splitlines() if line.split()]
     assert all(first.count(name) == 2 for name in names), done.output
     assert re.search(r"^use: ds_configs/\w+\.json", done.output, re.MULTILINE)
-    for wrong in (["--gpu", "fast-80gb"], ["--links", hosts], ["--hostfile", links]):
+    impossible = ["--ds_config", "ds_configs/zero1_autotp.json", "--gpus", 3]
+    other = forks.script(*command, *impossible)
+    assert other.code == 0 and "not possible: ds_configs/zero1_autotp.json" in other.output
+    assert "\nuse: ds_configs/" in other.output
+    mistakes = (
+        ["--gpu", "fast-80gb"], ["--links", hosts], ["--hostfile", links], ["--mean_tokens", -5]
+    )  # fmt: skip
+    for wrong in mistakes:
         refused = forks.script(*command, *wrong)
         assert refused.code == 2 and len(refused.errors) == 1, refused.output

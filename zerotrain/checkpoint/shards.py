@@ -101,21 +101,11 @@ def flat_weights(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
     return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
 
 
-def optimizer_state(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, Any]:
-    """The optimizer's state of one of flat_weights. Under ZeRO-Offload with a ratio, DeepSpeed has
-    a second optimizer for the flat tensors that stay on the GPU.
-    """
-    second = getattr(engine.optimizer, "backup_optimizer", None)
-    if second is not None and flat in second.state:
-        return second.state[flat]
-    return engine.basic_optimizer.state[flat]
-
-
 def saved_states(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """`fp32` and the moments of one of flat_weights; of what is on NVMe, DeepSpeed's files, mapped
     into memory.
     """
-    state = optimizer_state(engine, flat)
+    state = engine.basic_optimizer.state[flat]
     moments = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape}
     states = {"fp32": flat, **moments}
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
@@ -201,7 +191,7 @@ def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Sh
     states = ["fp32"]
     for flat in flat_weights(engine):
         of_flat[id(flat)] = saved_states(engine, flat)
-        updates = max(updates, int(optimizer_state(engine, flat).get("step", 0)))
+        updates = max(updates, int(engine.basic_optimizer.state[flat].get("step", 0)))
         states = max(states, list(of_flat[id(flat)]), key=len)
     if engine.super_offload():  # the moments are in a process of their own, which keeps them
         states = ["fp32"]
@@ -405,16 +395,16 @@ def check_model(
     """
     checkpoint = shards.checkpoint
     saved = shards.first
-    if "nvme" in offload_devices(engine.config):
+    if "nvme" in offload_devices(engine.config).values():
         raise UserError(
             f"{checkpoint} cannot be loaded into a run with its optimizer or parameters on NVMe; "
             "go on with --ds_config ds_configs/zero3.json or zero3_offload.json"
         )
-    if not weights_only and saved.updates is None:
+    if not weights_only and (saved.updates is None or engine.super_offload()):
         raise UserError(
-            f"{checkpoint} has no optimizer state, since SuperOffload cannot save it; start a new "
-            "run in another output_dir from its weights: --checkpoint.weights_only true "
-            f"--checkpoint.resume {checkpoint}"
+            f"{checkpoint} cannot be continued from: SuperOffload neither saves nor loads the "
+            "optimizer's state; start a new run in another output_dir from its weights: "
+            f"--checkpoint.weights_only true --checkpoint.resume {checkpoint}"
         )
     parameters = dict(engine.module.named_parameters())
     tensor = max(1, engine.autotp_size())
@@ -459,7 +449,7 @@ def _fill(engine: "DeepSpeedEngine", shards: Shards, weights_only: bool) -> None
     for at in fragments(engine):
         tensors = {"fp32": at.flat}
         if restores_optimizer:
-            tensors |= optimizer_state(engine, at.flat)
+            tensors |= engine.basic_optimizer.state[at.flat]
         for key in saved.states if restores_optimizer else ["fp32"]:
             if shards.holds(at.name):
                 at.of(tensors[key]).copy_(shards.read(at.name, key, at.start, at.numel))
@@ -479,7 +469,7 @@ def _prepare_state(engine: "DeepSpeedEngine", flat: torch.Tensor, saved: Shard) 
     """Make the optimizer's state of a flat tensor, which torch makes at the first update, and set
     the number of updates.
     """
-    state = optimizer_state(engine, flat)
+    state = engine.basic_optimizer.state[flat]
     optimizer = engine.basic_optimizer
     state["step"] = saved.updates
     if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's have a number

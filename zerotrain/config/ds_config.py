@@ -7,6 +7,7 @@ for those work here. Where both configs set a value, the values must agree.
 
 import copy
 import json
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from pydantic import ValidationError
 
+from zerotrain.config.parse import check_global_batch
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
@@ -47,12 +49,15 @@ BLOCKS = (
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
 OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-# Values that train wrongly, or cannot be resumed from, and why.
-REFUSED = {
-    "zero_optimization.compute_grad_norm": (False, "infinite gradients would be applied"),
-    "bf16.check_grad_overflow": (False, "infinite gradients would be applied"),
-    "bf16.bf16_master_weights_and_grads": (True, "master weights are in fp32"),
-    "fp16.fp16_master_weights_and_grads": (True, "master weights are in fp32"),
+# The only values that train correctly and can be resumed from, and what others would do.
+ONLY = {
+    "zero_optimization.compute_grad_norm": (True, "infinite gradients would be applied"),
+    "zero_optimization.cpu_offload": (False, "offload_optimizer has taken its place"),
+    "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
+    "zero_optimization.offload_optimizer.ratio": (1, "what stays on the GPU would not be trained"),
+    "bf16.check_grad_overflow": (True, "infinite gradients would be applied"),
+    "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
+    "fp16.fp16_master_weights_and_grads": (False, "master weights are in fp32"),
 }
 # What needs an NVIDIA GPU, whatever its value if it is not false.
 ON_GPU = (
@@ -105,16 +110,32 @@ def group_sizes(ds_config: dict[str, Any]) -> tuple[int, int]:
     return tensor_parallel, ds_config.get("sequence_parallel_size", 1)
 
 
-def offload_devices(ds_config: dict[str, Any]) -> set[str]:
-    """Where ZeRO-Offload keeps optimizer and parameters: cpu, nvme, or neither."""
+def offload_devices(ds_config: dict[str, Any]) -> dict[str, str]:
+    """Where ZeRO-Offload keeps optimizer and parameters: cpu, nvme, or none, on the GPU."""
     zero = ds_config.get("zero_optimization", {})
-    blocks = [zero.get(f"offload_{what}") or {} for what in ("optimizer", "param")]
-    return {block.get("device", "none") for block in blocks} - {"none"}
+    return {
+        what: (zero.get(f"offload_{what}") or {}).get("device", "none")
+        for what in ("optimizer", "param")
+    }
 
 
 def gpu_keys(ds_config: dict[str, Any]) -> list[str]:
     """The dotted paths of what needs an NVIDIA GPU."""
     return [path for path, value in _leaves(ds_config) if path in ON_GPU and value]
+
+
+def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
+    """Refuse a number of ranks that is no multiple of those that share something, or with which
+    some have no example.
+    """
+    group = math.prod(group_sizes(ds_config))
+    for size in (group, ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)):
+        if ranks % size:
+            raise UserError(
+                f"{config.ds_config}: {ranks} ranks cannot be divided into groups of {size}, by "
+                "autotp_size, sequence_parallel_size or zero_hpz_partition_size; change one of them"
+            )
+    check_global_batch(config, ranks // group)
 
 
 def check_machine(config: Config, ds_config: dict[str, Any], device: str, ranks: int) -> None:
@@ -125,18 +146,13 @@ def check_machine(config: Config, ds_config: dict[str, Any], device: str, ranks:
         device: cpu or cuda.
 
     Raises:
-        UserError: a key that needs a GPU on a machine without one, NVMe without libaio, or ranks
-            that cannot be divided as ZeRO++ needs it.
+        UserError: a key that needs a GPU on a machine without one, NVMe without libaio, or as in
+            check_ranks.
     """
-    copies = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
-    if ranks % copies:
-        raise UserError(
-            f"{config.ds_config}: zero_optimization.zero_hpz_partition_size {copies} does not "
-            f"divide the {ranks} ranks; change one of the two"
-        )
+    check_ranks(config, ds_config, ranks)
     for path in gpu_keys(ds_config) if device != "cuda" else ():
         raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
-    if "nvme" in offload_devices(ds_config) and not AsyncIOBuilder().is_compatible():
+    if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
         raise UserError(
             f"{config.ds_config}: device nvme needs libaio and a C++ compiler; install the "
             "packages libaio-dev and g++"
@@ -304,19 +320,21 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
     for path, value in _leaves(merged):
         if value == "auto":
             raise UserError(f'{file}: {path} is "auto", but the run config has no value for it')
-        refused, why = REFUSED.get(path, (None, ""))
-        if value == refused and why:
+        only, why = ONLY.get(path, (value, ""))
+        if value != only:
             raise UserError(f"{file}: {path} is {json.dumps(value)}: {why}; remove it")
     if "zenflow" in zero:
         raise UserError(f"{file}: zero_optimization.zenflow: it corrupts weights; remove it")
     devices = offload_devices(merged)
     for path, is_set in (
-        ("device nvme", "nvme" in devices),
+        ("device nvme", devices["optimizer"] == "nvme"),
+        ("zero_optimization.offload_param", devices["param"] != "none"),
         ("zero_optimization.zero_hpz_partition_size", copies > 1),
+        *((path, "zero_quantized" in path) for path in gpu_keys(merged)),
     ):
         if is_set and stage < 3:  # DeepSpeed would ignore it
             raise UserError(f"{file}: {path} needs zero_optimization.stage 3; remove it")
-    if copies > 1 and devices:
+    if copies > 1 and set(devices.values()) != {"none"}:
         raise UserError(
             f"{file}: zero_optimization.zero_hpz_partition_size does not work with offload; remove "
             "one of the two"

@@ -90,7 +90,9 @@ class ModelConfig(Section):
     Experts are compiled too, whichever ones the tokens choose, but not those with adapters.
     """
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
+    """Run Python code that comes with the model. Only for code that you have read; only on the
+    command line.
+    """
     lora: LoraConfig | None = None
     """Train adapters and freeze the weights. Learning rates are about ten times those of training
     all weights (Schulman et al. 2025, "LoRA Without Regret"), often 1e-4 to 2e-4.

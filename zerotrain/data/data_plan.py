@@ -44,6 +44,12 @@ class DataPlan:
     start: PlanStart = field(default_factory=PlanStart)
     """Earlier steps belong to another plan."""
 
+    def with_budget(self, budget: Budget) -> "DataPlan":
+        """With as many tokens in a micro-batch, but no less than the longest example has."""
+        longest = int(budget.padded(self.data.lengths.max()))
+        tokens = max(longest, budget.micro_batch_tokens)
+        return replace(self, budget=replace(budget, micro_batch_tokens=tokens))
+
     @property
     def steps_per_epoch(self) -> int:
         return self.order.steps_per_epoch

@@ -54,8 +54,8 @@ def load_pretrained(
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
         reason = summarize(error)
         if not trust_remote_code and "custom code" in reason:
-            reason = "it needs Python code that comes with it; read that code, then set "
-            reason += "model.trust_remote_code to true"
+            reason = "it needs Python code that comes with it; read that code, then give "
+            reason += "--model.trust_remote_code true"
         raise UserError(f"{key and f'{key}: '}cannot load {name}: {reason}") from error
 
 

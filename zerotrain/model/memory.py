@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from zerotrain.config.ds_config import group_sizes, zero_stage
+from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size, sizes_of, text_config_of
 from zerotrain.model.trained import Counts
@@ -83,10 +83,7 @@ def estimate_memory(
     """
     stage = zero_stage(ds_config)
     zero = ds_config.get("zero_optimization", {})
-    on_gpu = {
-        name: (zero.get(f"offload_{name}") or {}).get("device", "none") == "none"
-        for name in ("param", "optimizer")
-    }
+    on_gpu = {what: device == "none" for what, device in offload_devices(ds_config).items()}
     tensor_parallel, sequence_parallel = group_sizes(ds_config)
     ranks //= tensor_parallel
     frozen = _linear_weights(skeleton, skeleton.get_output_embeddings())

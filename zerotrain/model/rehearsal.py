@@ -65,12 +65,12 @@ def rehearse(
 
     Raises:
         UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
-            Or there is a second optimizer.
+            Or SuperOffload updates.
     """
-    if engine.super_offload() or hasattr(engine.optimizer, "backup_optimizer"):
+    if engine.super_offload():
         raise UserError(
-            "train.rehearse: with SuperOffload or offload_optimizer.ratio the count of updates "
-            "cannot be put back; set it to false, and data.micro_batch_tokens to a number"
+            "train.rehearse: with SuperOffload the count of updates cannot be put back; set it to "
+            "false, and data.micro_batch_tokens to a number"
         )
     ranks = setup.ranks
     rng = rng_state()
@@ -82,8 +82,8 @@ def rehearse(
         memory = run_costliest(engine, loss, replace(plan, budget=budget), ranks, largest)
         return [Memory(*rank) for rank in gather_json(ranks, memory)]
 
-    longest = int(plan.budget.padded(plan.data.lengths.max()))
-    smallest = replace(plan.budget, micro_batch_tokens=longest)
+    smallest = plan.with_budget(replace(plan.budget, micro_batch_tokens=1)).budget
+    longest = smallest.micro_batch_tokens
     memory = attempt(smallest)  # allocates the optimizer's state
     if search:
         examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
@@ -241,7 +241,8 @@ def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> 
 
     Args:
         examples: of the micro-batch, the longest first.
-        largest: tokens that fit, by measurement or estimate; half the budget is named if more do.
+        largest: tokens that fit, by measurement or estimate; if that is not less than the budget,
+            half of it is named. No less than the longest row has is.
     """
     rows = [
         f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
@@ -249,8 +250,11 @@ def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> 
     ]
     tokens = plan.budget.micro_batch_tokens
     fitting = largest if 0 < largest < tokens else tokens // 2
-    return (
-        f"a micro-batch of {listed(rows)}; data.micro_batch_tokens is {tokens:,}, and {fitting:,} "
-        "fit: set it to that, which changes neither steps nor losses; if an example is longer, set "
-        "model.activation_checkpointing true, or lower data.max_length"
-    )
+    fitting = max(fitting, int(plan.budget.padded(plan.data.lengths[examples[0]])))
+    cure = "set model.activation_checkpointing true, or lower data.max_length"
+    if fitting < tokens:
+        cure = (
+            f"data.micro_batch_tokens is {tokens:,}, and {fitting:,} fit: set it to that, which "
+            f"changes neither steps nor losses; if that is not enough, {cure}"
+        )
+    return f"a micro-batch of {listed(rows)}; {cure}"

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
-from zerotrain.config.parse import check_global_batch, dump_config
+from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
 from zerotrain.data.plan import Budget
@@ -71,8 +71,8 @@ class Setup:
         local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         shared_by = local_ranks if device.type == "cpu" else 1
         gib = get_accelerator().total_memory() / shared_by / GIB
-        peak = peak_flops_per_s(device_name(device)) or math.nan
-        assumed = {**ASSUMED_RATES, "peak_flops_per_s": peak}
+        peak = None if self.precision == "fp32" else peak_flops_per_s(device_name(device))
+        assumed = {**ASSUMED_RATES, "peak_flops_per_s": peak or math.nan}
         cluster = Cluster(self.ranks.world_size, local_ranks, gib, assumed)
         return Strategy(self.config, self.ds_config, self.skeleton, self.counts, cluster)
 
@@ -87,10 +87,6 @@ class Setup:
         tokens = plan.order.tokens_per_epoch
         steps = plan.steps_per_epoch
         return self.strategy.step(plan.budget.micro_batch_tokens, tokens / steps, flops / steps)
-
-    def budget(self) -> Budget:
-        """The token budget of micro-batches."""
-        return make_budget(self.config.data, self.ranks.data_size, self.linear_cost)
 
     def with_budget(self, budget: Budget) -> "Setup":
         """With the number of a budget as data.micro_batch_tokens."""
@@ -115,7 +111,6 @@ def describe_run(config: Config, ranks: Ranks) -> Setup:
     run_on_all_ranks(ranks, lambda: check_machine(config, ds_config, ranks.device.type, size))
     require_same(ranks, "the DeepSpeed config", json.dumps(ds_config, indent=1))
     ranks = group_ranks(ranks, *group_sizes(ds_config))
-    check_global_batch(config, ranks.data_size)
     check_model_fits(config, skeleton, tokenizer)
     check_quantization(config, ranks.device)
     check_attention(config.model.attn_implementation, skeleton)
@@ -146,9 +141,10 @@ def load_plans(setup: Setup, ranks: Ranks) -> tuple[DataPlan, dict[str, DataPlan
         UserError: unusable rows, different data on different ranks, or nothing to ask for
             eval.generate.
     """
+    budget = make_budget(setup.config.data, ranks.data_size, setup.linear_cost)
     plan, eval_plans = run_on_all_ranks(
         ranks,
-        lambda: make_plans(setup.config, setup.tokenizer, setup.budget()),
+        lambda: make_plans(setup.config, setup.tokenizer, budget),
         first_on_node=True,
     )
     for each in (plan, *eval_plans.values()):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zerotrain.config.ds_config import group_sizes, zero_stage
+from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import text_config_of
 from zerotrain.model.memory import GIB, Memory, estimate_memory, layer_widths, weight_bytes
@@ -142,10 +142,7 @@ class Strategy:
 
     def _offloading(self, micro_steps: int) -> float:
         """Seconds in which a step copies to and from CPU memory and NVMe, and the CPUs update."""
-        zero = self.ds_config["zero_optimization"]
-        optimizer, weights = (
-            (zero.get(f"offload_{name}") or {}).get("device") for name in ("optimizer", "param")
-        )
+        optimizer, weights = offload_devices(self.ds_config).values()
         width = weight_bytes(self.ds_config)
         trained, total = (count / self.cluster.nodes for count in self.counts)  # on a node
         rates = {"cpu": self.cluster.assumed["pcie_gb_per_s"] * self.cluster.gpus * 1e9}

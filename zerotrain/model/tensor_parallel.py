@@ -44,7 +44,7 @@ def check_tensor_parallel(
         others.append("model.compile")
     if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
         others.append("zero_optimization.zero_hpz_partition_size")
-    if "nvme" in offload_devices(ds_config):
+    if "nvme" in offload_devices(ds_config).values():
         others.append("offload to nvme")
     if zero_stage(ds_config) == 0:
         problem = "is not supported at ZeRO stage 0; set the stage to 1"

@@ -1,8 +1,8 @@
 """The exception for a user's mistake, and the exit codes of every command.
 
 Exit codes: 0 finished, or stopped by its user and saved, 2 a user's mistake, 75 preempted and saved
-(the same command resumes), 130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 before there was anything to
-save, 1 anything else, such as a full disk.
+(the same command resumes), 130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 with nothing to save or without
+the time to, 1 anything else, such as a full disk.
 """
 
 import difflib

@@ -25,7 +25,7 @@ INTERNALS = {
         deepspeed.checkpoint.constants: DS_AUTOTP_UC_META
         deepspeed.module_inject.layers: partition_dim
         deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
-            backup_optimizer checkpoint_event_prologue checkpoint_event_epilogue
+            checkpoint_event_prologue checkpoint_event_epilogue
             fp16_partitioned_groups_flat optimizer_swapper invalidate_secondary_tensor
         deepspeed.runtime.swap_tensor.optimizer_utils: swap_params_info get_swap_paths
         deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
@@ -71,7 +71,6 @@ INTERNALS = {
     """,
     "zerotrain/model/rehearsal.py": """
         deepspeed.runtime.engine: basic_optimizer
-        deepspeed.runtime.zero.stage3: backup_optimizer
     """,
     "zerotrain/model/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape

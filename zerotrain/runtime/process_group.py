@@ -74,17 +74,7 @@ class Ranks:
 
 
 def group_ranks(ranks: Ranks, tensor: int, sequence: int) -> Ranks:
-    """`ranks` in groups of consecutive ones; called by all ranks.
-
-    Raises:
-        UserError: the number of ranks is not a multiple of the groups'.
-    """
-    if ranks.world_size % (tensor * sequence):
-        raise UserError(
-            f"{ranks.world_size} ranks cannot be divided into groups of {tensor * sequence}, by "
-            "tensor_parallel.autotp_size and sequence_parallel_size of ds_config; change one of "
-            "them, or the number of ranks"
-        )
+    """`ranks` in groups of consecutive ones; called by all ranks."""
     own = dist.new_subgroups(sequence)[0] if sequence > 1 else None
     return replace(ranks, tensor=tensor, sequence=sequence, sequence_group=own)
 

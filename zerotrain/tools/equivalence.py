@@ -119,9 +119,10 @@ def prove_equivalence(
             run = replace(config, ds_config=ds_config, data=data, output_dir=str(folder))
             micro_steps = "-"
             code, output, _ = start_training(run, world)
-            is_refused = code == EXIT_USER_MISTAKE
+            mistake = re.search(r"(?:^|\] )error: (.*)", output, re.MULTILINE)  # of any rank
+            is_refused = code == EXIT_USER_MISTAKE and mistake is not None
             if is_refused:
-                text = "not run: " + re.search("^error: (.*)", output, re.MULTILINE)[1]
+                text = f"not run: {mistake[1]}"
             elif code:
                 proved.append(False)
                 text = f"FAILED, exit code {code}: see {folder}.log"

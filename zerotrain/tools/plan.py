@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zerotrain.config.ds_config import gpu_keys, group_sizes, resolve_ds_config, zero_stage
+from zerotrain.config.ds_config import (
+    check_ranks,
+    gpu_keys,
+    group_sizes,
+    offload_devices,
+    resolve_ds_config,
+    zero_stage,
+)
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size
 from zerotrain.model.memory import GIB, MASTER, MOMENTS, Memory, weight_bytes
@@ -14,7 +21,6 @@ from zerotrain.model.packing import resolve_batching
 from zerotrain.model.strategy import Cluster, Strategy
 from zerotrain.model.tensor_parallel import check_tensor_parallel
 from zerotrain.model.trained import Counts
-from zerotrain.runtime.errors import UserError
 
 CLOSE = 1.05  # times the seconds of the fastest: no difference, in arithmetic without latencies
 
@@ -73,16 +79,13 @@ class Planner:
         ranks = nodes * self.cluster.gpus
         cluster = replace(self.cluster, ranks=ranks)
         strategy = Strategy(config, ds_config, skeleton, self.counts, cluster)
+        check_ranks(config, ds_config, ranks)
         tensor, sequence = group_sizes(ds_config)
         check_tensor_parallel(config, ds_config, skeleton, self.counts, tensor)
         resolve_batching(config, skeleton, torch.device("cpu"), precision, sequence)
-        group = tensor * sequence
-        if ranks % group:
-            raise UserError(f"{file}: {ranks} ranks are no multiple of its groups of {group}")
 
         largest = strategy.largest_budget()
-        wanted = config.data.micro_batch_tokens
-        budget = min(wanted, largest) if largest >= config.data.max_length else wanted
+        budget = min(config.data.micro_batch_tokens, max(largest, config.data.max_length))
         memory = strategy.memory(budget)
         step = strategy.step(budget, self.tokens, self.flops)
         host, nvme = node_memory(strategy, memory)
@@ -92,7 +95,7 @@ class Planner:
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return Row(
             file=file,
-            simplicity=(group, zero_stage(ds_config), len(str(ds_config))),
+            simplicity=(tensor * sequence, zero_stage(ds_config), len(str(ds_config))),
             memory=memory,
             largest_budget=largest,
             host=host,
@@ -117,8 +120,7 @@ def node_memory(strategy: Strategy, memory: Memory) -> tuple[float, float]:
     stage = zero_stage(ds_config)
     width = weight_bytes(ds_config)
     gpus = strategy.cluster.gpus
-    blocks = {name: zero.get(f"offload_{name}") or {} for name in ("param", "optimizer")}
-    places = {name: block.get("device", "none") for name, block in blocks.items()}
+    places = offload_devices(ds_config)
     place_of = {"weights": places["param"], "gradients": "cpu", "optimizer": places["optimizer"]}
     size = {"cpu": 0.0, "nvme": 0.0, "none": 0.0}
     for name, moved in memory.offloaded.items():
@@ -129,10 +131,11 @@ def node_memory(strategy: Strategy, memory: Memory) -> tuple[float, float]:
             size["cpu"] += width * memory.share  # updated weights, on their way back to the GPU
     if places["optimizer"] == "nvme":
         chunk = min(memory.share, zero.get("sub_group_size", 1e9))
-        size["cpu"] += 4 * blocks["optimizer"].get("buffer_count", 4) * chunk
+        size["cpu"] += 4 * zero["offload_optimizer"].get("buffer_count", 4) * chunk
     if places["param"] == "nvme":
-        buffer = blocks["param"].get("buffer_size", 1e8)
-        size["cpu"] += width * blocks["param"].get("buffer_count", 5) * buffer
+        block = zero["offload_param"]
+        buffers = block.get("buffer_count", 5) * block.get("buffer_size", 1e8)
+        size["cpu"] += width * buffers
     if strategy.config.checkpoint.async_save:
         copied = width * strategy.counts.total / gpus if stage < 3 else 0
         size["cpu"] += (MOMENTS + MASTER) * memory.share + copied

@@ -1,5 +1,6 @@
 """What is measured of steps: their phases and speed, ranks that are slow, profiles."""
 
+import math
 import socket
 import time
 from collections import Counter
@@ -22,7 +23,6 @@ from zerotrain.model.guard import Problem
 from zerotrain.model.memory import GIB
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import gather_json
-from zerotrain.runtime.gpu import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
 
@@ -76,14 +76,13 @@ class StepReporter:
         self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks, start: Progress
     ) -> None:
         self._flops = setup.flops
-        self._precision = setup.precision
         self._estimates = setup.memory, setup.estimate_step(plan)
         self._seconds: list[float] = []
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
         self._on_cuda = ranks.device.type == "cuda"
-        self._peak_flops_per_s = peak_flops_per_s(device_name(ranks.device))
+        self._peak_flops_per_s = setup.strategy.cluster.assumed["peak_flops_per_s"]
         self._step = start.step
         self._window: list[Mapping[str, float]] = []  # what the loop has measured of each step
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
@@ -118,7 +117,7 @@ class StepReporter:
             lengths = self._plan.data.lengths[np.concatenate(examples_of_step(plan))]
             flops = self._flops.of_examples(lengths, plan.supervised_tokens)
             record["model_flops_per_s"] = flops / step_seconds
-            if self._peak_flops_per_s is not None and self._precision != "fp32":
+            if math.isfinite(self._peak_flops_per_s):
                 peak = self._peak_flops_per_s * self._ranks.world_size
                 record["mfu"] = record["model_flops_per_s"] / peak
         self._metrics.log("train", record)
