@@ -135,7 +135,8 @@ def test_the_budget_that_fits_is_half_or_what_was_measured_if_that_is_less(tiny_
     alone = plan.with_budget(replace(plan.budget, micro_batch_tokens=1))
     longest = int(plan.data.lengths.argmax())
     assert alone.budget.micro_batch_tokens == plan.budget.padded(plan.data.lengths[longest])
-    assert {len(group) for group in alone.step(0).micro_batches[0]} == {1}
+    for group in alone.step(0).micro_batches[0]:
+        assert plan.data.lengths[group].sum() <= alone.budget.micro_batch_tokens
     text = describe_micro_batch(alone, np.array([longest]), 300)
     assert " fit" not in text and "data.max_length" in text
     refused = pytest.raises(UserError, match="out of memory in an answer")

@@ -38,7 +38,7 @@ def test_secondary_partitions_train_and_resume_the_same(
     config = tiny_config(data__micro_batch_tokens=300, ds_config=str(file), train__epochs=1)
     plain = plainly(config, sample_tokenizer)
     refused = forks.train(config, "--dry_run", ranks=3)
-    assert refused.code == 2 and "does not divide the 3 ranks" in refused.errors[0]
+    assert refused.code == 2 and "3 ranks" in refused.errors[0]
     stop_after_one_step(tmp_path / "run")
     for ranks in (4, 2):
         finished = forks.train(config, ranks=ranks)
