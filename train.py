@@ -162,7 +162,8 @@ def build_run(
         config = setup.config
         start = replace(start, plan=replace(start.plan, budget=budget))
         identity = RunIdentity.of(setup, start.plan)
-        eval_plans = {name: plan.with_budget(budget) for name, plan in eval_plans.items()}
+        tokens = budget.micro_batch_tokens
+        eval_plans = {name: plan.with_budget(tokens) for name, plan in eval_plans.items()}
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
     loaded = replace(loaded, base=start.load(engine, ranks, config.train.seed, loaded.base))
     check_engine(engine, setup, start.plan, ranks)

@@ -186,8 +186,11 @@ def show(planner: Planner) -> None:
         f"{cluster.gpu_memory_gib:.0f} GB; assumed: nothing overlaps, "
         + ", ".join(f"{name} {value:,.4g}" for name, value in assumed.items())
     )
+    read_text(own)
     refused: list[str] = []
     rows = rows_of(planner, files, nodes, refused)
+    if not rows:
+        raise UserError(refused[0])
     print(
         "\nGiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
         "tokens: the largest micro-batch that fits"
@@ -195,7 +198,7 @@ def show(planner: Planner) -> None:
     show_table([sizes(row) for row in rows])
     print("\nhours of the run, GB that a rank sends in a step")
     show_table([speed(planner, row) for row in rows])
-    print("\n".join(refused))
+    print("\n".join(f"not possible: {why}" for why in refused))
     for row in rows:
         if row.file == own:
             print(f"{own}: {row.memory}")
@@ -233,7 +236,7 @@ def rows_of(planner: Planner, files: list[str], nodes: int, refused: list[str]) 
         try:
             rows.append(planner.row(file, nodes))
         except UserError as error:
-            refused.append(f"not possible: {error}")
+            refused.append(str(error))
     return rows
 
 

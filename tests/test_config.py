@@ -295,6 +295,9 @@ REFUSED_BLOCKS = {
     'offload_param is "cpu"': {"zero_optimization": {"offload_param": "cpu"}},
     "offload_param needs": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
     "weights needs": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
+    "super_offload needs": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"super_offload": True}}
+    },
     "cpu_offload is true": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
     "optimizer.ratio is 0.5": {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,13 +131,16 @@ def test_the_budget_that_fits_is_half_or_what_was_measured_if_that_is_less(tiny_
     for largest, named in ((8192, "4,096"), (0, "4,096"), (5120, "5,120"), (300, "300")):
         text = describe_micro_batch(plan, np.array([8, 8, 3]), largest)
         assert f"is 8,192, and {named} fit" in text and text.count("jsonl:9 ") == 1
-    alone = plan.with_budget(replace(plan.budget, micro_batch_tokens=1))
+    alone = plan.with_budget(1)
     longest = int(plan.data.lengths.argmax())
     assert alone.budget.micro_batch_tokens == plan.budget.padded(plan.data.lengths[longest])
     for group in alone.step(0).micro_batches[0]:
         assert plan.data.lengths[group].sum() <= alone.budget.micro_batch_tokens
-    text = describe_micro_batch(alone, np.array([longest]), 300)
-    assert " fit" not in text and "data.max_length" in text
+    for examples in ([longest], []):  # a rank may have none
+        text = describe_micro_batch(alone, np.array(examples, int), 300)
+        assert " fit" not in text and "data.max_length" in text
+    lengths = f"and {alone.budget.micro_batch_tokens} fit"
+    assert lengths in describe_micro_batch(plan, np.array([8]), 8)
     refused = pytest.raises(UserError, match="out of memory in an answer")
     with refused, explain_out_of_memory(str, "an answer"):
         torch.empty(1 << 60)

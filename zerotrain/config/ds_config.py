@@ -330,7 +330,7 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
         ("device nvme", devices["optimizer"] == "nvme"),
         ("zero_optimization.offload_param", devices["param"] != "none"),
         ("zero_optimization.zero_hpz_partition_size", copies > 1),
-        *((path, "zero_quantized" in path) for path in gpu_keys(merged)),
+        *((path, path.startswith("zero")) for path in gpu_keys(merged)),
     ):
         if is_set and stage < 3:  # DeepSpeed would ignore it
             raise UserError(f"{file}: {path} needs zero_optimization.stage 3; remove it")

@@ -44,11 +44,11 @@ class DataPlan:
     start: PlanStart = field(default_factory=PlanStart)
     """Earlier steps belong to another plan."""
 
-    def with_budget(self, budget: Budget) -> "DataPlan":
-        """With as many tokens in a micro-batch, but no less than the longest example has."""
-        longest = int(budget.padded(self.data.lengths.max()))
-        tokens = max(longest, budget.micro_batch_tokens)
-        return replace(self, budget=replace(budget, micro_batch_tokens=tokens))
+    def with_budget(self, tokens: int) -> "DataPlan":
+        """With `tokens` as the budget of a micro-batch, no less than the longest example has."""
+        longest = int(self.budget.padded(self.data.lengths.max()))
+        budget = replace(self.budget, micro_batch_tokens=max(longest, tokens))
+        return replace(self, budget=budget)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -82,7 +82,7 @@ def rehearse(
         memory = run_costliest(engine, loss, replace(plan, budget=budget), ranks, largest)
         return [Memory(*rank) for rank in gather_json(ranks, memory)]
 
-    smallest = plan.with_budget(replace(plan.budget, micro_batch_tokens=1)).budget
+    smallest = plan.with_budget(1).budget
     longest = smallest.micro_batch_tokens
     memory = attempt(smallest)  # allocates the optimizer's state
     if search:
@@ -91,7 +91,7 @@ def rehearse(
         budget, memory = largest_budget(attempt, smallest, most)
     else:
         budget = plan.budget
-        largest = int(longest * growth(memory))
+        largest = max(longest, int(longest * growth(memory)))
         memory = attempt(budget)
     scaler.update(scale)
     reset_update_count(engine.basic_optimizer)
@@ -241,8 +241,8 @@ def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> 
 
     Args:
         examples: of the micro-batch, the longest first.
-        largest: tokens that fit, by measurement or estimate; if that is not less than the budget,
-            half of it is named. No less than the longest row has is.
+        largest: tokens that fit, by measurement or estimate. If that is 0, or not less than the
+            budget, half the budget is named, but no less than the plan's longest row has.
     """
     rows = [
         f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
@@ -250,7 +250,7 @@ def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> 
     ]
     tokens = plan.budget.micro_batch_tokens
     fitting = largest if 0 < largest < tokens else tokens // 2
-    fitting = max(fitting, int(plan.budget.padded(plan.data.lengths[examples[0]])))
+    fitting = plan.with_budget(fitting).budget.micro_batch_tokens
     cure = "set model.activation_checkpointing true, or lower data.max_length"
     if fitting < tokens:
         cure = (

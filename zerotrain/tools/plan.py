@@ -33,7 +33,8 @@ class Row:
     simplicity: tuple[int, ...]
     """Ranks that share a micro-batch, ZeRO stage, length of the config: the less the simpler."""
     memory: Memory
-    """With the config's token budget, or the largest one that fits."""
+    """With the config's token budget or, if less, the largest that fits, but max_length at least.
+    """
     largest_budget: int
     """Tokens of a micro-batch that fits."""
     host: float

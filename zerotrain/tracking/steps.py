@@ -130,10 +130,10 @@ class StepReporter:
         memory, step = self._estimates
         if not (self._on_cuda and self._seconds):
             return f"memory: {memory}"
+        estimated = f"{step.seconds:.3g}" if math.isfinite(step.seconds) else "-"
         return (
             f"memory: {torch.cuda.max_memory_allocated() / GIB:.2f} GiB on rank 0, measured; "
-            f"{memory}\nstep: {median(self._seconds):.3g} s, measured; {step.seconds:.3g} s, "
-            "estimated"
+            f"{memory}\nstep: {median(self._seconds):.3g} s, measured; {estimated} s, estimated"
         )
 
     def report_event(self, name: str, text: str, **values: Any) -> None:
