@@ -181,6 +181,21 @@ def launch(args: argparse.Namespace, *command: object) -> float:
 def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]], float]:
     """The step records of train.py, and its peak memory, GiB."""
     run = args.folder / f"run_{repeat}"
+    train = {
+        "global_batch_size": args.global_batch_size,
+        "epochs": 1,
+        "lr_schedule": "constant",
+        "precision": args.precision,
+    }
+    peak_gib = launch_ours(args, run, args.max_length, args.micro_batch_tokens, train)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"], peak_gib
+
+
+def launch_ours(
+    args: argparse.Namespace, run: Path, max_length: int, tokens: int, train: dict[str, Any]
+) -> float:
+    """Run train.py with micro-batches of `tokens` tokens. Returns its peak memory, GiB."""
     config = {
         "output_dir": str(run),
         "ds_config": str(args.folder / "ds_config.json"),
@@ -191,24 +206,16 @@ def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]
         },
         "data": {
             "train_sources": [str(args.folder / "rows.jsonl")],
-            "max_length": args.max_length,
-            "micro_batch_tokens": args.micro_batch_tokens,
+            "max_length": max_length,
+            "micro_batch_tokens": tokens,
             "cache_dir": str(args.folder / "cache"),
         },
-        "train": {
-            "global_batch_size": args.global_batch_size,
-            "epochs": 1,
-            "learning_rate": 1e-4,
-            "lr_schedule": "constant",
-            "precision": args.precision,
-        },
+        "train": {"learning_rate": 1e-4, **train},
         "tracking": {"wandb": "disabled"},
     }
     file = args.folder / "config.yaml"
     file.write_text(json.dumps(config))  # JSON is YAML
-    peak_gib = launch(args, "train.py", "--config", file)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"], peak_gib
+    return launch(args, "train.py", "--config", file)
 
 
 def start_trainer(args: argparse.Namespace, strategy: str) -> tuple[list[dict[str, Any]], float]:

@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.against_trainer import REPO, launch, save_model
+from benchmarks.against_trainer import REPO, launch_ours, save_model
 
 SHORT = 256  # tokens of the row that is compared with
 
@@ -46,22 +46,9 @@ def peak_gib(args: argparse.Namespace, ranks: int, tokens: int) -> float:
     ds_config = json.loads((REPO / "ds_configs" / "ulysses.json").read_text())
     ds_config["sequence_parallel_size"] = ranks
     (folder / "ds_config.json").write_text(json.dumps(ds_config))
-    config = {
-        "output_dir": str(folder / f"run_{ranks}_{tokens}"),
-        "ds_config": str(folder / "ds_config.json"),
-        "model": {"name_or_path": str(folder / "model"), "from_config": True},
-        "data": {
-            "train_sources": [str(folder / "rows.jsonl")],
-            "max_length": tokens,
-            "micro_batch_tokens": tokens,
-            "cache_dir": str(folder / "cache"),
-        },
-        "train": {"global_batch_size": 1, "steps": 1, "learning_rate": 1e-4},
-        "tracking": {"wandb": "disabled"},
-    }
-    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     args.ranks = ranks
-    return launch(args, "train.py", "--config", folder / "config.yaml")
+    run = folder / f"run_{ranks}_{tokens}"
+    return launch_ours(args, run, tokens, tokens, {"global_batch_size": 1, "steps": 1})
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from pathlib import Path
 
 import psutil
 
-REPO = Path(__file__).resolve().parent.parent
-MODEL = REPO / "data" / "sample" / "model"
-DS_CONFIG = REPO / "ds_configs" / "zero2.json"
+MODEL = "data/sample/model"
+DS_CONFIG = "ds_configs/zero2.json"
 GLOBAL_BATCH = 16  # as in recipes/demo.yaml
 MICRO_BATCH = 8
 SIDES = ("train.py, cold", "train.py", "Trainer")
@@ -95,11 +94,11 @@ def run_ours(args: argparse.Namespace, options: list[str]) -> list[float] | None
     imported = time.time()
     run = args.folder / "run"
     given = {
-        "--config": REPO / "recipes" / "demo.yaml",
+        "--config": "recipes/demo.yaml",
         "--output_dir": run,
         "--ds_config": DS_CONFIG,
         "--model.name_or_path": MODEL,
-        "--data.train_sources": f"[{REPO / 'data/sample/train.jsonl'}]",
+        "--data.train_sources": "[data/sample/train.jsonl]",
         "--data.eval_sources": "[]",
         "--data.cache_dir": args.folder / "cache",
         "--train.steps": 1,
@@ -159,7 +158,7 @@ def run_trainer(args: argparse.Namespace) -> list[float] | None:
 
     arguments = TrainingArguments(
         str(args.folder / "trainer"),
-        deepspeed=str(DS_CONFIG),
+        deepspeed=DS_CONFIG,
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=max(1, GLOBAL_BATCH // MICRO_BATCH // args.ranks),
         max_steps=1,

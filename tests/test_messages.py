@@ -159,6 +159,15 @@ REFUSED = {
     "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "data.roles"),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
+    "an empty text": ({"text": " \n"}, "empty"),
+    "a call of no object": (
+        {"messages": [user("a"), {"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+        "'function'",
+    ),
+    "a tool of no object": (
+        {"messages": [user("a"), assistant("b")], "tools": [{"function": '{"name": "f"}'}]},
+        "tool",
+    ),
     "the wrong type": ({"prompt": ["a"], "completion": "b"}, "'prompt'"),
 }  # fmt: skip
 

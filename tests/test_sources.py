@@ -67,6 +67,12 @@ def save(folder, name):
     return path
 
 
+def test_row_groups_of_parquet_end_anywhere(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"{i}"}]} for i in range(250)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=70)
+    assert rows_in(tmp_path / "a.parquet") == rows
+
+
 NAMES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.arrow", "a.jsonl.gz",
          "a.json.zst", "a.csv.bz2", "lines.json"]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """From sources to the cache.    pytest tests/test_tokenize.py"""
 
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -164,6 +165,19 @@ def test_each_source_has_its_own_format_and_columns(tmp_path, sample_tokenizer):
     assert data.meta["source_examples"] == [3, 2]
     assert data.meta["formats"] == ["text", "prompt_completion"]
     assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
+
+
+def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
+    """That of earlier turns is one too, also if another source ends otherwise."""
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    tokenizer.eos_token = "<|tool|>"
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    write_rows(tmp_path / "chat.jsonl", [{"messages": turns}])
+    write_rows(tmp_path / "text.jsonl", [{"text": "one"}])
+    sources = [str(tmp_path / "chat.jsonl"), str(tmp_path / "text.jsonl")]
+    data = build(tmp_path, tokenizer, [], train_sources=sources)
+    ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
+    assert sorted(ends) == ["<|end|>", "<|tool|>"]
 
 
 # --------------------------------------------------------------------------------------------------

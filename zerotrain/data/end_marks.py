@@ -55,7 +55,7 @@ def _end_tokens(
         supervised = ids[mask]
         last = np.cumsum(batch["supervised"].to_numpy()) - 1
         is_last[supervised[last[batch["length"].to_numpy() < max_length]]] = True
-        is_inner[np.delete(supervised, last)] = True
+        is_inner[ids[:-1][mask[:-1] & mask[1:]]] = True  # the first token of a row is no target
     ends = {token for token in tokenizer.added_tokens_decoder if is_last[token]}
     inner_tokens = set(np.flatnonzero(is_inner).tolist())
     return sorted(ends - inner_tokens or ends)

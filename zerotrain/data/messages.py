@@ -72,7 +72,9 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
         known -= {"system", "tools"}
     row = _known(row, known, f"a row of the format {kind}", options)
     if kind == "text":
-        return {"text": _string(row, "text")}
+        if not _string(row, "text").strip():
+            raise BadRow("empty answer", "the text is empty")
+        return {"text": row["text"]}
     if kind in CHAT_FORMATS:
         turns = []
         for key in required:
@@ -96,6 +98,9 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
     found = {"messages": turns}
     if "tools" in row:
         found["tools"] = _objects(row, "tools")
+        for tool in found["tools"]:
+            if not isinstance(tool.get("function", {}), dict):
+                raise BadRow("wrong type", "the function of a tool is not an object")
     return found
 
 
@@ -154,7 +159,8 @@ def _tool_call(call: dict[str, Any], where: str, options: "RenderOptions") -> di
     where = f"a tool call of {where}"
     call = _known(call, {"id", "type", "function", "name", "arguments"}, where, options)
     if "function" in call:
-        return {**call, "function": _tool_call(parsed(call["function"]), where, options)}
+        function = _objects(call, "function", where)[0]
+        return {**call, "function": _tool_call(function, where, options)}
     _string({"name": None, **call}, "name", where)
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 

@@ -130,7 +130,9 @@ def _read_parquet(file: str) -> Iterator[RawRow]:
     parquet = pyarrow.parquet.ParquetFile(
         file, page_checksum_verification=True, read_dictionary=texts
     )
-    yield from rows_of(parquet.iter_batches(batch_size=ROWS_AT_ONCE))
+    # a batch of two row groups would have two dictionaries, which Arrow cannot read in lists
+    groups = range(parquet.num_row_groups)
+    yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
 
 
 def _read_arrow(file: str) -> Iterator[RawRow]:

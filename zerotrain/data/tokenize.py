@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import DataConfig, Source
 
-CACHE_VERSION = 11  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 12  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
