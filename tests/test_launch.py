@@ -192,7 +192,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         lines.append(path.read_bytes().decode(errors="replace"))
     except OSError:
         pass
-print("hello from rank", os.environ["RANK"])
+sys.stdout.write(f"hello from rank {os.environ['RANK']}\\n")  # at once, beside another rank
 pathlib.Path(sys.argv[1], f"rank_{os.environ['RANK']}.json").write_text(json.dumps({
     "environment": dict(os.environ), "arguments": sys.argv[2:], "command_lines": lines,
     "host": os.uname().nodename,
