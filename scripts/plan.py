@@ -179,6 +179,11 @@ def show(planner: Planner) -> None:
     own = planner.config.ds_config
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
     files += [own] * (own not in files)
+    read_text(own, "ds_config: ")
+    refused: list[str] = []
+    rows = rows_of(planner, files, nodes, refused)
+    if not rows:
+        raise UserError(refused[0])
     print(
         f"{planner.config.model.name_or_path}: {planner.counts.total:,} parameters, "
         f"{planner.counts.trained:,} trained; steps of {planner.tokens:,.0f} tokens, "
@@ -186,11 +191,6 @@ def show(planner: Planner) -> None:
         f"{cluster.gpu_memory_gib:.0f} GB; assumed: nothing overlaps, "
         + ", ".join(f"{name} {value:,.4g}" for name, value in assumed.items())
     )
-    read_text(own)
-    refused: list[str] = []
-    rows = rows_of(planner, files, nodes, refused)
-    if not rows:
-        raise UserError(refused[0])
     print(
         "\nGiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
         "tokens: the largest micro-batch that fits"
