@@ -1,6 +1,7 @@
 """One training run: what it is -> its data -> where it starts -> model and engine -> train.
 
-    deepspeed --num_gpus 2 train.py --config recipes/demo.yaml [--section.key value ...] [--dry_run]
+    deepspeed --num_gpus 2 train.py --config recipes/demo.yaml [--section.key value ...]
+        [--dry_run | --rehearse]
     deepspeed --hostfile hostfile train.py --config ...
     torchrun --nproc_per_node 2 train.py --config ...
 
@@ -92,11 +93,10 @@ class Training:
     timer: PhaseTimer
     profiler: torch.profiler.profile | None
     hang_watch: HangWatch
-    largest_budget: int
-    """Tokens of a micro-batch that fits, estimated."""
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str = "train") -> None:
+    """Train; or, with mode dry_run or rehearse, stop before and write nothing."""
     with ExitStack() as stack:
         ranks = stack.enter_context(
             process_group(
@@ -118,13 +118,18 @@ def main(config: Config, dry_run: bool) -> None:
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         identity = RunIdentity.of(setup, train_plan)
         lock = RunLock(Path(config.output_dir))
-        if not dry_run:
+        if mode == "train":
             run_on_first_rank(ranks, lambda: stack.enter_context(lock))
         start = find_start(setup.config, identity, train_plan, ranks)
         schedule = make_schedule(setup.config.train, start.plan)
         if ranks.is_first:
             show_rows(startup_table(setup, start.plan, eval_plans, schedule, ranks))
-        if dry_run:
+        if mode == "dry_run":
+            return
+        if mode == "rehearse":
+            engine, loss, _ = build_engine(setup, start.plan, ranks)
+            apply_timeout(config.distributed.timeout_seconds, ranks)
+            rehearse(engine, loss, setup, start.plan)
             return
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
 
@@ -154,23 +159,11 @@ def build_run(
     config = setup.config
     engine, loss, loaded = build_engine(setup, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
-    is_auto = config.data.micro_batch_tokens == "auto"
-    if config.train.rehearse or is_auto:
-        search = is_auto and start.progress.step == 0
-        budget = rehearse(engine, loss, setup, start.plan, search)
-        setup = setup.with_budget(budget)
-        config = setup.config
-        start = replace(start, plan=replace(start.plan, budget=budget))
-        identity = RunIdentity.of(setup, start.plan)
-        tokens = budget.micro_batch_tokens
-        eval_plans = {name: plan.with_budget(tokens) for name, plan in eval_plans.items()}
-        run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
-    loaded = replace(loaded, base=start.load(engine, ranks, config.train.seed, loaded.base))
+    base = start.load(engine, ranks, config.train.seed, loaded.base)
     check_engine(engine, setup, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
     metrics = open_metrics(config, start.progress, steps, ranks, lock)
     reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
-    largest = setup.strategy.largest_budget()
     return Training(
         config=config,
         identity=identity,
@@ -181,14 +174,13 @@ def build_run(
         engine=engine,
         loss=loss,
         guard=Guard(start.progress.skipped_in_a_row, ranks),
-        held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks, largest),
-        saver=Saver(engine, loaded, setup, ranks, lock, start, metrics.log),
+        held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
+        saver=Saver(engine, replace(loaded, base=base), setup, ranks, lock, start, metrics.log),
         metrics=metrics,
         reporter=reporter,
         timer=PhaseTimer(ranks.device),
         profiler=open_profiler(config, start.progress, ranks),
         hang_watch=HangWatch(config.distributed.timeout_seconds),
-        largest_budget=largest,
     )
 
 
@@ -206,8 +198,8 @@ def train_to_the_end(run: Training, progress: Progress) -> int:
         run.metrics.close(exit_code)
         if run.ranks.is_first:
             saved = list_complete(run.saver.folder)
-            print(run.reporter.beside_estimates())
-            print(f"{ending}; last checkpoint: {saved[-1] if saved else 'none'}", flush=True)
+            last = saved[-1] if saved else "none"
+            print(f"{ending}; {run.reporter.summary()}last checkpoint: {last}", flush=True)
     return exit_code
 
 
@@ -265,7 +257,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     lr = run.schedule.rate(batch.global_step)
     set_learning_rate(run.engine.basic_optimizer, lr)
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
-    with explain_out_of_memory(describe_micro_batch, run.plan, examples, run.largest_budget):
+    with explain_out_of_memory(lambda: describe_micro_batch(run.plan, examples)):
         values = {"lr": lr, **train_step(run, batch)}
     phases = run.timer.take()  # of rank 0; waits for the device
     values |= {"step_seconds": sum(phases.values()), **phases}
@@ -409,4 +401,4 @@ def is_early_stop(run: Training, progress: Progress) -> bool:
 
 
 if __name__ == "__main__":
-    exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.dry_run))
+    exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.mode))

@@ -42,7 +42,7 @@ COLUMNS = {  # of the table: figure, header, format
     "model_tflops_per_s": ("model TFLOP/s", ".3g"),
     "share_of_matmul": ("of the matmul rate", ".1%"),
     "peak_memory_gib": ("peak GiB", ".1f"),
-    "planned_memory_gib": ("planned GiB", ".1f"),
+    "model_states_gib": ("planned GiB", ".1f"),
     "train_py_over_this": ("train.py over this", ".2f"),
     "loss": ("last loss", ".3f"),
 }
@@ -95,7 +95,7 @@ def measured(shape: str, length: int, **options: Any) -> Check:
         tokens = 1024 if bench.toy else max(2 * length, STEP_TOKENS)
         run = bench.train(shape, length, STEPS, train__global_batch_tokens=tokens, **options)
         figures = bench.figures_of(run.steps)
-        figures["planned_memory_gib"] = run.planned_gib
+        figures["model_states_gib"] = run.states_gib
         figures["has_targets"] = shape != "0.5b" and "model__lora__r" not in options
         return {"": figures}
 

@@ -68,8 +68,8 @@ class Run(NamedTuple):
 
     folder: Path
     steps: list[dict[str, Any]]
-    planned_gib: float
-    """Its estimate of a rank's memory."""
+    states_gib: float
+    """The model states of a rank, by arithmetic."""
 
 
 @dataclass
@@ -193,8 +193,8 @@ class Bench:
         output = self.command(
             "train.py", "--config", config, *words, until=lambda: len(read_steps(run)) >= steps
         )
-        planned_gib = float(re.search(r"(\S+) GiB per rank, estimated", output)[1])
-        return Run(run, read_steps(run)[:steps], planned_gib)
+        states_gib = float(re.search(r"model\s+states\s+(\S+)\s+GiB", output)[1])
+        return Run(run, read_steps(run)[:steps], states_gib)
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
         """Rates from the end of the warm-up on, whatever happens between steps included."""

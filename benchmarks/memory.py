@@ -11,6 +11,8 @@ estimates of GPU and CPU are added up.
 
 import gc
 import json
+import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +27,10 @@ from zerotrain.checkpoint.state import Progress
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
-from zerotrain.model.memory import GIB
+from zerotrain.model.states import GIB
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.tools.plan import node_memory
+from zerotrain.tools.strategy import ASSUMED_RATES, Cluster, Strategy
 from zerotrain.tracking.steps import PhaseTimer
 
 
@@ -61,8 +64,11 @@ def main(config: Config) -> None:
     if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        memory = setup.memory
-        on_cpu = node_memory(setup.strategy, memory)[0] / setup.strategy.cluster.gpus
+        local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        cluster = Cluster(ranks.world_size, local_ranks, math.nan, ASSUMED_RATES)
+        strategy = Strategy(config, setup.ds_config, setup.skeleton, setup.counts, cluster)
+        memory = strategy.memory(config.data.micro_batch_tokens)
+        on_cpu = node_memory(strategy, memory)[0] / local_ranks
         states = sum(memory.states.values()) - memory.states.get("buffers", 0)
         pairs = (
             (states + on_cpu, watch.states_bytes),

@@ -105,7 +105,7 @@ def run_ours(args: argparse.Namespace, options: list[str]) -> list[float] | None
         "--tracking.wandb": "disabled",
     }
     words = [str(word) for pair in given.items() for word in pair]
-    train.main(parse_command_line([*words, *options]).config, dry_run=False)
+    train.main(parse_command_line([*words, *options]).config)
     if int(os.environ["LOCAL_RANK"]):
         return None
     described = (run / "resolved_config.yaml").stat().st_mtime

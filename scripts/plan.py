@@ -7,7 +7,7 @@ Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the 
 and the memory of the run's own choice (--ds_config FILE). It needs neither GPU nor weights: a
 model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub; local rows
 are tokenized as in training, unless --mean_tokens is given.
-zerotrain/model/memory.py and zerotrain/model/strategy.py have the formulas and what they leave out.
+zerotrain/tools/memory.py and zerotrain/tools/strategy.py have the formulas and what they leave out.
 Nodes and GPUs are those in the first comment of the recipe that is given, or one GPU, unless
 they are options; --gpu is an A100 unless given.
 """
@@ -27,13 +27,13 @@ from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import make_budget, make_plans
 from zerotrain.model.architecture import count_flops, linear_cost, meta_model
 from zerotrain.model.load import load_model_config, load_tokenizer
-from zerotrain.model.memory import GIB, MASTER, MOMENTS
-from zerotrain.model.strategy import ASSUMED_RATES, Cluster
+from zerotrain.model.states import GIB, MASTER, MOMENTS
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.gpu import PEAK_TFLOPS, peak_flops_per_s
 from zerotrain.tools.plan import Planner, Row, best_of, daly_seconds
+from zerotrain.tools.strategy import ASSUMED_RATES, Cluster
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,9 +84,6 @@ def main() -> None:
     given = [n for n in (args.nodes, args.gpus, args.mean_tokens, args.rows) if n is not None]
     if min(cluster.gpus, cluster.gpu_memory_gib, *cluster.assumed.values(), *given) <= 0:
         raise UserError("nodes, GPUs, rows, tokens, memory and every rate are positive numbers")
-    if config.data.micro_batch_tokens == "auto":
-        data = replace(config.data, micro_batch_tokens=1 << 30)  # what fits is less
-        config = replace(config, data=data)
     show(make_planner(config, cluster, args.mean_tokens, args.rows))
 
 

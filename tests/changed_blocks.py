@@ -14,7 +14,7 @@ def without_code(*args, **kwargs):
     return compile_fully(*args, **kwargs, backend="aot_eager")
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main."""
     torch.compile = without_code
-    train.main(config, dry_run)
+    train.main(config, mode)

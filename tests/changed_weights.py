@@ -12,7 +12,7 @@ import train
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main; each rank leaves output_dir/changed_RANK.json, the steps that change any."""
     train.MAX_SKIPPED_IN_A_ROW = 3
     take_step, changed = train.train_step, []
@@ -27,7 +27,7 @@ def main(config: Config, dry_run: bool) -> None:
         return values
 
     train.train_step = step
-    train.main(config, dry_run)
+    train.main(config, mode)
 
 
 def digest(engine) -> str:

@@ -12,7 +12,7 @@ from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import process_group
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main, and no further than the plans."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         value = [None, -math.inf, "\udc80ü", {"long": "x" * 10**6 * ranks.rank}]

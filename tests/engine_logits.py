@@ -13,7 +13,7 @@ from zerotrain.config.schema import Config
 TOKENS = torch.arange(3, 99).view(2, 48)
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main; rank 0 leaves output_dir/logits.pt."""
     loop = train.train
 
@@ -27,4 +27,4 @@ def main(config: Config, dry_run: bool) -> None:
         return ended
 
     train.train = train_and_ask
-    train.main(config, dry_run)
+    train.main(config, mode)

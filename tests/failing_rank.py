@@ -9,7 +9,7 @@ from zerotrain.runtime.process_group import process_group
 from zerotrain.tracking.console import quieten_libraries
 
 
-def main(config, dry_run):
+def main(config, mode):
     with process_group() as ranks:
         quieten_libraries(ranks.is_first)
         for _ in range(3):

@@ -84,7 +84,7 @@ def rank(request: dict, number: int) -> None:
 
     def run() -> None:
         command_line = parse_command_line(request["argv"])
-        main(command_line.config, command_line.dry_run)
+        main(command_line.config, command_line.mode)
 
     exit_on_error(run)
 

@@ -8,7 +8,7 @@ import train
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main."""
     get_accelerator().is_fp16_supported = lambda: True
-    train.main(config, dry_run)
+    train.main(config, mode)

@@ -11,7 +11,7 @@ import train
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main; each rank leaves output_dir/gathered_RANK.json."""
     counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
     take_step = train.train_step
@@ -44,4 +44,4 @@ def main(config: Config, dry_run: bool) -> None:
         return values
 
     train.train_step = step
-    train.main(config, dry_run)
+    train.main(config, mode)

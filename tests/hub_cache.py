@@ -11,10 +11,10 @@ from huggingface_hub import constants
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main."""
     import train
 
     constants.HF_HUB_CACHE = os.environ["HUB_CACHE"]
     datasets.config.HF_DATASETS_CACHE = Path(os.environ["DATASETS_CACHE"])
-    train.main(config, dry_run)
+    train.main(config, mode)

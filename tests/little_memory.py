@@ -10,8 +10,8 @@ from zerotrain.config.schema import Config
 MORE_BYTES = 600 << 20
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main."""
     limit = psutil.Process().memory_info().data + MORE_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    train.main(config, dry_run)
+    train.main(config, mode)

@@ -61,7 +61,7 @@ class PeakBytes(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._alive.values())
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """Loads the model, pretrained and from its config; each rank writes the elements held."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         gc.freeze()  # modules need not be looked through at every collection

@@ -20,7 +20,7 @@ def full_disk() -> None:
     raise EnvironmentFailure("/disk: no room")
 
 
-def main(_config: Config, _dry_run: bool) -> None:
+def main(_config: Config, _mode: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()
     accelerator.device_name = lambda *_: "cuda"

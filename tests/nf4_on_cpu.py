@@ -7,7 +7,7 @@ from bitsandbytes.nn import modules
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As engine_logits.main."""
     import engine_logits
 
@@ -15,4 +15,4 @@ def main(config: Config, dry_run: bool) -> None:
 
     setup.check_quantization = lambda config, device: None
     modules.has_avx512bf16 = lambda: False
-    engine_logits.main(config, dry_run)
+    engine_logits.main(config, mode)

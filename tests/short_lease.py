@@ -5,7 +5,7 @@ from zerotrain.checkpoint import lock
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main."""
     lock.LEASE_SECONDS = 1.0
-    train.main(config, dry_run)
+    train.main(config, mode)

@@ -11,7 +11,7 @@ from zerotrain.runtime.hang import HangWatch
 from zerotrain.tracking import steps
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main, with a hang reported after 2 s and windows of 4 steps."""
     load_steps = train.load_steps
 
@@ -27,4 +27,4 @@ def main(config: Config, dry_run: bool) -> None:
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 4
-    train.main(config, dry_run)
+    train.main(config, mode)

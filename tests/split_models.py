@@ -23,7 +23,7 @@ DS_CONFIG = {
 }
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """Print each type of model with the relative differences of its logits and of its gradient's
     norm.
     """

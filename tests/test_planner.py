@@ -12,11 +12,12 @@ from transformers import LlamaConfig
 from scripts import plan
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.config.parse import parse_command_line
-from zerotrain.model import strategy
 from zerotrain.model.architecture import count_flops, meta_model
-from zerotrain.model.memory import estimate_memory
+from zerotrain.model.states import GIB
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError
+from zerotrain.tools import strategy
+from zerotrain.tools.memory import estimate_memory
 from zerotrain.tools.plan import Planner, best_of, daly_seconds, node_memory
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -158,14 +159,15 @@ def test_bytes_sent_are_those_of_the_table_and_stages_2_and_3_send_in_every_micr
         assert row.sent == pytest.approx(sent * (ranks - 1) / ranks)
 
 
-def test_a_dry_run_prints_the_row_of_its_own_choice(forks, tiny_config):
+def test_a_dry_run_prints_the_model_states_of_its_plan(forks, tiny_config):
     path = tiny_config(train__precision="fp32", ds_config="ds_configs/zero3.json")
     dry = forks.train(path, "--dry_run", ranks=2)
     assert dry.code == 0, dry.output
     config = parse_command_line(["--config", str(path)]).config
     row = plan.make_planner(config, strategy.Cluster(2, 2, 80, ASSUMED)).row(config.ds_config, 1)
-    assert row.sent > 0 and f"a rank sends {row.sent / 1e9:.3g} GB" in dry.output
-    assert str(row.memory) in dry.output
+    states = {name: row.memory.states[name] for name in ("weights", "gradients", "optimizer")}
+    printed = " ".join(dry.output.split())
+    assert all(f"{name} {size / GIB:.3g}" in printed for name, size in states.items()), printed
 
 
 def test_a_slow_network_makes_the_second_node_and_many_messages_dear(planner):

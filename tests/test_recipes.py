@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from scripts import plan
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
-from zerotrain.model.memory import GIB
+from zerotrain.model.states import GIB
 
 TABLE = (REPO / "recipes" / "README.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \| (\d+) \|$", TABLE, re.MULTILINE)

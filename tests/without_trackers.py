@@ -6,7 +6,7 @@ import train
 from zerotrain.config.schema import Config
 
 
-def main(config: Config, dry_run: bool) -> None:
+def main(config: Config, mode: str) -> None:
     """As train.main."""
-    train.main(config, dry_run)
+    train.main(config, mode)
     assert "wandb" not in sys.modules

@@ -88,10 +88,6 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
         check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
         lines.append(f"resuming from {checkpoint}: step {step:,}")
         rest = continue_plan(plan, saved.run.plan, saved.progress.plan_start, step)
-        if config.data.micro_batch_tokens == "auto":
-            rest = replace(
-                rest, budget=replace(rest.budget, micro_batch_tokens=saved.run.micro_batch_tokens)
-            )
         progress = replace(saved.progress, plan_start=rest.start)
         return Start(rest, checkpoint, progress=progress), lines
 

@@ -32,8 +32,6 @@ class RunIdentity:
     config_hash: str
     """xxh3 of the run config, in hexadecimal."""
     world_size: int
-    micro_batch_tokens: int
-    """The number, also where data.micro_batch_tokens is auto."""
     zero_stage: int
     precision: Literal["fp32", "bf16", "fp16"]
     optimization: dict[str, Any]
@@ -62,7 +60,6 @@ class RunIdentity:
             plan=PlanRecord.of(plan),
             config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
             world_size=plan.budget.world_size,
-            micro_batch_tokens=plan.budget.micro_batch_tokens,
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,
             optimization=optimization_of(config, plan.mean_batch),

@@ -21,9 +21,12 @@ from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
-USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run]
+MODES = ("train", "dry_run", "rehearse")
+USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run | --rehearse]
 
---dry_run prints the start-up table and stops before any weights are loaded. The settings:
+--dry_run prints the start-up table and stops before any weights are loaded. --rehearse also loads
+the model, runs the costliest planned micro-batch and larger ones, prints how many tokens fit, and
+stops; nothing is written. The settings:
 """
 
 
@@ -32,7 +35,8 @@ class CommandLine:
     """A parsed command line."""
 
     config: Config
-    dry_run: bool
+    mode: str = "train"
+    """One of MODES."""
 
 
 class _Loader(yaml.BaseLoader):
@@ -53,7 +57,7 @@ _Loader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
 
 
 def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLine:
-    """Parse `--config FILE --section.key value ... [--dry_run]`.
+    """Parse `--config FILE --section.key value ... [--dry_run | --rehearse]`.
 
     Raises:
         UserError: unknown key, wrong type, unreadable file or contradicting values; names file and
@@ -90,7 +94,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             f"{places[trust]}: {trust}: a file cannot allow a model's code to run; read that code, "
             f"then add --{trust} true to the command"
         )
-    return CommandLine(config, "--dry_run" in argv)
+    modes = [mode for mode in MODES if f"--{mode}" in argv]
+    return CommandLine(config, modes[0] if modes else "train")
 
 
 def dump_config(config: Config) -> str:
@@ -169,13 +174,13 @@ def _section_of(kind: Any) -> type | None:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, value) of every flag but --dry_run and DeepSpeed's --local_rank."""
+    """(name, value) of every flag but those without a value and DeepSpeed's --local_rank."""
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             raise UserError(f"{COMMAND_LINE}: {argument}: expected --section.key VALUE")
-        if argument == "--dry_run":
+        if argument in ("--dry_run", "--rehearse"):
             continue
         if not equals:
             value = next(arguments, "--")

@@ -186,9 +186,9 @@ class DataConfig(Section):
     without padding; auto: packed if the model can attend within each example alone, on CUDA in bf16
     or fp16 by torch's varlen kernel.
     """
-    micro_batch_tokens: PositiveInt | Literal["auto"] = 16384
-    """Memory budget: most tokens, including padding, in one micro-batch of one rank. auto: as many
-    as leave a tenth of the memory free, found before the first step; a resumed run keeps them.
+    micro_batch_tokens: PositiveInt = 16384
+    """Memory budget: most tokens, including padding, in one micro-batch of one rank. `train.py
+    --rehearse` says how many fit.
     """
     cache_dir: str = ".cache/tokenized"
     """Tokenized examples, one folder per (files, tokenizer, options)."""
@@ -196,12 +196,6 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         if self.eval_sources and self.eval_fraction:
             raise ValueError("give eval_sources or eval_fraction, not both")
-
-    @property
-    def first_budget(self) -> int:
-        """micro_batch_tokens; where that is auto, those of one example, until more are found."""
-        tokens = self.micro_batch_tokens
-        return -(-self.max_length // 8) * 8 if tokens == "auto" else tokens
 
     def sources(self, key: str) -> list[Source]:
         """train_sources, or eval_sources of all sets, each as a Source with the defaults of this
@@ -286,10 +280,6 @@ class TrainConfig(Section):
     """Maximum global L2 norm of the gradient; 0 turns clipping off."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute precision; auto: bf16 on GPUs that support it, else fp16; fp32 on CPU."""
-    rehearse: bool = False
-    """Before the first step, run forward, backward and update on micro-batches that no planned one
-    exceeds in memory, which leaves everything as it was: what does not fit ends the run at once.
-    """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seeds weight initialization and the step plan; dropout uses a hash of seed and rank."""
 

@@ -124,7 +124,7 @@ def total_steps(train: "TrainConfig", plan: DataPlan) -> int:
 
 def make_budget(data: "DataConfig", world_size: int, linear_cost: int) -> Budget:
     """The budget of a run; data.batching has been resolved (no longer auto)."""
-    return Budget(world_size, data.first_budget, linear_cost, data.batching == "packed")
+    return Budget(world_size, data.micro_batch_tokens, linear_cost, data.batching == "packed")
 
 
 def make_plans(

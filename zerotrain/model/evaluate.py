@@ -4,6 +4,7 @@ questions and their score.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +40,6 @@ class HeldOutSets:
     engine: "DeepSpeedEngine"
     loss: SupervisedLoss
     ranks: Ranks
-    largest_budget: int
-    """Tokens of a micro-batch in training that fits, estimated."""
 
     @torch.no_grad()
     def measure(self) -> tuple[dict[str, float], dict[str, list[dict]]] | None:
@@ -59,7 +58,7 @@ class HeldOutSets:
                 values[f"loss/{name}"] = loss
                 values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
                 if self.config.eval.generate:
-                    with explain_out_of_memory(str, "an answer: lower eval.max_new_tokens"):
+                    with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
                         answers[name] = self._answer(name, plan)
                     scores = [row["score"] for row in answers[name]]
                     values[f"exact_match/{name}"] = sum(scores) / len(scores)
@@ -80,7 +79,8 @@ class HeldOutSets:
         steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, part=ranks.sequence_part)
         for step in steps:
             examples = step.plan.micro_batches[0][ranks.data_rank]
-            with explain_out_of_memory(describe_micro_batch, plan, examples, self.largest_budget):
+            describe = partial(describe_micro_batch, plan, examples)
+            with explain_out_of_memory(describe):
                 for batch in step.micro_batches:
                     total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
             tokens += step.plan.supervised_tokens

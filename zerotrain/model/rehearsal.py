@@ -1,16 +1,12 @@
-"""The costliest micro-batch of a run, before its first step: whether it fits into memory, and with
-data.micro_batch_tokens auto, how many tokens do.
-
-It runs before a checkpoint is loaded, with a learning rate of 0 and a loss times 0. AdamW's moments
-are 0 then, or not yet allocated, so such an update changes neither them nor the weights.
+"""train.py --rehearse: the costliest micro-batch of a run before its first step, and how many
+tokens fit into memory. And the line of a run that is out of memory.
 """
 
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,121 +14,100 @@ from deepspeed.accelerator import get_accelerator
 
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, collate
-from zerotrain.data.plan import Budget
 from zerotrain.model.guard import apply_update
 from zerotrain.model.loss import SupervisedLoss
-from zerotrain.model.memory import GIB
-from zerotrain.model.optimizer import reset_update_count
-from zerotrain.model.setup import Setup
+from zerotrain.model.states import GIB
 from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.errors import UserError, listed
 from zerotrain.runtime.process_group import Ranks
-from zerotrain.runtime.seeding import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-AT_ONCE = 1 << 20  # lengths
-USED_SHARE = 0.9  # of the memory, with data.micro_batch_tokens auto
-WORTHWHILE = 1.1  # growth of the budget for which another one is tried
-MOST_GROWTH = 8  # at a time, since a process may reuse memory that counts as in use
-OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")  # of CUDA, of the CPU
+    from zerotrain.model.setup import Setup
+
+LENGTHS_AT_A_TIME = 1 << 20
+USED_SHARE = 0.9  # of the memory, by the largest micro-batch that is said to fit
+SMALLEST_GROWTH = 1.1  # of the micro-batch for which another attempt is worth its time
+LARGEST_GROWTH = 8  # in one attempt, since a process may reuse memory that counts as in use
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")  # in the errors of CUDA and of the CPU
 
 
-class Memory(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """Bytes of a rank: on CUDA of its GPU, else of its process."""
 
     before: int
     """In use before a micro-batch, with the gradients of earlier ones."""
     peak: int
-    """In its forward and backward pass; of a process, since it began."""
+    """In the forward and backward pass; of a process, since it began."""
     available: int
     """In use or free."""
 
 
 def rehearse(
-    engine: "DeepSpeedEngine", loss: SupervisedLoss, setup: Setup, plan: DataPlan, search: bool
-) -> Budget:
-    """Run forward, backward and update on the costliest micro-batch of a run, on all ranks, and
-    leave weights, optimizer and RNG as they were.
-
-    Args:
-        engine: as it was built, before a checkpoint is loaded.
-        search: for the largest budget that fits, instead of the plan's.
-
-    Returns:
-        The budget that was rehearsed last.
+    engine: "DeepSpeedEngine", loss: SupervisedLoss, setup: "Setup", plan: DataPlan
+) -> None:
+    """Run forward, backward and update on the costliest micro-batch of the plan and on larger ones;
+    the first rank prints how many tokens fit. Called by all ranks. It changes weights and
+    optimizer, so a run does not go on after it.
 
     Raises:
         UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
-            Or SuperOffload updates.
     """
-    if engine.super_offload():
-        raise UserError(
-            "train.rehearse: with SuperOffload the count of updates cannot be put back; set it to "
-            "false, and data.micro_batch_tokens to a number"
-        )
     ranks = setup.ranks
-    rng = rng_state()
-    scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
-    scale = dict(scaler)
-    largest = setup.strategy.largest_budget()
+    longest = plan.with_budget(1).budget.micro_batch_tokens
+    tokens_to_try = None
 
-    def attempt(budget: Budget) -> list[Memory]:
-        memory = run_costliest(engine, loss, replace(plan, budget=budget), ranks, largest)
-        return [Memory(*rank) for rank in gather_json(ranks, memory)]
+    def attempt(tokens: int) -> list[MeasuredMemory]:
+        measured = run_costliest(engine, loss, plan.with_budget(tokens), ranks, tokens_to_try)
+        return [MeasuredMemory(*rank) for rank in gather_json(ranks, measured)]
 
-    smallest = plan.with_budget(1).budget
-    longest = smallest.micro_batch_tokens
-    memory = attempt(smallest)  # allocates the optimizer's state
-    if search:
-        examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
-        most = -(-examples // smallest.world_size)  # with which a step is one micro-step
-        budget, memory = largest_budget(attempt, smallest, most)
-    else:
-        budget = plan.budget
-        largest = max(longest, int(longest * growth(memory)))
-        memory = attempt(budget)
-    scaler.update(scale)
-    reset_update_count(engine.basic_optimizer)
-    set_rng_state(rng)
-    get_accelerator().reset_peak_memory_stats()
+    # the longest example alone, whose update also allocates the optimizer's moments
+    tokens_to_try = max(longest, int(longest * growth(attempt(longest))))
+    planned = plan.budget.micro_batch_tokens
+    memory = attempt(planned)
+    examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
+    whole_step = -(-examples // ranks.data_size)  # of the longest example: one micro-step
+    largest = longest * largest_multiple(
+        lambda multiple: attempt(multiple * longest), planned // longest, memory, whole_step
+    )
     if ranks.is_first:
         print(
-            f"rehearsed {budget.micro_batch_tokens:,} tokens: "
-            f"{memory[0].peak / GIB:.2f} of {memory[0].available / GIB:.2f} GiB on rank 0; "
-            f"{setup.with_budget(budget).memory}",
+            f"data.micro_batch_tokens {planned:,} fits: {memory[0].peak / GIB:.2f} of "
+            f"{memory[0].available / GIB:.2f} GiB at the peak of rank 0; {setup.states}\n"
+            f"{max(planned, largest):,} is the most that is of use or leaves a tenth of every "
+            "rank's memory free",
             flush=True,
         )
-    return budget
 
 
-def largest_budget(
-    attempt: Callable[[Budget], list[Memory]], smallest: Budget, most: int
-) -> tuple[Budget, list[Memory]]:
-    """The largest budget that leaves a tenth of the memory free on each rank, and the memory used.
+def largest_multiple(
+    attempt: Callable[[int], list[MeasuredMemory]],
+    multiple: int,
+    memory: list[MeasuredMemory],
+    most: int,
+) -> int:
+    """The largest micro-batch that leaves a tenth of the memory free on each rank, as a multiple of
+    the longest example.
 
-    What a micro-batch needs grows at most in proportion to the budget, if that is a multiple of the
-    longest example. So no attempt runs out of memory, which would leave other ranks in a collective
-    that never ends.
+    What a micro-batch needs grows at most in proportion to such a multiple. So no attempt runs out
+    of memory, which would leave other ranks in a collective that never ends.
 
     Args:
-        attempt: runs the costliest micro-batch of a budget, and returns the memory of all ranks.
-        smallest: of the longest example alone.
-        most: what the largest budget may be, as a multiple of the smallest.
+        attempt: runs the costliest micro-batch of a multiple, and returns the memory of all ranks.
+        multiple: one that fits.
+        memory: what it took.
+        most: no larger multiple is of use.
     """
-    multiple = larger = 1
     while True:
+        larger = min(most, int(multiple * min(LARGEST_GROWTH, growth(memory))))
+        if larger < SMALLEST_GROWTH * multiple:
+            return multiple
         multiple = larger
-        tokens = multiple * smallest.micro_batch_tokens
-        budget = replace(smallest, micro_batch_tokens=tokens)
-        memory = attempt(budget)
-        larger = min(most, int(multiple * min(MOST_GROWTH, growth(memory))))
-        if larger < WORTHWHILE * multiple:
-            return budget, memory
+        memory = attempt(multiple)
 
 
-def growth(memory: list[Memory]) -> float:
+def growth(memory: list[MeasuredMemory]) -> float:
     """How many times as many tokens as were measured fit on all ranks."""
     return min(
         (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
@@ -141,18 +116,23 @@ def growth(memory: list[Memory]) -> float:
 
 
 def run_costliest(
-    engine: "DeepSpeedEngine", loss: SupervisedLoss, plan: DataPlan, ranks: Ranks, largest: int
-) -> Memory:
-    """Forward and backward on the costliest micro-batches of a plan, and an update by 0.
+    engine: "DeepSpeedEngine",
+    loss: SupervisedLoss,
+    plan: DataPlan,
+    ranks: Ranks,
+    tokens_to_try: int | None,
+) -> MeasuredMemory:
+    """Forward and backward on the costliest micro-batches of a plan, and an update.
 
     Args:
-        largest: see describe_micro_batch.
+        tokens_to_try: see describe_micro_batch.
     """
     accelerator = get_accelerator()
     accelerator.reset_peak_memory_stats()
     chosen = costliest(plan)
     chosen.append(chosen[0])  # beside the gradients of the others
-    with explain_out_of_memory(describe_micro_batch, plan, np.concatenate(chosen), largest):
+    rows = np.concatenate(chosen)
+    with explain_out_of_memory(lambda: describe_micro_batch(plan, rows, tokens_to_try)):
         for i, examples in enumerate(chosen):
             batch = collate_full(plan, examples)
             if ranks.sequence > 1:
@@ -161,7 +141,7 @@ def run_costliest(
             engine.set_gradient_accumulation_boundary(i == len(chosen) - 1)
             cross_entropy, router = loss(engine, batch.to(ranks.device))
             total = cross_entropy if router is None else cross_entropy + router
-            engine.backward(0.0 * total, scale_wrt_gas=False)
+            engine.backward(total / rows.size, scale_wrt_gas=False)
         if ranks.device.type == "cuda":
             peak = accelerator.max_memory_allocated()
             free, _ = torch.cuda.mem_get_info()
@@ -169,7 +149,7 @@ def run_costliest(
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             free = accelerator.available_memory() // int(os.environ["LOCAL_WORLD_SIZE"])
         apply_update(engine)
-    return Memory(before, peak, accelerator.memory_reserved() + free)
+    return MeasuredMemory(before, peak, accelerator.memory_reserved() + free)
 
 
 def costliest(plan: DataPlan) -> list[np.ndarray]:
@@ -188,8 +168,8 @@ def costliest(plan: DataPlan) -> list[np.ndarray]:
     size = int(all_lengths.max()) + 1
     counts = np.zeros(size, np.int64)
     example_of = np.zeros(size, np.int64)  # one of each length
-    for start in range(0, len(all_lengths), AT_ONCE):
-        some = all_lengths[start : start + AT_ONCE]
+    for start in range(0, len(all_lengths), LENGTHS_AT_A_TIME):
+        some = all_lengths[start : start + LENGTHS_AT_A_TIME]
         counts += np.bincount(some, minlength=size)
         example_of[some] = np.arange(start, start + len(some))
     lengths = np.flatnonzero(counts)[::-1]
@@ -222,39 +202,41 @@ def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
 
 
 @contextmanager
-def explain_out_of_memory(describe: Callable[..., str], *args: Any) -> Iterator[None]:
+def explain_out_of_memory(describe: Callable[[], str]) -> Iterator[None]:
     """Raise UserError where the GPU, or the CPU's memory, does not hold something.
 
     Args:
-        describe: what it is and what to do, from `args`.
+        describe: what it is and what to do.
     """
     try:
         yield
     except RuntimeError as error:
         if not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
-        raise UserError(f"out of memory in {describe(*args)}") from error
+        raise UserError(f"out of memory in {describe()}") from error
 
 
-def describe_micro_batch(plan: DataPlan, examples: np.ndarray, largest: int) -> str:
-    """Its rows, and the budget that fits.
+def describe_micro_batch(
+    plan: DataPlan, examples: np.ndarray, tokens_to_try: int | None = None
+) -> str:
+    """The rows of a micro-batch that does not fit, and what to do.
 
     Args:
-        examples: of the micro-batch, the longest first.
-        largest: tokens that fit, by measurement or estimate. If that is 0, or not less than the
-            budget, half the budget is named, but no less than the plan's longest row has.
+        examples: of the micro-batch, int64 [examples], the longest first.
+        tokens_to_try: a data.micro_batch_tokens that may fit; half of the plan's if that is less,
+            or if it is None, but no less than the plan's longest example has.
     """
     rows = [
         f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
         for example in dict.fromkeys(examples.tolist())
     ]
     tokens = plan.budget.micro_batch_tokens
-    fitting = largest if 0 < largest < tokens else tokens // 2
-    fitting = plan.with_budget(fitting).budget.micro_batch_tokens
+    half = tokens // 2
+    smaller = plan.with_budget(min(half, tokens_to_try or half)).budget.micro_batch_tokens
     cure = "set model.activation_checkpointing true, or lower data.max_length"
-    if fitting < tokens:
+    if smaller < tokens:
         cure = (
-            f"data.micro_batch_tokens is {tokens:,}, and {fitting:,} fit: set it to that, which "
-            f"changes neither steps nor losses; if that is not enough, {cure}"
+            f"data.micro_batch_tokens is {tokens:,}: set it to {smaller:,}, which changes neither "
+            f"steps nor losses; if that is not enough, {cure}"
         )
     return f"a micro-batch of {listed(rows)}; {cure}"

@@ -1,19 +1,15 @@
 """What a run is, resolved before any data or weights are read; and its data plans."""
 
 import json
-import math
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, make_budget, make_plans
-from zerotrain.data.plan import Budget
 from zerotrain.data.questions import choose_questions
 from zerotrain.model.architecture import (
     ModelFlops,
@@ -30,13 +26,11 @@ from zerotrain.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from zerotrain.model.memory import GIB, Memory
 from zerotrain.model.packing import check_attention, resolve_batching
-from zerotrain.model.strategy import ASSUMED_RATES, Cluster, StepEstimate, Strategy
+from zerotrain.model.states import ModelStates, model_states
 from zerotrain.model.tensor_parallel import check_tensor_parallel
 from zerotrain.model.trained import Counts, count_trained
 from zerotrain.runtime.agreement import require_same, run_on_all_ranks
-from zerotrain.runtime.gpu import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks, group_ranks
 
 
@@ -65,33 +59,11 @@ class Setup:
     """The model on the meta device, with requires_grad as in training."""
 
     @property
-    def strategy(self) -> Strategy:
-        """The run on this machine and others like it."""
-        device = self.ranks.device
-        local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        shared_by = local_ranks if device.type == "cpu" else 1
-        gib = get_accelerator().total_memory() / shared_by / GIB
-        peak = None if self.precision == "fp32" else peak_flops_per_s(device_name(device))
-        assumed = {**ASSUMED_RATES, "peak_flops_per_s": peak or math.nan}
-        cluster = Cluster(self.ranks.world_size, local_ranks, gib, assumed)
-        return Strategy(self.config, self.ds_config, self.skeleton, self.counts, cluster)
-
-    @property
-    def memory(self) -> Memory:
-        """Estimated."""
-        return self.strategy.memory(self.config.data.first_budget)
-
-    def estimate_step(self, plan: DataPlan) -> StepEstimate:
-        """Of the mean step of a plan."""
-        flops = self.flops.of_examples(plan.data.lengths, plan.data.supervised.sum())
-        tokens = plan.order.tokens_per_epoch
-        steps = plan.steps_per_epoch
-        return self.strategy.step(plan.budget.micro_batch_tokens, tokens / steps, flops / steps)
-
-    def with_budget(self, budget: Budget) -> "Setup":
-        """With the number of a budget as data.micro_batch_tokens."""
-        data = replace(self.config.data, micro_batch_tokens=budget.micro_batch_tokens)
-        return replace(self, config=replace(self.config, data=data))
+    def states(self) -> ModelStates:
+        """The bytes of a rank's model states."""
+        return model_states(
+            self.config.model, self.skeleton, self.counts, self.ds_config, self.ranks.world_size
+        )
 
 
 def describe_run(config: Config, ranks: Ranks) -> Setup:

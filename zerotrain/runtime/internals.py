@@ -69,9 +69,6 @@ INTERNALS = {
     "zerotrain/model/guard.py": """
         deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
     """,
-    "zerotrain/model/rehearsal.py": """
-        deepspeed.runtime.engine: basic_optimizer
-    """,
     "zerotrain/model/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape
     """,

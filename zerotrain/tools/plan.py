@@ -16,11 +16,12 @@ from zerotrain.config.ds_config import (
 )
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size
-from zerotrain.model.memory import GIB, MASTER, MOMENTS, Memory, weight_bytes
 from zerotrain.model.packing import resolve_batching
-from zerotrain.model.strategy import Cluster, Strategy
+from zerotrain.model.states import GIB, MASTER, MOMENTS, weight_bytes
 from zerotrain.model.tensor_parallel import check_tensor_parallel
 from zerotrain.model.trained import Counts
+from zerotrain.tools.memory import Memory
+from zerotrain.tools.strategy import Cluster, Strategy
 
 CLOSE = 1.05  # times the seconds of the fastest: no difference, in arithmetic without latencies
 

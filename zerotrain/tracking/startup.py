@@ -1,7 +1,6 @@
 """The table printed at start-up, and the resolved configs written to the run folder."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,13 +44,6 @@ def startup_table(
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
-    strategy = setup.strategy
-    step = setup.estimate_step(plan)
-    estimate = f"a rank sends {step.sent / 1e9:.3g} GB"
-    if math.isfinite(step.seconds):
-        per_s = plan.order.tokens_per_epoch / plan.steps_per_epoch / step.seconds
-        hours = steps * step.seconds / 3600
-        estimate += f"; {step.seconds:.3g} s, {per_s:,.0f} tokens/s, {hours:.3g} h for the run"
     shared = "ranks"
     if ranks.data_size < ranks.world_size:
         shared = f"groups of {ranks.world_size // ranks.data_size} ranks"
@@ -74,20 +66,17 @@ def startup_table(
     for each in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
         for reason, count in each.meta["rejected"].items():
             rows[f"rejected: {reason}"] = f"{count:,} rows, listed in {each.rejected_rows}"
-    auto = " (auto)" if data.micro_batch_tokens == "auto" else ""
     return {
         **rows,
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{meta['masks']}",
         "batch": f"{ranks.data_size} {shared} x {span([len(s.micro_batches) for s in sampled])} "
-        f"micro-steps x <= {plan.budget.micro_batch_tokens:,} tokens{auto} = "
+        f"micro-steps x <= {plan.budget.micro_batch_tokens:,} tokens = "
         f"{span([s.examples for s in sampled])} examples per step",
         "batching": f"{data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
         "learning rate": f"{rate}, {schedule.name}, warm-up {train.warmup_examples:,} examples = "
         f"{schedule.warmup_steps:,} steps",
-        "memory": f"{setup.memory}; {strategy.cluster.gpu_memory_gib:.0f} GiB hold micro-batches "
-        f"of <= {strategy.largest_budget():,} tokens",
-        "step, estimated": estimate,
+        "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
         "steps": f"{steps:,} = {plan.epochs_at(steps):.3g} epochs of {plan.steps_per_epoch:,}; "
         f"seed {train.seed}",
         "output": config.output_dir,

@@ -1,6 +1,5 @@
 """What is measured of steps: their phases and speed, ranks that are slow, profiles."""
 
-import math
 import socket
 import time
 from collections import Counter
@@ -20,9 +19,10 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
 from zerotrain.data.plan import StepPlan
 from zerotrain.model.guard import Problem
-from zerotrain.model.memory import GIB
 from zerotrain.model.setup import Setup
+from zerotrain.model.states import GIB
 from zerotrain.runtime.agreement import gather_json
+from zerotrain.runtime.gpu import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
 
@@ -76,13 +76,15 @@ class StepReporter:
         self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks, start: Progress
     ) -> None:
         self._flops = setup.flops
-        self._estimates = setup.memory, setup.estimate_step(plan)
         self._seconds: list[float] = []
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
         self._on_cuda = ranks.device.type == "cuda"
-        self._peak_flops_per_s = setup.strategy.cluster.assumed["peak_flops_per_s"]
+        # of 16-bit matrix products; None if unknown
+        self._peak_flops_per_s = (
+            None if setup.precision == "fp32" else peak_flops_per_s(device_name(ranks.device))
+        )
         self._step = start.step
         self._window: list[Mapping[str, float]] = []  # what the loop has measured of each step
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
@@ -117,7 +119,7 @@ class StepReporter:
             lengths = self._plan.data.lengths[np.concatenate(examples_of_step(plan))]
             flops = self._flops.of_examples(lengths, plan.supervised_tokens)
             record["model_flops_per_s"] = flops / step_seconds
-            if math.isfinite(self._peak_flops_per_s):
+            if self._peak_flops_per_s is not None:
                 peak = self._peak_flops_per_s * self._ranks.world_size
                 record["mfu"] = record["model_flops_per_s"] / peak
         self._metrics.log("train", record)
@@ -125,16 +127,14 @@ class StepReporter:
         if len(self._window) == WINDOW_STEPS:
             self._compare_ranks()
 
-    def beside_estimates(self) -> str:
-        """On a GPU the peak of rank 0 and the median step beside their estimates."""
-        memory, step = self._estimates
-        if not (self._on_cuda and self._seconds):
-            return f"memory: {memory}"
-        estimated = f"{step.seconds:.3g}" if math.isfinite(step.seconds) else "-"
-        return (
-            f"memory: {torch.cuda.max_memory_allocated() / GIB:.2f} GiB on rank 0, measured; "
-            f"{memory}\nstep: {median(self._seconds):.3g} s, measured; {estimated} s, estimated"
-        )
+    def summary(self) -> str:
+        """The median time of a step and, on a GPU, the peak of rank 0's memory."""
+        if not self._seconds:
+            return ""
+        text = f"median step {median(self._seconds):.3g} s; "
+        if self._on_cuda:
+            text += f"peak memory {torch.cuda.max_memory_allocated() / GIB:.2f} GiB on rank 0; "
+        return text
 
     def report_event(self, name: str, text: str, **values: Any) -> None:
         """Report that something has happened after the last step."""

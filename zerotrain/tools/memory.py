@@ -14,12 +14,9 @@ from transformers import PretrainedConfig
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size, sizes_of, text_config_of
+from zerotrain.model.states import GIB, model_states, weight_bytes
 from zerotrain.model.trained import Counts
 
-GIB = 2**30
-MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
-MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
-NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
 LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
 
 
@@ -81,52 +78,24 @@ def estimate_memory(
     Raises:
         UserError: the ZeRO stage is not a number.
     """
+    states = model_states(config.model, skeleton, counts, ds_config, ranks)
     stage = zero_stage(ds_config)
     zero = ds_config.get("zero_optimization", {})
-    on_gpu = {what: device == "none" for what, device in offload_devices(ds_config).items()}
-    tensor_parallel, sequence_parallel = group_sizes(ds_config)
-    ranks //= tensor_parallel
-    frozen = _linear_weights(skeleton, skeleton.get_output_embeddings())
-    quantized = sum(p.numel() for p in frozen if not p.requires_grad)
-    quantized *= config.model.quantization is not None
-    divided = _linear_weights(skeleton, skeleton.get_input_embeddings())
-    elsewhere = (1 - 1 / tensor_parallel) * sum(p.numel() for p in divided)
-    total = counts.total - elsewhere
-    trained = counts.trained - elsewhere  # tensor parallelism is for models trained as a whole
-    share = trained / ranks if stage >= 1 else trained
-
     width = weight_bytes(ds_config)
-    held = width * (total - quantized) + NF4_BYTES * quantized
-    weights = held / (ranks if stage == 3 else 1)
-    if zero.get("zero_hpz_partition_size", 1) > 1:  # a second partition, over a node's GPUs
-        weights += held / zero["zero_hpz_partition_size"]
-    summed = 4 if ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
-    if stage < 2 and summed != width:
-        summed += width  # its BF16_Optimizer keeps the 16-bit gradients next to their sum
-    gradients = summed * trained / (ranks if stage >= 2 else 1)
-    updated = MOMENTS + (MASTER if stage or width < 4 else 0)
-    optimizer = updated * share
-    states = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
-    stays = {
-        "weights": on_gpu["param"],
-        "gradients": on_gpu["optimizer"] or (stage == 2 and summed != width),
-        "optimizer": on_gpu["optimizer"],
-    }
-    offloaded = {name: states.pop(name) for name, stay in stays.items() if not stay}
+    on_gpu = dict(states.on_device)
     if stage >= 2:
-        states["buffers"] = _buffers(skeleton, zero, stage, width)
-
+        on_gpu["buffers"] = _buffers(skeleton, zero, stage, width)
+    on_cpu = offload_devices(ds_config)["optimizer"] != "none"
     return Memory(
-        states=states,
-        **_backward(config, skeleton, width, tensor_parallel, sequence_parallel),
-        update=_update(trained, share, zero, stage, not on_gpu["optimizer"]),
-        share=share,
-        offloaded=offloaded,
+        states=on_gpu,
+        **_backward(config, skeleton, width, *group_sizes(ds_config)),
+        update=_update(states.trained, states.updated, zero, stage, on_cpu),
+        share=states.updated,
+        offloaded=states.offloaded,
     )
 
 
-def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> float:
+def _update(trained: float, share: float, zero: dict[str, Any], stage: int, on_cpu: bool) -> float:
     """The temporaries of the update: a square root in torch's AdamW; under ZeRO 3 a copy of the
     gradients, sub-group by sub-group; under ZeRO 0 and 1 the bucket of the all-reduce that precedes
     it (MEMORY_OPT_ALLREDUCE_SIZE).
@@ -136,11 +105,6 @@ def _update(trained: int, share: float, zero: dict[str, Any], stage: int, on_cpu
     if stage == 3:
         return 8 * min(share, zero.get("sub_group_size", 1e9))
     return 4 * max(share, min(trained, 5e8) if stage < 2 else 0)
-
-
-def weight_bytes(ds_config: dict[str, Any]) -> int:
-    halves = any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    return 2 if halves else 4
 
 
 def layer_bytes(skeleton: nn.Module, tensor_parallel: int) -> tuple[float, float]:
@@ -177,7 +141,7 @@ def _backward(
     (Korthikanti et al., section 5). The loss is done before any layer's backward pass begins, so
     the larger of the two counts. Every token is taken to be supervised.
     """
-    tokens = config.data.first_budget // sequence_parallel
+    tokens = config.data.micro_batch_tokens // sequence_parallel
     layers = int(text_config_of(skeleton.config).num_hidden_layers)
     sizes = layer_bytes(skeleton, tensor_parallel)
     kept, gradients = (width / 2 * tokens * size for size in sizes)
@@ -242,12 +206,3 @@ def _size(text: PretrainedConfig, name: str) -> float | None:
     """A size of the architecture: the mean if it differs between layers, None if it is missing."""
     sizes = sizes_of(text, name)
     return sum(sizes) / len(sizes) if sizes else None
-
-
-def _linear_weights(skeleton: nn.Module, but: nn.Module) -> list[nn.Parameter]:
-    """Weights of the linear layers but those of a module: model.quantization keeps the frozen ones
-    in 4 bits but the output head, and tensor parallelism divides all that are no embeddings too.
-    """
-    others = set(but.parameters())
-    weights = [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)]
-    return [weight for weight in weights if weight not in others]

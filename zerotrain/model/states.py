@@ -1,0 +1,111 @@
+"""Bytes of a rank's model states: weights, gradients and the optimizer's state, by arithmetic."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
+from zerotrain.config.schema import ModelConfig
+from zerotrain.model.trained import Counts
+
+GIB = 2**30
+MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
+MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
+NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """What a rank holds during the whole run, in bytes."""
+
+    on_device: dict[str, float]
+    """Of weights, gradients and optimizer, those in the memory of the GPU."""
+    offloaded: dict[str, float]
+    """Those that ZeRO-Offload has moved to CPU memory or NVMe."""
+    trained: float
+    """The number of trained parameters of which a rank computes gradients."""
+    updated: float
+    """The number of trained parameters that a rank updates."""
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size / GIB:.3g}" for name, size in self.on_device.items()]
+        parts += [f"{name} {size / GIB:.3g} offloaded" for name, size in self.offloaded.items()]
+        return f"model states {sum(self.on_device.values()) / GIB:.3g} GiB per rank: " + ", ".join(
+            parts
+        )
+
+
+def model_states(
+    config: ModelConfig,
+    skeleton: nn.Module,
+    counts: Counts,
+    ds_config: dict[str, Any],
+    ranks: int,
+) -> ModelStates:
+    """The model states of a run with bf16, fp16 or fp32 weights and AdamW on `ranks` ranks.
+
+    Args:
+        skeleton: the model on the meta device, with requires_grad as in training.
+        counts: numbers of its parameters.
+        ds_config: merged, with no value "auto".
+
+    Raises:
+        UserError: the ZeRO stage is not a number.
+    """
+    stage = zero_stage(ds_config)
+    on_device = {what: device == "none" for what, device in offload_devices(ds_config).items()}
+    tensor_parallel, _ = group_sizes(ds_config)
+    ranks //= tensor_parallel
+    frozen = _linear_weights(skeleton, skeleton.get_output_embeddings())
+    quantized = sum(p.numel() for p in frozen if not p.requires_grad)
+    quantized *= config.quantization is not None
+    divided = _linear_weights(skeleton, skeleton.get_input_embeddings())
+    elsewhere = (1 - 1 / tensor_parallel) * sum(p.numel() for p in divided)
+    total = counts.total - elsewhere
+    trained = counts.trained - elsewhere  # tensor parallelism is for models trained as a whole
+    updated = trained / ranks if stage >= 1 else trained
+
+    width = weight_bytes(ds_config)
+    held = width * (total - quantized) + NF4_BYTES * quantized
+    weights = held / (ranks if stage == 3 else 1)
+    secondary = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if secondary > 1:  # a second partition, over a node's GPUs
+        weights += held / secondary
+    summed = gradient_bytes(ds_config)
+    if stage < 2 and summed != width:
+        summed += width  # its BF16_Optimizer keeps the 16-bit gradients next to their sum
+    states = {
+        "weights": weights,
+        "gradients": summed * trained / (ranks if stage >= 2 else 1),
+        "optimizer": (MOMENTS + (MASTER if stage or width < 4 else 0)) * updated,
+    }
+    stays = {
+        "weights": on_device["param"],
+        # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
+        "gradients": on_device["optimizer"] or (stage == 2 and summed != width),
+        "optimizer": on_device["optimizer"],
+    }
+    offloaded = {name: states.pop(name) for name, stay in stays.items() if not stay}
+    return ModelStates(states, offloaded, trained, updated)
+
+
+def weight_bytes(ds_config: dict[str, Any]) -> int:
+    """Bytes of a weight: 2 in bf16 and fp16, 4 in fp32."""
+    halves = any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    return 2 if halves else 4
+
+
+def gradient_bytes(ds_config: dict[str, Any]) -> int:
+    """Bytes of an element of the gradients that are summed over micro-steps."""
+    sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
+    return 4 if sums == "fp32" else weight_bytes(ds_config)
+
+
+def _linear_weights(skeleton: nn.Module, but: nn.Module) -> list[nn.Parameter]:
+    """Weights of the linear layers but those of a module: model.quantization keeps the frozen ones
+    in 4 bits but the output head, and tensor parallelism divides all that are no embeddings too.
+    """
+    others = set(but.parameters())
+    weights = [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)]
+    return [weight for weight in weights if weight not in others]
