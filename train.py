@@ -38,12 +38,14 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, list_complete, take_requests
 from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.start import Start, find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
+from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
@@ -53,7 +55,7 @@ from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
 from zerotrain.model.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
-from zerotrain.model.setup import Setup, describe_run, load_plans
+from zerotrain.model.setup import Setup, load_plans, open_run_on_all_ranks
 from zerotrain.runtime.agreement import (
     any_rank_preempted,
     count_ranks,
@@ -62,7 +64,7 @@ from zerotrain.runtime.agreement import (
     sum_over_ranks,
 )
 from zerotrain.runtime.hang import HangWatch
-from zerotrain.runtime.process_group import Ranks, apply_timeout, process_group
+from zerotrain.runtime.process_group import Ranks, apply_timeout, group_ranks, process_group
 from zerotrain.runtime.progress import show_rows
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.metrics import Metrics, open_metrics
@@ -98,22 +100,22 @@ class Training:
 def main(config: Config, mode: str = "train") -> None:
     """Train; or, with mode dry_run or rehearse, stop before and write nothing."""
     with ExitStack() as stack:
-        ranks = stack.enter_context(
+        world = stack.enter_context(
             process_group(
                 config.distributed.timeout_seconds,
                 grace_seconds=config.distributed.preempt_grace_seconds,
                 expected_ranks=config.distributed.world_size,
             )
         )
-        quieten_libraries(ranks.is_first)
+        quieten_libraries(world.is_first)
 
         # 1. What the run is: tokenizer, architecture, precision, the merged DeepSpeed config.
-        run_on_all_ranks(ranks, lambda: check_start(config))
-        setup = describe_run(config, ranks)
-        ranks = setup.ranks
+        run_on_all_ranks(world, lambda: check_start(config))
+        setup, tokenizer = open_run_on_all_ranks(config, world)
+        ranks = group_ranks(world, *group_sizes(setup.ds_config))
 
         # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
-        train_plan, eval_plans = load_plans(setup, ranks)
+        train_plan, eval_plans = load_plans(setup, tokenizer, ranks)
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         identity = RunIdentity.of(setup, train_plan)
@@ -127,14 +129,14 @@ def main(config: Config, mode: str = "train") -> None:
         if mode == "dry_run":
             return
         if mode == "rehearse":
-            engine, loss, _ = build_engine(setup, start.plan, ranks)
+            engine, loss, _ = build_engine(setup, tokenizer, start.plan, ranks)
             apply_timeout(config.distributed.timeout_seconds, ranks)
-            rehearse(engine, loss, setup, start.plan)
+            rehearse(engine, loss, setup, start.plan, ranks)
             return
         run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
 
         # 4. Model and engine, in the state that the run starts from.
-        run = build_run(setup, identity, start, schedule, eval_plans, ranks, lock)
+        run = build_run(setup, tokenizer, identity, start, schedule, eval_plans, ranks, lock)
 
         # 5. Train.
         exit_code = train_to_the_end(run, start.progress)
@@ -144,6 +146,7 @@ def main(config: Config, mode: str = "train") -> None:
 
 def build_run(
     setup: Setup,
+    tokenizer: PreTrainedTokenizerBase,
     identity: RunIdentity,
     start: Start,
     schedule: Schedule,
@@ -157,10 +160,10 @@ def build_run(
         UserError: the weights cannot be loaded, or the model cannot be trained with this config.
     """
     config = setup.config
-    engine, loss, loaded = build_engine(setup, start.plan, ranks)
+    engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
     apply_timeout(config.distributed.timeout_seconds, ranks)
     base = start.load(engine, ranks, config.train.seed, loaded.base)
-    check_engine(engine, setup, start.plan, ranks)
+    check_engine(engine, setup, tokenizer, start.plan, ranks)
     steps = total_steps(config.train, start.plan)
     metrics = open_metrics(config, start.progress, steps, ranks, lock)
     reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
@@ -174,8 +177,10 @@ def build_run(
         engine=engine,
         loss=loss,
         guard=Guard(start.progress.skipped_in_a_row, ranks),
-        held_out=HeldOutSets(config, eval_plans, setup.tokenizer, engine, loss, ranks),
-        saver=Saver(engine, replace(loaded, base=base), setup, ranks, lock, start, metrics.log),
+        held_out=HeldOutSets(config, eval_plans, tokenizer, engine, loss, ranks),
+        saver=Saver(
+            engine, replace(loaded, base=base), setup, tokenizer, ranks, lock, start, metrics.log
+        ),
         metrics=metrics,
         reporter=reporter,
         timer=PhaseTimer(ranks.device),

@@ -12,7 +12,6 @@ estimates of GPU and CPU are added up.
 import gc
 import json
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +63,10 @@ def main(config: Config) -> None:
     if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        local_ranks = setup.machine.local_ranks
         cluster = Cluster(ranks.world_size, local_ranks, math.nan, ASSUMED_RATES)
-        strategy = Strategy(config, setup.ds_config, setup.skeleton, setup.counts, cluster)
+        model = setup.architecture
+        strategy = Strategy(config, setup.ds_config, model.skeleton, model.counts, cluster)
         memory = strategy.memory(config.data.micro_batch_tokens)
         on_cpu = node_memory(strategy, memory)[0] / local_ranks
         states = sum(memory.states.values()) - memory.states.get("buffers", 0)

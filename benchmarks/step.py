@@ -28,14 +28,15 @@ import train
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import Progress, RunIdentity
+from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.optimizer import make_schedule
-from zerotrain.model.setup import Setup, describe_run, load_plans
+from zerotrain.model.setup import Setup, load_plans, open_run_on_all_ranks
 from zerotrain.runtime.agreement import run_on_first_rank
 from zerotrain.runtime.errors import UserError, exit_on_error
-from zerotrain.runtime.process_group import process_group
+from zerotrain.runtime.process_group import group_ranks, process_group
 
 WARM_UP_STEPS = 2
 PROFILED_STEPS = 3
@@ -82,14 +83,14 @@ def opened_run(config: Config) -> Iterator[tuple[Setup, train.Training]]:
     config = replace(config, tracking=replace(config.tracking, wandb="disabled"))
     lock = RunLock(Path(config.output_dir))
     with ExitStack() as stack:
-        ranks = stack.enter_context(process_group(config.distributed.timeout_seconds))
-        run_on_first_rank(ranks, lambda: stack.enter_context(lock))
-        setup = describe_run(config, ranks)
-        ranks = setup.ranks
-        plan, _ = load_plans(setup, ranks)
+        world = stack.enter_context(process_group(config.distributed.timeout_seconds))
+        run_on_first_rank(world, lambda: stack.enter_context(lock))
+        setup, tokenizer = open_run_on_all_ranks(config, world)
+        ranks = group_ranks(world, *group_sizes(setup.ds_config))
+        plan, _ = load_plans(setup, tokenizer, ranks)
         identity = RunIdentity.of(setup, plan)
         schedule = make_schedule(setup.config.train, plan)
-        run = train.build_run(setup, identity, Start(plan), schedule, {}, ranks, lock)
+        run = train.build_run(setup, tokenizer, identity, Start(plan), schedule, {}, ranks, lock)
         yield setup, run
         run.hang_watch.close()
         run.metrics.close(0)

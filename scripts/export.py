@@ -95,13 +95,15 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
     and is not needed, None, with a line that says so.
     """
     from zerotrain.checkpoint.manifest import stat_inside
-    from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG
+    from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
     from zerotrain.config.parse import parse_command_line
 
     folder = checkpoint.absolute().parent.parent
     try:
         stat_inside(folder, RESOLVED_CONFIG)
-        argv = ["--config", str(folder / RESOLVED_CONFIG)]
+        # both files, wherever the folder lies now
+        ds_config = str(folder / RESOLVED_DS_CONFIG)
+        argv = ["--config", str(folder / RESOLVED_CONFIG), "--ds_config", ds_config]
         return parse_command_line(argv, prog="export.py").config
     except (OSError, ValueError, UserError) as error:
         if is_needed:

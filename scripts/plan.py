@@ -15,7 +15,6 @@ they are options; --gpu is an A100 unless given.
 import argparse
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.data.data_plan import make_budget, make_plans
-from zerotrain.model.architecture import count_flops, linear_cost, meta_model
+from zerotrain.data.data_plan import make_plans
 from zerotrain.model.load import load_model_config, load_tokenizer
+from zerotrain.model.setup import Architecture, resolve
 from zerotrain.model.states import GIB, MASTER, MOMENTS
-from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
-from zerotrain.runtime.gpu import PEAK_TFLOPS, peak_flops_per_s
+from zerotrain.runtime.machine import PEAK_TFLOPS, Machine, peak_flops_per_s
 from zerotrain.tools.plan import Planner, Row, best_of, daly_seconds
 from zerotrain.tools.strategy import ASSUMED_RATES, Cluster
 
@@ -80,7 +78,6 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
     cluster = choose_cluster(args)
-    os.environ["LOCAL_WORLD_SIZE"] = str(cluster.gpus)  # what "auto" may stand for in a ds_config
     given = [n for n in (args.nodes, args.gpus, args.mean_tokens, args.rows) if n is not None]
     if min(cluster.gpus, cluster.gpu_memory_gib, *cluster.assumed.values(), *given) <= 0:
         raise UserError("nodes, GPUs, rows, tokens, memory and every rate are positive numbers")
@@ -136,21 +133,19 @@ def make_planner(
     import numpy as np
 
     train = config.train
-    skeleton = meta_model(load_shape(config), config.model.trust_remote_code)
-    cost = linear_cost(skeleton)
-    counts = count_trained(skeleton, config.model)
+    model = Architecture.of(config, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
     if mean_tokens is None and all(s.path for s in config.data.sources("train_sources")):
-        budget = make_budget(config.data, cluster.ranks, cost)
-        data = make_plans(config, load_tokenizer(config), budget)[0].data
+        setup = resolve(config, Machine(cluster.ranks, cluster.gpus, precision="bf16"), model)
+        data = make_plans(setup.config, load_tokenizer(config), setup.budget)[0].data
         lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
     mean = lengths.mean()
     examples = train.global_batch_size or train.global_batch_tokens / mean
-    flops = count_flops(skeleton).of_examples(lengths, supervised.sum()) / len(lengths)
+    flops = model.flops.of_examples(lengths, supervised.sum()) / len(lengths)
     steps = train.steps or (rows and train.epochs * math.ceil(rows / examples))
     work = examples * mean, examples * flops, steps
     cluster = replace(cluster, assumed={**cluster.assumed, "mean_tokens": mean})
-    return Planner(config, skeleton, counts, *work, cluster)
+    return Planner(config, model, *work, cluster)
 
 
 def load_shape(config: Config) -> "PretrainedConfig":
@@ -182,8 +177,8 @@ def show(planner: Planner) -> None:
     if not rows:
         raise UserError(refused[0])
     print(
-        f"{planner.config.model.name_or_path}: {planner.counts.total:,} parameters, "
-        f"{planner.counts.trained:,} trained; steps of {planner.tokens:,.0f} tokens, "
+        f"{planner.config.model.name_or_path}: {planner.architecture.counts.total:,} parameters, "
+        f"{planner.architecture.counts.trained:,} trained; steps of {planner.tokens:,.0f} tokens, "
         f"{planner.steps or '--rows'} of them\n{nodes} x {cluster.gpus} GPUs, "
         f"{cluster.gpu_memory_gib:.0f} GB; assumed: nothing overlaps, "
         + ", ".join(f"{name} {value:,.4g}" for name, value in assumed.items())
@@ -212,7 +207,7 @@ def show(planner: Planner) -> None:
         print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
         return
     first, *others = best[nodes]
-    saved = (MASTER + MOMENTS) * planner.counts.trained
+    saved = (MASTER + MOMENTS) * planner.architecture.counts.trained
     save_seconds = saved / assumed["disk_gb_per_s"] / 1e9
     hours = assumed["node_mtbf_hours"] / nodes
     minutes = daly_seconds(save_seconds, 3600 * hours) / 60

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zerotrain.config.schema import Config
-from zerotrain.model.setup import describe_run
+from zerotrain.model.setup import open_run_on_all_ranks
 from zerotrain.runtime.agreement import gather_json, require_same
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import process_group
@@ -25,6 +25,6 @@ def main(config: Config, mode: str) -> None:
         ):
             own = replace(config, train=replace(config.train, **change))
             with pytest.raises(UserError, match=f"{line}.* on rank 1"):
-                describe_run(own, ranks)
+                open_run_on_all_ranks(own, ranks)
         require_same(ranks, "the same", "a\nb")
         require_same(ranks, "the data plan", "a" if ranks.rank == 0 else "b")

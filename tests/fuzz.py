@@ -123,6 +123,7 @@ def config_target() -> Target:
     from zerotrain.config.ds_config import resolve_ds_config
     from zerotrain.config.parse import dump_config, parse_command_line
     from zerotrain.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+    from zerotrain.runtime.machine import Machine
 
     train = TrainConfig(learning_rate=1e-3, global_batch_size=8, steps=10)
     data = DataConfig(train_sources=["rows.jsonl"])
@@ -140,7 +141,7 @@ def config_target() -> Target:
 
     def read(folder: Path) -> None:
         config = parse_command_line(["--config", "config.yaml"]).config
-        dump_config(resolve_ds_config(config, "fp32", 64)[0])
+        dump_config(resolve_ds_config(config, Machine(1, 1), 64)[0])
 
     return make, read
 

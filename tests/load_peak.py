@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.config.schema import Config
 from zerotrain.model.load import load_model, load_model_config
+from zerotrain.runtime.machine import Machine
 from zerotrain.runtime.process_group import process_group
 
 
@@ -68,7 +69,9 @@ def main(config: Config, mode: str) -> None:
         for from_config in (False, True):
             config = replace(config, model=replace(config.model, from_config=from_config))
             model_config = load_model_config(config)
-            config, _, ds_config = resolve_ds_config(config, "fp32", model_config.hidden_size)
+            config, _, ds_config = resolve_ds_config(
+                config, Machine(1, 1), model_config.hidden_size
+            )
             with PeakBytes() as held:
                 model = load_model(config, model_config, ds_config).model
             sizes = [p.ds_shape.numel() for p in model.parameters()]

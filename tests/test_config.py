@@ -18,6 +18,7 @@ from zerotrain.config.parse import (
     parse_command_line,
 )
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine
 
 DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
 
@@ -188,7 +189,11 @@ def resolved(tiny_config, tmp_path):
     def resolve(blocks, precision="fp32", **changes):
         path = tmp_path / "ds.json"
         path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **blocks}))
-        return resolve_ds_config(parse(tiny_config(ds_config=str(path), **changes)), precision, 32)
+        return resolve_ds_config(
+            parse(tiny_config(ds_config=str(path), **changes)),
+            Machine(1, 1, precision=precision),
+            32,
+        )
 
     return resolve
 
@@ -196,14 +201,16 @@ def resolved(tiny_config, tmp_path):
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
 def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
     config = parse(tiny_config(ds_config=str(path)))
-    _, precision, merged = resolve_ds_config(config, "bf16", hidden_size=64)
+    _, precision, merged = resolve_ds_config(
+        config, Machine(1, 1, precision="bf16"), hidden_size=64
+    )
     assert '"auto"' not in json.dumps(merged) and precision == "bf16"
     assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
     assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
     # the resolved configs alone give the same run
     (tmp_path / "resolved.json").write_text(json.dumps(merged))
     again = parse(tiny_config(ds_config=str(tmp_path / "resolved.json")))
-    assert resolve_ds_config(again, "bf16", hidden_size=64)[2] == merged
+    assert resolve_ds_config(again, Machine(1, 1), hidden_size=64)[2] == merged
 
 
 CONTRADICTIONS = {
@@ -256,7 +263,7 @@ def test_files_that_are_no_ds_config(tiny_config, tmp_path):
     ):
         (tmp_path / name).write_text(text)
         config = parse(tiny_config(ds_config=str(tmp_path / name)))
-        said = complaint(config, "fp32", 32, of=resolve_ds_config)
+        said = complaint(config, Machine(1, 1), 32, of=resolve_ds_config)
         assert problem in said and str(tmp_path / name) in said
 
 

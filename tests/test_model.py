@@ -83,7 +83,7 @@ def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenize
         assert linear_cost(skeleton) > 0
         count_flops(skeleton)
         check_model_fits(config, skeleton, sample_tokenizer)
-        _, why = resolve_batching(config, skeleton, CPU, "fp32")
+        _, why = resolve_batching(config, skeleton, "cpu", "fp32")
         assert why
     except UserError as error:
         assert family == "musicgen" and "not a causal language model" in str(error)

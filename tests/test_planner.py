@@ -12,10 +12,12 @@ from transformers import LlamaConfig
 from scripts import plan
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.config.parse import parse_command_line
-from zerotrain.model.architecture import count_flops, meta_model
+from zerotrain.model.architecture import meta_model
+from zerotrain.model.setup import Architecture
 from zerotrain.model.states import GIB
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine
 from zerotrain.tools import strategy
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tools.plan import Planner, best_of, daly_seconds, node_memory
@@ -66,7 +68,9 @@ def test_model_states_are_those_of_the_table(tiny_config, file, gpu, gpu_share, 
     skeleton = meta_model(LlamaConfig(**SIZES), False)
     counts = count_trained(skeleton, config.model)
     parameters = counts.total
-    config, _, ds_config = resolve_ds_config(config, "bf16", SIZES["hidden_size"])
+    config, _, ds_config = resolve_ds_config(
+        config, Machine(4, 1, precision="bf16"), SIZES["hidden_size"]
+    )
     cluster = strategy.Cluster(4, 1, 80, ASSUMED)
     run = strategy.Strategy(config, ds_config, skeleton, counts, cluster)
     memory = run.memory(256)
@@ -113,10 +117,9 @@ def planner(tiny_config):
     """A run of a model of which 0.1 GB of a GPU's memory holds neither all states nor nothing."""
     flags = ["--data.micro_batch_tokens", "1024", "--train.global_batch_size", "64"]
     config = parse_command_line(["--config", str(tiny_config()), *flags]).config
-    skeleton = meta_model(LlamaConfig(**LARGER), False)
-    counts = count_trained(skeleton, config.model)
-    work = 64 * 250, 64 * 250 * count_flops(skeleton).token, 100
-    return Planner(config, skeleton, counts, *work, strategy.Cluster(8, 4, 1, ASSUMED))
+    model = Architecture.of(config, LlamaConfig(**LARGER))
+    work = 64 * 250, 64 * 250 * model.flops.token, 100
+    return Planner(config, model, *work, strategy.Cluster(8, 4, 1, ASSUMED))
 
 
 def with_network(planner, gb_per_s):
@@ -129,7 +132,7 @@ def test_every_file_has_a_row_and_its_largest_budget_is_the_largest_that_fits(pl
         row = planner.row(str(file), 2)
         assert row.seconds > 0 and row.sent > 0 and row.memory.kept > row.memory.inputs > 0
         readers = 1 if row.simplicity[1] == 3 else 4  # of a node's ranks, as the weights are loaded
-        assert row.host >= 2 * planner.counts.total * readers
+        assert row.host >= 2 * planner.architecture.counts.total * readers
         for tokens, fits in (
             (row.largest_budget, True),
             (row.largest_budget + strategy.GRANULE, False),
@@ -155,7 +158,7 @@ def test_bytes_sent_are_those_of_the_table_and_stages_2_and_3_send_in_every_micr
         row = planner.row(f"ds_configs/{name}.json", 2)
         assert row.micro_steps == a
         of_gradient = 2 if name == "zero0" else 4
-        sent = planner.counts.total * (of_gradient * gradients + 2 * weights)
+        sent = planner.architecture.counts.total * (of_gradient * gradients + 2 * weights)
         assert row.sent == pytest.approx(sent * (ranks - 1) / ranks)
 
 

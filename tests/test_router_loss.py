@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.config.parse import parse_command_line
-from zerotrain.data.data_plan import make_budget, make_plans
+from zerotrain.data.data_plan import make_plans
+from zerotrain.data.plan import Budget
 from zerotrain.model.architecture import linear_cost
 from zerotrain.tools.export import export_checkpoint
 
@@ -72,7 +73,9 @@ def train_plainly(config_file, tokenizer, ranks):
     config = parse_command_line(["--config", str(config_file)]).config
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     trained = [p for p in model.parameters() if p.requires_grad]
-    plan, _ = make_plans(config, tokenizer, make_budget(config.data, ranks, linear_cost(model)))
+    tokens = config.data.micro_batch_tokens
+    budget = Budget(ranks, tokens, linear_cost(model), config.data.batching == "packed")
+    plan, _ = make_plans(config, tokenizer, budget)
     optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-8,
                                   betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
     metrics, without_tokens = defaultdict(list), 0

@@ -55,6 +55,7 @@ from zerotrain.runtime.process_group import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 
@@ -75,6 +76,7 @@ class Saver:
         engine: "DeepSpeedEngine",
         loaded: LoadedModel,
         setup: Setup,
+        tokenizer: "PreTrainedTokenizerBase",
         ranks: Ranks,
         lock: RunLock,
         start: Start,
@@ -88,7 +90,7 @@ class Saver:
         """
         self.engine = engine
         self.loaded = loaded
-        self.tokenizer = setup.tokenizer
+        self.tokenizer = tokenizer
         self.config = setup.config.checkpoint
         self.ranks = ranks
         self.lock = lock

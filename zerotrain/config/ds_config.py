@@ -8,7 +8,6 @@ for those work here. Where both configs set a value, the values must agree.
 import copy
 import json
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from zerotrain.config.parse import check_global_batch
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
+from zerotrain.runtime.machine import Machine
 
 # DeepSpeed's schedulers and the schedules of transformers that are used in their place.
 SCHEDULES = {
@@ -71,12 +71,12 @@ EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
 
 def resolve_ds_config(
-    config: Config, device_precision: str, hidden_size: int
+    config: Config, machine: Machine, hidden_size: int
 ) -> tuple[Config, str, dict[str, Any]]:
     """Read the DeepSpeed config file, resolve what it shares with the run config, and check it.
 
     Args:
-        device_precision: fp32, bf16 or fp16, where neither config sets one.
+        machine: gives the precision where neither config does, and the ranks of a node.
         hidden_size: of the model; Hugging Face derives ZeRO-3's bucket sizes from it.
 
     Returns:
@@ -93,8 +93,8 @@ def resolve_ds_config(
     precision = config.train.precision
     if precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
-        precision = [*stated, device_precision][0]
-    _merge(merged, config, precision, hidden_size)
+        precision = [*stated, machine.precision][0]
+    _merge(merged, config, precision, machine.local_ranks, hidden_size)
     _check(merged, config, precision)
     return config, precision, merged
 
@@ -138,19 +138,18 @@ def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
     check_global_batch(config, ranks // group)
 
 
-def check_machine(config: Config, ds_config: dict[str, Any], device: str, ranks: int) -> None:
-    """Refuse what this machine, or so many ranks, cannot run.
+def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -> None:
+    """Refuse what the machine of this process, or so many ranks, cannot run.
 
     Args:
         ds_config: of resolve_ds_config.
-        device: cpu or cuda.
 
     Raises:
         UserError: a key that needs a GPU on a machine without one, NVMe without libaio, or as in
             check_ranks.
     """
-    check_ranks(config, ds_config, ranks)
-    for path in gpu_keys(ds_config) if device != "cuda" else ():
+    check_ranks(config, ds_config, machine.ranks)
+    for path in gpu_keys(ds_config) if machine.device != "cuda" else ():
         raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
     if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
         raise UserError(
@@ -218,7 +217,9 @@ def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
     return replace(config, train=replace(train, lr_schedule=name))
 
 
-def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: int) -> None:
+def _merge(
+    merged: dict[str, Any], config: Config, precision: str, local_ranks: int, hidden_size: int
+) -> None:
     """Fill in what follows from the run config.
 
     Raises:
@@ -270,7 +271,7 @@ def _merge(merged: dict[str, Any], config: Config, precision: str, hidden_size: 
             "reduce_bucket_size": hidden_size**2,
             "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
             "stage3_param_persistence_threshold": 10 * hidden_size,
-            "zero_hpz_partition_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            "zero_hpz_partition_size": local_ranks,
         },
         "zero_optimization.offload_optimizer": {"nvme_path": f"{config.output_dir}/nvme"},
         "zero_optimization.offload_param": {"nvme_path": f"{config.output_dir}/nvme"},

@@ -20,7 +20,7 @@ from zerotrain.runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from zerotrain.config.schema import Config, DataConfig, Source, TrainConfig
+    from zerotrain.config.schema import Config, Source, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,6 @@ def total_steps(train: "TrainConfig", plan: DataPlan) -> int:
     if train.steps is not None:
         return train.steps
     return train.epochs * plan.steps_per_epoch - plan.step_shift
-
-
-def make_budget(data: "DataConfig", world_size: int, linear_cost: int) -> Budget:
-    """The budget of a run; data.batching has been resolved (no longer auto)."""
-    return Budget(world_size, data.micro_batch_tokens, linear_cost, data.batching == "packed")
 
 
 def make_plans(

@@ -5,6 +5,7 @@ from io import StringIO
 
 import deepspeed
 from deepspeed.utils import set_z3_leaf_module
+from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
@@ -27,7 +28,7 @@ from zerotrain.runtime.seeding import rank_seed, seed_everything
 
 
 def build_engine(
-    setup: Setup, plan: DataPlan, ranks: Ranks
+    setup: Setup, tokenizer: PreTrainedTokenizerBase, plan: DataPlan, ranks: Ranks
 ) -> tuple[deepspeed.DeepSpeedEngine, SupervisedLoss, LoadedModel]:
     """DeepSpeed's engine around the model, pretrained or randomly initialized, with the optimizer
     of ds_config; the model's loss; and where the model was loaded from.
@@ -46,10 +47,10 @@ def build_engine(
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = run_on_all_ranks(
-        ranks, lambda: load_model(config, setup.model_config, setup.ds_config)
+        ranks, lambda: load_model(config, setup.architecture.model_config, setup.ds_config)
     )
     model = loaded.model
-    set_end_tokens(model, setup.tokenizer, plan.data.meta["end_tokens"])
+    set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
     compiled = change_blocks(model, config.model)
     if compiled and zero_stage(setup.ds_config) == 3:
         # ZeRO-3 gathers a compiled block as a whole, and reduces its gradients once autograd has
@@ -80,7 +81,7 @@ def build_engine(
     if setup.ds_config["compile"].get("deepcompile"):
         engine.compile()
     engine.train()
-    tokens = ordinary_tokens(setup.tokenizer)
+    tokens = ordinary_tokens(tokenizer)
     problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
     if problem and ranks.is_first:
         print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)
@@ -89,7 +90,11 @@ def build_engine(
 
 
 def check_engine(
-    engine: deepspeed.DeepSpeedEngine, setup: Setup, plan: DataPlan, ranks: Ranks
+    engine: deepspeed.DeepSpeedEngine,
+    setup: Setup,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: DataPlan,
+    ranks: Ranks,
 ) -> None:
     """Check the model's attention and a frozen output head with forward passes on random tokens;
     called by all ranks.
@@ -98,12 +103,10 @@ def check_engine(
         UserError: tokens attend to later ones, or packed examples to each other; or the model could
             not learn to stop.
     """
-    tokens = ordinary_tokens(setup.tokenizer)
+    tokens = ordinary_tokens(tokenizer)
     run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         group = ranks.sequence_group
         run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device, group))
     trained = plan.data.meta["end_tokens"]
-    run_on_all_ranks(
-        ranks, lambda: check_end_tokens(engine, setup.tokenizer, trained, ranks.device)
-    )
+    run_on_all_ranks(ranks, lambda: check_end_tokens(engine, tokenizer, trained, ranks.device))

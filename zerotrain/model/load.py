@@ -35,15 +35,6 @@ from zerotrain.runtime.seeding import seed_everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def best_precision(device: torch.device) -> str:
-    """The value of train.precision auto: bf16 on GPUs that support it, fp16 on older ones, fp32 on
-    CPU.
-    """
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The run's tokenizer, with model.chat_template, if given, instead of its own.
 

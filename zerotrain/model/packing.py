@@ -51,12 +51,13 @@ def check_attention(name: str | None, skeleton: nn.Module) -> None:
 
 
 def resolve_batching(
-    config: Config, skeleton: nn.Module, device: torch.device, precision: str, sequence: int = 1
+    config: Config, skeleton: nn.Module, device: str, precision: str, sequence: int = 1
 ) -> tuple[Config, str]:
     """The config with data.batching and model.attn_implementation decided, and the reason.
 
     Args:
         skeleton: the model on the meta device.
+        device: cpu or cuda.
         sequence: ranks that share a sequence.
 
     Raises:
@@ -76,7 +77,7 @@ def resolve_batching(
     if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
     if batching == "auto":
-        if device.type == "cuda" and not attention:
+        if device == "cuda" and not attention:
             problem = problem or _kernel_problem(precision)
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
     if (batching == "packed" and not attention) or sequence > 1:

@@ -2,7 +2,6 @@
 tokens fit into memory. And the line of a run that is out of memory.
 """
 
-import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.states import GIB
 from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.errors import UserError, listed
+from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ class MeasuredMemory(NamedTuple):
 
 
 def rehearse(
-    engine: "DeepSpeedEngine", loss: SupervisedLoss, setup: "Setup", plan: DataPlan
+    engine: "DeepSpeedEngine",
+    loss: SupervisedLoss,
+    setup: "Setup",
+    plan: DataPlan,
+    ranks: Ranks,
 ) -> None:
     """Run forward, backward and update on the costliest micro-batch of the plan and on larger ones;
     the first rank prints how many tokens fit. Called by all ranks. It changes weights and
@@ -54,7 +58,6 @@ def rehearse(
     Raises:
         UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
     """
-    ranks = setup.ranks
     longest = plan.with_budget(1).budget.micro_batch_tokens
     tokens_to_try = None
 
@@ -147,7 +150,7 @@ def run_costliest(
             free, _ = torch.cuda.mem_get_info()
         else:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            free = accelerator.available_memory() // int(os.environ["LOCAL_WORLD_SIZE"])
+            free = accelerator.available_memory() // this_machine(ranks).local_ranks
         apply_update(engine)
     return MeasuredMemory(before, peak, accelerator.memory_reserved() + free)
 

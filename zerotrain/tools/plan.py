@@ -3,23 +3,17 @@
 import math
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
 from zerotrain.config.ds_config import (
     check_ranks,
     gpu_keys,
     group_sizes,
     offload_devices,
-    resolve_ds_config,
     zero_stage,
 )
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import hidden_size
-from zerotrain.model.packing import resolve_batching
+from zerotrain.model.setup import Architecture, resolve
 from zerotrain.model.states import GIB, MASTER, MOMENTS, weight_bytes
-from zerotrain.model.tensor_parallel import check_tensor_parallel
-from zerotrain.model.trained import Counts
+from zerotrain.runtime.machine import Machine
 from zerotrain.tools.memory import Memory
 from zerotrain.tools.strategy import Cluster, Strategy
 
@@ -59,9 +53,7 @@ class Planner:
     """A run whose strategy is open."""
 
     config: Config
-    skeleton: nn.Module
-    """On the meta device, with requires_grad as in training."""
-    counts: Counts
+    architecture: Architecture
     tokens: float
     flops: float
     """Of an optimizer step, without recomputed activations."""
@@ -75,16 +67,15 @@ class Planner:
         Raises:
             UserError: the config cannot be used for this run, or not on as many ranks.
         """
-        config = replace(self.config, ds_config=file)
-        skeleton = self.skeleton
-        config, precision, ds_config = resolve_ds_config(config, "bf16", hidden_size(skeleton))
-        ranks = nodes * self.cluster.gpus
-        cluster = replace(self.cluster, ranks=ranks)
-        strategy = Strategy(config, ds_config, skeleton, self.counts, cluster)
-        check_ranks(config, ds_config, ranks)
-        tensor, sequence = group_sizes(ds_config)
-        check_tensor_parallel(config, ds_config, skeleton, self.counts, tensor)
-        resolve_batching(config, skeleton, torch.device("cpu"), precision, sequence)
+        cluster = replace(self.cluster, ranks=nodes * self.cluster.gpus)
+        model = self.architecture
+        machine = Machine(cluster.ranks, cluster.gpus, precision="bf16")
+        setup = resolve(replace(self.config, ds_config=file), machine, model)
+        config = setup.config
+        ds_config = setup.ds_config
+        check_ranks(config, ds_config, cluster.ranks)
+        shared = math.prod(group_sizes(ds_config))
+        strategy = Strategy(config, ds_config, model.skeleton, model.counts, cluster)
 
         largest = strategy.largest_budget()
         budget = min(config.data.micro_batch_tokens, max(largest, config.data.max_length))
@@ -93,11 +84,11 @@ class Planner:
         host, nvme = node_memory(strategy, memory)
         # under ZeRO 3 the first rank alone reads the files
         readers = 1 if zero_stage(ds_config) == 3 else cluster.gpus
-        host = max(host, readers * weight_bytes(ds_config) * self.counts.total)
+        host = max(host, readers * weight_bytes(ds_config) * model.counts.total)
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return Row(
             file=file,
-            simplicity=(tensor * sequence, zero_stage(ds_config), len(str(ds_config))),
+            simplicity=(shared, zero_stage(ds_config), len(str(ds_config))),
             memory=memory,
             largest_budget=largest,
             host=host,

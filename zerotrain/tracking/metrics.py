@@ -18,7 +18,7 @@ from zerotrain.config.schema import Config
 from zerotrain.runtime.agreement import gather_json, run_on_first_rank
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import replace_text
-from zerotrain.runtime.gpu import device_name
+from zerotrain.runtime.machine import device_name
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.console import ConsoleSink
 from zerotrain.tracking.wandb import WandbSink

@@ -29,7 +29,7 @@ def startup_table(
 ) -> dict[str, str]:
     """What the run is about to do: a text by name, with units."""
     config = setup.config
-    counts = setup.counts
+    counts = setup.architecture.counts
     meta = plan.data.meta
     data = config.data
     train = config.train

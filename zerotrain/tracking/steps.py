@@ -22,7 +22,7 @@ from zerotrain.model.guard import Problem
 from zerotrain.model.setup import Setup
 from zerotrain.model.states import GIB
 from zerotrain.runtime.agreement import gather_json
-from zerotrain.runtime.gpu import device_name, peak_flops_per_s
+from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
 
@@ -75,7 +75,7 @@ class StepReporter:
     def __init__(
         self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks, start: Progress
     ) -> None:
-        self._flops = setup.flops
+        self._flops = setup.architecture.flops
         self._seconds: list[float] = []
         self._plan = plan
         self._metrics = metrics

@@ -1,0 +1,68 @@
+"""The machine that a run is resolved for."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from zerotrain.runtime.process_group import Ranks
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "V100": 125.0,
+    "MI300X": 1307.0,
+}
+"""Part of a device's name: dense TFLOP/s in bf16 and fp16 of its data sheet. The first entry that
+is in the name counts.
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the settings of a run follow from beside its config; the same on all ranks."""
+
+    ranks: int
+    local_ranks: int
+    """Ranks of a node."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    precision: str = "fp32"
+    """What train.precision auto stands for: bf16 on GPUs that support it, fp16 on older ones, fp32
+    on CPU.
+    """
+
+
+def this_machine(ranks: Ranks) -> Machine:
+    """The machine that the process group runs on."""
+    precision = "fp32"
+    if ranks.device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if has_bf16 else "fp16"
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    return Machine(ranks.world_size, local_ranks, ranks.device.type, precision)
+
+
+def device_name(device: torch.device) -> str:
+    """NVIDIA's name of a GPU, or CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_flops_per_s(name: str) -> float | None:
+    """Peak of dense matrix products in bf16 and fp16; None if unknown, as for a part of a GPU.
+
+    Args:
+        name: of the device.
+    """
+    if "MIG" in name:
+        return None
+    name = name.lower()
+    return next(
+        (1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part.lower() in name), None
+    )
