@@ -26,9 +26,7 @@ from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, ex
 if __name__ == "__main__":
     # Before the imports below, which take seconds, so that --help and mistakes need not wait.
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
-
-# What they create stays: collecting garbage would take a fifth of their time, and find none.
-gc.disable()
+    gc.disable()  # looking for garbage takes a fifth of the imports' time, and finds none
 
 import time
 from collections.abc import Iterator
@@ -51,7 +49,7 @@ from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.model.engine import build_engine, check_engine
 from zerotrain.model.evaluate import HeldOutSets
-from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard
+from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard, apply_update
 from zerotrain.model.loss import SupervisedLoss
 from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
 from zerotrain.model.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
@@ -71,20 +69,19 @@ from zerotrain.tracking.metrics import Metrics, open_metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import PhaseTimer, StepReporter, open_profiler
 
-gc.freeze()
-gc.enable()
-
 
 @dataclass(frozen=True)
 class Training:
     """What the training loop uses."""
 
+    # fixed
     config: Config
     identity: RunIdentity
     ranks: Ranks
     plan: DataPlan
     total_steps: int
     schedule: Schedule
+    # what acts
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
     guard: Guard
@@ -176,7 +173,7 @@ def build_run(
         schedule=schedule,
         engine=engine,
         loss=loss,
-        guard=Guard(start.progress.skipped_in_a_row, ranks),
+        guard=Guard(start.progress.skipped_in_a_row, ranks, setup.precision == "fp16"),
         held_out=HeldOutSets(config, eval_plans, tokenizer, engine, loss, ranks),
         saver=Saver(
             engine, replace(loaded, base=base), setup, tokenizer, ranks, lock, start, metrics.log
@@ -292,8 +289,9 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     averaged in the same way, weighted by tokens without padding.
 
     Returns:
-        loss, nats per supervised token of the global batch; grad_norm, before clipping; for
-        mixtures of experts also router_loss, without its coefficient.
+        loss, nats per supervised token of the global batch; grad_norm, before clipping;
+        update_skipped, also by fp16 to find its loss scale; for mixtures of experts also
+        router_loss, without its coefficient.
     """
     engine = run.engine
     loss_sum = run.loss
@@ -316,13 +314,16 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
         timer.mark("forward")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
-    loss, router_loss = (sum_over_ranks(losses.sum(1)) / ranks.tensor).tolist()
-    loss /= batch.plan.supervised_tokens
-    grad_norm = run.guard.update(engine, loss, losses)  # clips, updates, zeroes the gradients
+    grad_norm, is_applied = apply_update(engine)  # engine.step(): clip, update, zero the gradients
+    # the ranks of a tensor-parallel group have the same losses
+    totals = (sum_over_ranks(losses.sum(1)) / ranks.tensor).tolist()
+    mean_loss = totals[0] / batch.plan.supervised_tokens
+    run.guard.judge(is_applied, mean_loss, grad_norm, losses)
     timer.mark("optimizer")
-    skipped = {"update_skipped": not run.guard.is_applied}  # also by fp16, to find its loss scale
-    values = {"loss": loss, "grad_norm": grad_norm, **skipped}
-    return values if router is None else {**values, "router_loss": router_loss / batch.plan.tokens}
+    values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
+    if loss_sum.router_coefficient:
+        values["router_loss"] = totals[1] / batch.plan.tokens
+    return values
 
 
 def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
@@ -406,4 +407,5 @@ def is_early_stop(run: Training, progress: Progress) -> bool:
 
 
 if __name__ == "__main__":
+    gc.enable()
     exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.mode))

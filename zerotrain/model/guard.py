@@ -1,4 +1,6 @@
-"""Skips updates whose gradient is not finite, and says when a run does nothing else."""
+"""The update of a step, which is skipped if the gradient is not finite; and when a run does
+nothing else.
+"""
 
 import math
 from dataclasses import dataclass
@@ -26,39 +28,35 @@ class Problem:
 
 
 class Guard:
-    """Applies updates, and records those that are skipped: neither weights nor the optimizer's
-    state change. All ranks decide the same, from the gradient's norm over all ranks. Updates that
-    fp16 skips to find its loss scale are not counted.
+    """Judges the last update: why it was skipped, and how many were in a row. All ranks judge the
+    same. Updates that fp16 skips to find its loss scale are not counted.
     """
 
-    def __init__(self, skipped_in_a_row: int, ranks: Ranks) -> None:
+    def __init__(self, skipped_in_a_row: int, ranks: Ranks, is_fp16: bool) -> None:
         self.skipped_in_a_row = skipped_in_a_row
         self.ranks = ranks
-        # of the last step
+        self._is_fp16 = is_fp16
         self.problem: Problem | None = None
-        self.is_applied = False
+        """Why the last update was skipped; None if it was not."""
 
-    def update(self, engine: "DeepSpeedEngine", loss: float, micro_losses: torch.Tensor) -> float:
-        """Update the weights unless the gradient is not finite, and clear the gradients.
+    def judge(self, is_applied: bool, loss: float, norm: float, micro_losses: torch.Tensor) -> None:
+        """Set `problem`; called by all ranks after each update.
 
         Args:
+            is_applied: whether the update was applied.
             loss: of the step, over all ranks.
+            norm: of the gradient over all ranks, before clipping.
             micro_losses: this rank's, float64 [losses, micro-steps].
-
-        Returns:
-            The global L2 norm of the gradient before clipping; infinite or NaN in a skipped update.
         """
-        norm, self.is_applied = apply_update(engine)
         self.problem = None
-        if self.is_applied:
+        if is_applied:
             self.skipped_in_a_row = 0
-        elif not engine.fp16_enabled() or not math.isfinite(loss):
+        elif not self._is_fp16 or not math.isfinite(loss):
             bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
             reason = f"loss {loss:.4f}, gradient norm {norm}"
             of_ranks = gather_json(self.ranks, [(step, self.ranks.data_rank) for step in bad])
             self.problem = Problem(reason, {tuple(pair) for pairs in of_ranks for pair in pairs})
             self.skipped_in_a_row += 1
-        return norm
 
 
 def apply_update(engine: "DeepSpeedEngine") -> tuple[float, bool]:

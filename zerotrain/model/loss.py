@@ -1,5 +1,18 @@
 """Cross entropy summed over supervised tokens, with logits for only those positions, a chunk at a
 time; and the router loss of a mixture of experts.
+
+The order of calls in one micro-batch of S positions, of which n predict a target, hidden size h:
+
+    SupervisedLoss(engine, batch)
+      engine(input_ids)               all layers on [rows, S]: hidden states [rows, S, h]
+        _before_head                  keeps their n states [n, h]; the head gets zeros [1, 1, h]
+        head                          logits of the zeros; under ZeRO 3 its weights are gathered now
+        _after_head                   _ChunkedLoss: loss and gradients of the n states, chunk by
+                                      chunk, by calling head.forward; the head returns zeros
+      loss + logits.sum()             adds 0; joins the loss to the output that DeepSpeed hooks
+    engine.backward(loss)             _ChunkedLoss hands on the gradients that it has computed
+
+So the logits [n, vocabulary] never exist as a whole, and the weights are used where they are.
 """
 
 from collections.abc import Callable, Sequence
