@@ -314,7 +314,8 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
         timer.mark("forward")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
-    grad_norm, is_applied = apply_update(engine)  # engine.step(): clip, update, zero the gradients
+    # engine.step(): clip, update, zero the gradients
+    grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping)
     # the ranks of a tensor-parallel group have the same losses
     totals = (sum_over_ranks(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens

@@ -59,12 +59,15 @@ def build_engine(
         for block in compiled:
             set_z3_leaf_module(block, True)
         model.enable_input_require_grads()
+    ds_config = setup.ds_config
+    if zero_stage(ds_config) == 0 and setup.precision == "fp32":
+        ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
     try:
         with redirect_stdout(StringIO()):  # memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),
-                config=setup.ds_config,
+                config=ds_config,
             )
     except Exception as error:
         # out of memory and lost connections are RuntimeErrors

@@ -59,9 +59,13 @@ class Guard:
             self.skipped_in_a_row += 1
 
 
-def apply_update(engine: "DeepSpeedEngine") -> tuple[float, bool]:
+def apply_update(engine: "DeepSpeedEngine", clipping: float) -> tuple[float, bool]:
     """engine.step(): clip, update the weights, zero the gradients. DeepSpeed skips an update whose
-    gradient is not finite, except at stage 0 in fp32, where it is skipped here.
+    gradient is not finite, except where it does not wrap the optimizer; there the norm and clipping
+    are computed here, too, in fp64 as under ZeRO. DeepSpeed's own norm is off by up to 1e-3 there.
+
+    Args:
+        clipping: train.gradient_clipping.
 
     Returns:
         The global L2 norm before clipping, and whether the update was applied.
@@ -74,10 +78,13 @@ def apply_update(engine: "DeepSpeedEngine") -> tuple[float, bool]:
             # stage 2: DeepSpeed keeps the gradients, and would add the next ones to NaN
             engine.optimizer.averaged_gradients.clear()
         return float(engine.get_global_grad_norm()), is_applied
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    trained = [p for p in engine.module.parameters() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in trained]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     is_finite = bool(norm.isfinite())
     if is_finite:
+        if clipping:
+            nn.utils.clip_grads_with_norm_(trained, clipping, norm.float())
         engine.step()
     else:
         engine.zero_grad()

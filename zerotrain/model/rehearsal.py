@@ -151,7 +151,7 @@ def run_costliest(
         else:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             free = accelerator.available_memory() // this_machine(ranks).local_ranks
-        apply_update(engine)
+        apply_update(engine, clipping=0.0)
     return MeasuredMemory(before, peak, accelerator.memory_reserved() + free)
 
 
