@@ -391,13 +391,15 @@ def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("dropout"), sample_tokenizer, dropout=0.2)
 
 
-def save_tiny_llama(folder, tokenizer, dropout, intermediate_size=64, layers=2) -> Path:
+def save_tiny_llama(
+    folder, tokenizer, dropout, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
+) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=320, hidden_size=32, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers,
         intermediate_size=intermediate_size, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True, attention_dropout=dropout, initializer_range=0.1,
