@@ -88,7 +88,7 @@ def resolve_ds_config(
             contradicts the run config; names both.
     """
     file = config.ds_config
-    merged = _read(file)
+    merged = read_ds_config(file)
     config = _with_schedule(config, merged.pop("scheduler"))
     precision = config.train.precision
     if precision == "auto":
@@ -158,7 +158,7 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
         )
 
 
-def _read(file: str) -> dict[str, Any]:
+def read_ds_config(file: str) -> dict[str, Any]:
     """The file's values, with the blocks that are read here.
 
     Raises:

@@ -36,8 +36,6 @@ class PlainRun(NamedTuple):
     """On all of data.eval_sources, before the first and after the last step; NaN without any."""
     weights: dict[str, nn.Parameter]
     """After the last step, by name, fp32."""
-    movement: dict[str, float]
-    """L2 distance of each trained parameter from its first value."""
     peaks: dict[str, torch.Tensor]
     """Of each element of a trained parameter, the largest magnitude of its gradient."""
 
@@ -64,8 +62,7 @@ def train_plainly(
     )
     model = prepare(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    first = {name: p.detach().clone() for name, p in trained.items()}
-    peaks = {name: torch.zeros_like(p) for name, p in first.items()}
+    peaks = {name: torch.zeros_like(p) for name, p in trained.items()}
     matrices = [p for p in trained.values() if p.dim() > 1]
     others = [p for p in trained.values() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -100,10 +97,9 @@ def train_plainly(
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
         optimizer.step()
-    movement = {name: (p.detach() - first[name]).norm().item() for name, p in trained.items()}
     evals = before, mean_loss(model, held_out)
     weights = dict(model.named_parameters())
-    return PlainRun(losses, norms, rates, evals, weights, movement, peaks)
+    return PlainRun(losses, norms, rates, evals, weights, peaks)
 
 
 def read_rows(key: str, tokenizer: "PreTrainedTokenizerBase", data: "DataConfig") -> list[Row]:

@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import RunFailed, UserError, listed
 from zerotrain.tools.compare import compare_curves
-from zerotrain.tools.equivalence import CURVES, short_run, start_training
+from zerotrain.tools.equivalence import TOLERANCES, short_run, start_training
 from zerotrain.tools.report import read_run
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
@@ -58,7 +58,7 @@ def prove_upgrade(config: Config, wanted: str, ranks: int, steps: int, work: Pat
             f"{cpu_gib:.2f} GiB of the largest process{gpu}",
             flush=True,
         )
-    return compare_curves(before, after, CURVES["bf16" if in_16_bits else "fp32"])
+    return compare_curves(before, after, TOLERANCES["bf16" if in_16_bits else "fp32"])
 
 
 def changed_requirements(text: str, wanted: str) -> str:
