@@ -79,12 +79,17 @@ def main() -> None:
 def find_in_run(folder: Path, best: bool) -> Path:
     """The checkpoint to export: `folder` itself, or one of the run whose folder it is."""
 
+    from zerotrain.checkpoint.manifest import checkpoint_problem
     from zerotrain.checkpoint.run_folder import checkpoints_folder
     from zerotrain.tools.export import best_checkpoint, newest_checkpoint
 
     if not checkpoints_folder(folder).is_dir():
         if best:
             raise UserError(f"--best: {folder} is not the folder of a run with checkpoints")
+        if not folder.is_dir():
+            raise UserError(f"{folder} does not exist, or is not a folder")
+        if problem := checkpoint_problem(folder):
+            raise UserError(f"{folder} is not a usable checkpoint: {problem}")
         return folder
     newest = newest_checkpoint(folder)
     return best_checkpoint(newest) if best else newest
@@ -118,14 +123,11 @@ def verification(checkpoint: Path, config: "Config") -> "Callable[[Path], None]"
     Raises:
         UserError: the checkpoint or the run's data cannot be read, or the data have changed.
     """
-    from zerotrain.checkpoint.manifest import checkpoint_problem
     from zerotrain.checkpoint.state import read_state
     from zerotrain.runtime.progress import show_rows
     from zerotrain.tools.open_plans import open_plans
     from zerotrain.tools.verify import verify_export
 
-    if problem := checkpoint_problem(checkpoint):
-        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
     state = read_state(checkpoint)
     try:
         config, tokenizer, plan, eval_plans = open_plans(config, state.run.world_size)

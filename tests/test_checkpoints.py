@@ -141,7 +141,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
         run.kill(1 - victim)
         run.wait()
         for complete in list_complete(run_folder / "checkpoints"):
-            assert checkpoint_problem(complete, checksums=True) is None
+            assert checkpoint_problem(complete) is None
     assert drafts >= kills / 5, "too few kills happened during a save"
     finished = forks.train(config, "--checkpoint.async_save", "true", ranks=2)
     assert finished.code == 0, finished.output
@@ -175,7 +175,9 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
         finished = forks.train(config, ranks=2)
         assert finished.code == 1 and len(finished.errors) == 1, finished.output
         kept = list_complete(disk)
-        assert kept and all(checkpoint_problem(path, True) is None for path in kept)
+        assert "No space left on device" in finished.errors[0]
+        assert f"{kept[-1].name} is complete" in finished.errors[0]
+        assert kept and all(checkpoint_problem(path) is None for path in kept)
         assert sorted(disk.iterdir()) == kept, "nothing half-written"
 
         saves = [record["step"] for record in read_metrics(tmp_path / "run", "save")]
@@ -211,11 +213,11 @@ def link(checkpoint):
     file.symlink_to(checkpoint.parent / "elsewhere.json")
 
 
-def flip(checkpoint):
-    shard = checkpoint / "shards/rank_00000.pt"
-    content = bytearray(shard.read_bytes())
+def flip(file):
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    file.write_bytes(content)
 
 
 DAMAGE = {
@@ -244,11 +246,6 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
         found, skipped = find_checkpoint(settings, folder, [see(settings, folder)])
         assert found == older and len(skipped) == 1, case
         assert skipped[0].startswith(f"skipping {newest}: ") and line in skipped[0]
-    finished = forks.train(config)
-    assert finished.code == 0, finished.output
-    assert f"skipping {newest}: " in finished.output
-    assert f"resuming from {older}: step 2\n" in finished.output
-    assert curve(run_folder) == curve(intact)
 
     def refusal(*flags):
         finished = forks.train(config, *flags)
@@ -258,9 +255,84 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
     shutil.rmtree(run_folder)
     shutil.copytree(intact, run_folder)
     assert "has the later step_00000004" in refusal("--checkpoint.resume", older)
-    flip(older)
-    assert checkpoint_problem(older) is None
-    assert "is damaged: its checksum" in checkpoint_problem(older, checksums=True)
+    own = ("--checkpoint.resume", newest, "--checkpoint.weights_only", "true")
+    assert "is a checkpoint of output_dir" in refusal(*own)
+    assert "train.seed was" in refusal("--train.seed", 43)
+    assert "it is no checkpoint" in refusal(
+        "--output_dir", tmp_path / "new", "--checkpoint.resume", folder
+    )
     for checkpoint in (older, newest):
         shorten(checkpoint)
     assert "no usable checkpoint in" in refusal()
+
+
+@pytest.mark.parametrize("ranks, name", [(2, "zero2"), (3, "zero3")])
+def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ranks, name):
+    """In a shard of any rank, and in trainer_state.json: an older checkpoint is used, by a run of
+    the same layout and of another one.
+    """
+    config = tiny_config(
+        train__epochs=None, train__steps=5,
+        checkpoint={"every_steps": 1, "keep_last": 9}, ds_config=str(strategy(tmp_path, "zero2")),
+    )  # fmt: skip
+    assert (finished := forks.train(config, ranks=2)).code == 0, finished.output
+    checkpoints = tmp_path / "run" / "checkpoints"
+    expected = curve(tmp_path / "run")
+    for step, file in (
+        (5, "shards/rank_00000.pt"), (4, "shards/rank_00001.pt"), (3, "trainer_state.json"),
+        (2, "model/tokenizer.json"),
+    ):  # fmt: skip
+        flip(checkpoints / f"step_{step:08d}" / file)
+        assert f"{file} is damaged" in checkpoint_problem(checkpoints / f"step_{step:08d}")
+    flags = "--ds_config", strategy(tmp_path, name)
+    finished = forks.train(config, *flags, ranks=ranks)
+    assert finished.code == 0, finished.output
+    assert finished.output.count("is damaged: its checksum differs") == 4, finished.output
+    assert f"resuming from {checkpoints / 'step_00000001'}: step 1" in finished.output
+    steps, values = curve(tmp_path / "run")
+    assert steps == expected[0]
+    np.testing.assert_allclose(values, expected[1], rtol=1e-5)
+
+
+@NEEDS_ROOT
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    forks, tiny_config, tmp_path
+):
+    """It is a mount point, which cannot be renamed."""
+    config = tiny_config(train__epochs=None, train__steps=4)
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    for _ in range(2):
+        (run_folder / "stop").touch()  # seen after a step
+        assert forks.train(config).code == 0
+    busy = run_folder / "checkpoints" / "step_00000001"
+    subprocess.run(["mount", "--bind", busy, busy], check=True)
+    try:
+        keep = ("--checkpoint.keep_last", 1, "--checkpoint.every_steps", 1)
+        finished = forks.train(config, *keep)
+    finally:
+        subprocess.run(["umount", busy], check=True)
+    assert finished.code == 0, finished.output
+    assert finished.output.count(f"WARNING: {busy} cannot be removed") == 2, finished.output
+    assert names(run_folder) == [f"step_{step:08d}" for step in (1, 2, 4)]
+
+
+def test_a_run_folder_that_is_out_of_reach_for_two_seconds_is_waited_for(
+    forks, tiny_config, tmp_path
+):
+    config = tiny_config(train__epochs=None, train__steps=100_000, checkpoint={"every_steps": 5})
+    run_folder = tmp_path / "run"
+    checkpoints = run_folder / "checkpoints"
+    run = forks.start(config, ranks=2)
+    run.until(lambda: list_complete(checkpoints))
+    run_folder.rename(tmp_path / "away")
+    time.sleep(2)
+    (tmp_path / "away").rename(run_folder)
+    before = list_complete(checkpoints)[-1]
+    run.until(lambda: list_complete(checkpoints)[-1] > before)
+    (run_folder / "stop").touch()
+    ended = run.wait()
+    assert ended.code == 0, ended.output
+    steps = [step["step"] for step in read_metrics(run_folder)]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert checkpoint_problem(list_complete(checkpoints)[-1]) is None

@@ -121,4 +121,4 @@ def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
     steps = [step["step"] for step in read_metrics(run_folder)]
     assert steps == list(range(1, steps[-1] + 1)), "each step once"
     assert not list_temporary(checkpoints)
-    assert all(checkpoint_problem(path, True) is None for path in list_complete(checkpoints))
+    assert all(checkpoint_problem(path) is None for path in list_complete(checkpoints))

@@ -62,7 +62,7 @@ def test_per_node_checkpoints_count_only_together(
     assert finished.code == 0, finished.output
     assert finished.output.count("WARNING: node-2 does not share") == 1
     assert disks.names() == [["step_00000004", "step_00000006"]] * 2
-    (first, missing), (second, also) = (inspect(disks.step(node, 6), True) for node in (1, 2))
+    (first, missing), (second, also) = (inspect(disks.step(node, 6)) for node in (1, 2))
     assert first == second != inspect(disks.step(1, 4))[0]
     shards = [f"shards/rank_0000{rank}.pt" for rank in range(3)]
     assert [*missing] == shards[2:] and [*also] == shards[:2]

@@ -1,20 +1,23 @@
 """What a run records: metrics.jsonl and W&B.    pytest tests/test_tracking.py"""
 
 import json
+import os
 import re
 import socket
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 from conftest import read_metrics
 
+from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError
 from zerotrain.tracking import wandb as wandb_sink
-from zerotrain.tracking.metrics import Metrics
+from zerotrain.tracking.metrics import JsonlSink, Metrics
 from zerotrain.tracking.wandb import FINISH_SECONDS, WandbSink
 
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_neverWriteThis"}
@@ -131,27 +134,37 @@ def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_a_sink_that_fails_is_left_out(capsys):
-    class Fails:
-        def log(self, kind, values):
-            raise OSError(28, "No space left on device")
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
-    class Counts:
-        logged = closed = 0
 
-        def log(self, kind, values):
-            self.logged += 1
+@NEEDS_ROOT
+def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
+    """One warning while the disk is full; every record is there afterwards, in order."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
+    try:
+        metrics = Metrics([JsonlSink(tmp_path / "metrics.jsonl", 0, RunLock(tmp_path))])
+        metrics.log("train", {"step": 1})
+        ballast = tmp_path / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        for step in range(2, 200):
+            metrics.log("train", {"step": step, "text": "x" * 50})
+        assert capsys.readouterr().out.count("WARNING: JsonlSink has failed") == 1
+        ballast.unlink()
+        metrics.log("train", {"step": 200})
+        metrics.close(0)
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 201))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
-        def close(self, exit_code):
-            self.closed += 1
 
-    counts = Counts()
-    metrics = Metrics([Fails(), counts])
-    metrics.log("train", {"step": 7})
-    metrics.log("train", {"step": 8})
-    metrics.close(0)
-    assert (counts.logged, counts.closed) == (2, 1)
-    assert len(capsys.readouterr().out.splitlines()) == 1
+def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('[1]\n{"step": "x"}\n{"kind": "train"}\n7\n{"step": 2}\n{"step": 5}\n{"st')
+    JsonlSink(path, 3, RunLock(tmp_path)).close(0)
+    assert path.read_text() == '{"step": 2}\n'
 
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):

@@ -10,6 +10,7 @@ import pytest
 from conftest import strategy, write_rows
 from row_formats import mix_of_formats
 
+from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE
@@ -19,13 +20,13 @@ from zerotrain.tools.verify import VerificationFailed, check_prompts, prompt_ids
 
 
 def change(checkpoint, name, old, new):
-    """Replace text in a file of a checkpoint, and its size in the manifest."""
+    """Replace text in a file of a checkpoint, and its entry in the manifest."""
     file, manifest = checkpoint / name, checkpoint / "manifest.json"
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
     values = json.loads(manifest.read_text())
-    values["files"][name]["bytes"] = file.stat().st_size
+    values["files"][name] = measure(file)
     manifest.write_text(json.dumps(values))
 
 

@@ -46,7 +46,7 @@ class RunLock:
         except Timeout:
             raise UserError(
                 f"output_dir {self.folder} is in use by another run ({self._holder()}); choose "
-                "another output_dir, or stop that run"
+                f"another output_dir, or stop that run; if there is none, remove {self._path}"
             ) from None
 
     def __exit__(
@@ -64,8 +64,8 @@ class RunLock:
         if self._lease.token is None:
             return False
         owner = self._lease.owner
-        if owner is None:  # removed, unless the disk did not answer for a moment
-            return not os.path.lexists(self._path)
+        if owner is None:  # removed, unless the folder is out of reach for a moment
+            return os.path.lexists(self.folder) and not os.path.lexists(self._path)
         return owner.token != self._lease.token
 
     def check(self) -> None:

@@ -7,14 +7,15 @@ folder: a symbolic link in an untrusted checkpoint could lead to any file of the
 import hashlib
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST
+from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST, SHARDS
 from zerotrain.runtime.errors import UserError, describe
 
 T = TypeVar("T")
@@ -84,6 +85,28 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return read_json(checkpoint, MANIFEST, Manifest)
 
 
+class MeasuredFile:
+    """A binary file that is measured while it is written from beginning to end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_64()
+        self._bytes = 0
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        self._bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The FileEntry of what has been written, as JSON."""
+        return {"bytes": self._bytes, "xxh3_64": self._digest.hexdigest()}
+
+
 def measure(path: Path) -> dict[str, Any]:
     """The FileEntry of a file that has been written, as JSON."""
     with path.open("rb") as file:
@@ -91,11 +114,27 @@ def measure(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3_64": digest.hexdigest()}
 
 
-def inspect(checkpoint: Path, checksums: bool = False) -> tuple[str | None, dict[str, str]]:
+def find_damage(checkpoint: Path, entries: Iterable[tuple[str, FileEntry]]) -> dict[str, str]:
+    """What is wrong with those of some files whose content is not that of the manifest."""
+    problems = {}
+    for name, entry in entries:
+        try:
+            is_same = measure(checkpoint / name)["xxh3_64"] == entry.xxh3_64
+        except OSError as error:
+            problems[name] = f"cannot be read: {describe(error)}"
+            continue
+        if not is_same:
+            problems[name] = "is damaged: its checksum differs from the manifest's"
+    return problems
+
+
+def inspect(checkpoint: Path) -> tuple[str | None, dict[str, str]]:
     """The save that a checkpoint is of, and what is wrong with each of its files that is missing or
-    damaged: it has another size, or with `checksums` another checksum.
+    has another size. No checksums are computed.
     """
     if not (checkpoint / COMPLETE).is_file():
+        if not (checkpoint / SHARDS).is_dir():
+            return None, {COMPLETE: f"is missing, and so is {SHARDS}: it is no checkpoint"}
         return None, {COMPLETE: "is missing: the save was interrupted"}
     try:
         manifest = read_manifest(checkpoint)
@@ -110,12 +149,12 @@ def inspect(checkpoint: Path, checksums: bool = False) -> tuple[str | None, dict
             continue
         if size != entry.bytes:
             problems[name] = f"has {size:,} bytes instead of {entry.bytes:,}"
-        elif checksums and measure(checkpoint / name)["xxh3_64"] != entry.xxh3_64:
-            problems[name] = "is damaged: its checksum differs from the manifest's"
     return manifest.save_id, problems
 
 
-def checkpoint_problem(checkpoint: Path, checksums: bool = False) -> str | None:
-    """Why `checkpoint` cannot be used; None if it can."""
-    _, problems = inspect(checkpoint, checksums)
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Why `checkpoint` cannot be used; None if it can. All of its files are read."""
+    _, problems = inspect(checkpoint)
+    if not problems:
+        problems = find_damage(checkpoint, read_manifest(checkpoint).files.items())
     return next((f"{name} {problem}" for name, problem in problems.items()), None)

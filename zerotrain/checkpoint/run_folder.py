@@ -78,12 +78,16 @@ def remove(path: Path) -> None:
 
 
 def take_requests(output_dir: str | Path) -> list[bool]:
-    """Of each of REQUESTS, whether a user has touched it in OUTPUT_DIR; they are removed."""
-    files = [Path(output_dir) / name for name in REQUESTS]
-    found = [file.is_file() for file in files]
-    for file, is_there in zip(files, found, strict=True):
-        if is_there:
-            file.unlink(missing_ok=True)
+    """Of each of REQUESTS, whether a user has touched it in OUTPUT_DIR; they are removed. What
+    cannot be read or removed is no request.
+    """
+    found = []
+    for name in REQUESTS:
+        try:
+            (Path(output_dir) / name).unlink()
+            found.append(True)
+        except OSError:
+            found.append(False)
     return found
 
 

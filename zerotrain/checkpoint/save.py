@@ -22,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.manifest import measure
+from zerotrain.checkpoint.manifest import MeasuredFile, measure
 from zerotrain.checkpoint.run_folder import (
     COMPLETE,
     MANIFEST,
@@ -57,7 +58,17 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedTokenizerBase
 
+OUT_OF_REACH_SECONDS = 30  # after which a save fails
 PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+def wait_for(folder: Path) -> None:
+    """Wait for a folder that is out of reach for a moment, as while a file server restarts."""
+    for _ in range(OUT_OF_REACH_SECONDS):
+        with suppress(OSError):
+            if folder.is_dir():
+                return
+        time.sleep(1)
 
 
 class SaveError(RunFailed):
@@ -188,9 +199,13 @@ class Saver:
         except UserError as error:
             if self._owns_disk:
                 remove(draft)
+            older = []
+            with suppress(OSError):
+                older = list_complete(self.folder)
+            rest = f"{older[-1].name} is complete" if older else "there is no older checkpoint"
+            name = draft.name.split(".")[0]
             raise SaveError(
-                f"{draft.name.split('.')[0]} could not be saved in {self.folder}: {error}; older "
-                "checkpoints are complete"
+                f"{name} could not be saved in {self.folder}: {error}; {rest}"
             ) from error
 
     def _create_on_each_disk(self, draft: Path, state: TrainerState) -> None:
@@ -203,6 +218,9 @@ class Saver:
             self._run(draft, (lambda: self._create(draft, state)) if is_turn else (lambda: None))
 
     def _create(self, draft: Path, state: TrainerState) -> None:
+        if self.ranks.is_first:  # the other ranks create it on a disk of their own
+            wait_for(self.lock.folder)
+            self.folder.mkdir(exist_ok=True)
         try:
             (draft / SHARDS).mkdir(parents=True)
         except FileExistsError:
@@ -247,12 +265,17 @@ class Saver:
     def _write(self, path: Path, content: dict[str, Any]) -> None:
         """Write this rank's file. Runs in a thread."""
         try:
-            torch.serialization.set_crc32_options(False)  # 4 x as slow as writing
-            torch.save(content, path)
+            # 4 x as slow as writing; the manifest has a faster checksum of the whole file
+            torch.serialization.set_crc32_options(False)
+            with path.open("wb", buffering=0) as file:
+                measured = MeasuredFile(file)
+                torch.save(content, measured)
             sync_folder(path)  # other hosts cannot sync what this one has not written yet
-            self._entry = measure(path)
+            self._entry = measured.entry
         except Exception as error:  # reported to the other ranks, whatever it is
-            self._error = UserError(describe(error))
+            # torch raises errors of its own where the file's write() has failed
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            self._error = UserError(describe(cause))
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -283,15 +306,33 @@ class Saver:
         if not self._owns_disk:
             return
         target = self.folder / checkpoint_name(state.progress.step)
-        doomed = []
-        if os.path.lexists(target):  # written before the run was resumed from an earlier step
-            doomed.append(_hide(target))
+        hidden = [self._hide(target)]  # written before the run was resumed from an earlier step
         os.replace(draft, target)
         sync_folder(self.folder)
         kept = self._kept(state)
-        doomed += [_hide(path) for path in list_complete(self.folder) if path not in kept]
+        for path in list_complete(self.folder):
+            if path not in kept:
+                try:
+                    hidden.append(self._hide(path))
+                except OSError as error:  # the new one is complete
+                    print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
         # in a thread, since 5 GB take a second
-        threading.Thread(target=lambda: [remove(path) for path in doomed]).start()
+        threading.Thread(target=lambda: [remove(path) for path in hidden if path]).start()
+
+    def _hide(self, checkpoint: Path) -> Path | None:
+        """Rename a checkpoint before it is removed, so that an interrupted removal does not leave
+        one with COMPLETE and missing files. None if it is not there, or no longer: a run that is
+        dead by now may have renamed it.
+
+        Raises:
+            EnvironmentFailure: the lock of the folder is lost.
+            OSError: it cannot be renamed.
+        """
+        self.lock.check()
+        try:
+            return checkpoint.rename(temporary(checkpoint, uuid.uuid4().hex))
+        except FileNotFoundError:
+            return None
 
     def _kept(self, state: TrainerState) -> set[Path]:
         """The checkpoints that are kept once that of `state` is complete."""
@@ -307,10 +348,3 @@ class Saver:
                 if int(path.name.removeprefix("step_")) % config.keep_every_steps == 0:
                     kept.add(path)
         return kept
-
-
-def _hide(checkpoint: Path) -> Path:
-    """Rename a checkpoint before it is removed, so that an interrupted removal does not leave one
-    with COMPLETE and missing files.
-    """
-    return checkpoint.rename(temporary(checkpoint, uuid.uuid4().hex))

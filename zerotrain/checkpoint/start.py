@@ -5,9 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerotrain.checkpoint.manifest import inspect
+from zerotrain.checkpoint.manifest import find_damage, inspect, read_manifest
 from zerotrain.checkpoint.run_folder import (
     COMPLETE,
+    SHARDS,
+    TRAINER_STATE,
     checkpoints_folder,
     list_checkpoints,
 )
@@ -17,7 +19,8 @@ from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
 from zerotrain.model.hub import Base
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
 
@@ -74,9 +77,17 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     folder = checkpoints_folder(config.output_dir)
     views = gather_json(ranks, see(settings, folder) if ranks.local_rank == 0 else None)
     nodes = [view for view in views if view is not None]
+    while True:
+        checkpoint, lines = run_on_all_ranks(
+            ranks, lambda: find_checkpoint(settings, folder, nodes)
+        )
+        damage = find_damage_on_all_ranks(checkpoint, nodes, ranks)
+        if not damage:
+            break
+        for view in nodes:
+            view[str(checkpoint)][1].update(damage)
 
     def decide() -> tuple[Start, list[str]]:
-        checkpoint, lines = find_checkpoint(settings, folder, nodes)
         if checkpoint is None:
             return Start(plan), lines
         saved = read_state(checkpoint)
@@ -87,7 +98,13 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
             return Start(plan, checkpoint, weights_only=True), lines
         check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
         lines.append(f"resuming from {checkpoint}: step {step:,}")
-        rest = continue_plan(plan, saved.run.plan, saved.progress.plan_start, step)
+        try:
+            rest = continue_plan(plan, saved.run.plan, saved.progress.plan_start, step)
+        except (ArithmeticError, LookupError, ValueError) as error:
+            raise UserError(
+                f"{checkpoint / TRAINER_STATE}: the position in the data is none that the run "
+                f"could have ({describe(error)}); use another checkpoint"
+            ) from error
         progress = replace(saved.progress, plan_start=rest.start)
         return Start(rest, checkpoint, progress=progress), lines
 
@@ -104,6 +121,44 @@ def see(settings: CheckpointConfig, folder: Path) -> dict[str, Any]:
     """What this node has of each checkpoint that a run may start from; see manifest.inspect."""
     given = [] if settings.resume == "auto" else [Path(settings.resume)]
     return {str(path): inspect(path) for path in (*list_checkpoints(folder), *given)}
+
+
+def find_damage_on_all_ranks(
+    checkpoint: Path | None, views: Sequence[dict[str, Any]], ranks: Ranks
+) -> dict[str, str]:
+    """What is wrong with the content of a checkpoint's files, by name; called by all ranks.
+
+    Each rank reads the file that it would resume from, and an equal share of those of further
+    ranks; the first rank of a node reads the small files. Where nodes have disks of their own, the
+    ranks of each node read all that it has.
+
+    Args:
+        views: what see() returned on each node.
+    """
+    if checkpoint is None:
+        return {}
+    local_ranks = this_machine(ranks).local_ranks
+    lacking = set().union(*(view[str(checkpoint)][1] for view in views))
+
+    def is_own(number: int, name: str) -> bool:
+        if not name.startswith(f"{SHARDS}/"):
+            return ranks.local_rank == 0
+        is_share = number % ranks.world_size == ranks.rank
+        return is_share or (name in lacking and number % local_ranks == ranks.local_rank)
+
+    def find() -> dict[str, str]:
+        files = sorted(read_manifest(checkpoint).files.items())
+        shards = [name for name, _ in files if name.startswith(f"{SHARDS}/")]
+        number = {name: i for i, name in enumerate(shards)}
+        own = [
+            (name, entry)
+            for name, entry in files
+            if is_own(number.get(name, 0), name) and (checkpoint / name).exists()
+        ]
+        return find_damage(checkpoint, own)
+
+    found = gather_json(ranks, run_on_all_ranks(ranks, find))
+    return {name: problem for of_rank in found for name, problem in of_rank.items()}
 
 
 def find_checkpoint(
@@ -134,16 +189,20 @@ def find_checkpoint(
             fix = "restore one, or remove them to start at step 0"
             raise UserError(f"no usable checkpoint in {folder}: {'; '.join(skipped)}; {fix}")
     elif newest is None:
-        if problem := _problem(settings.resume, views):
+        if problem := _problem(str(given), views):
             raise UserError(f"checkpoint.resume: {given} is not a usable checkpoint: {problem}")
         newest = given
-    elif given.resolve().parent == folder.resolve() and (
-        settings.weights_only or given.name != newest.name
-    ):
-        raise UserError(
-            f"checkpoint.resume: {given} is in output_dir, which has the later {newest.name}; "
-            "choose another output_dir, or remove the later ones"
-        )
+    elif given.resolve().parent == folder.resolve():
+        if settings.weights_only:
+            raise UserError(
+                f"checkpoint.weights_only: {given} is a checkpoint of output_dir, whose run would "
+                "be resumed; choose another output_dir"
+            )
+        if given.name != newest.name:
+            raise UserError(
+                f"checkpoint.resume: {given} is in output_dir, which has the later {newest.name}; "
+                "choose another output_dir, or remove the later ones"
+            )
     return newest, skipped
 
 
@@ -185,8 +244,6 @@ def check_resumable(
         "start a new run in another output_dir (from its weights: --checkpoint.weights_only true "
         f"--checkpoint.resume {checkpoint})"
     )
-    if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
-        raise UserError(f"{checkpoint}: the training data has changed since; {weights}")
     is_now = now.compared()
     for key, was in saved.compared().items():
         if was == is_now.get(key) or (allow_plan_change and key in FOLLOWS_PLAN):
@@ -198,3 +255,5 @@ def check_resumable(
             f"{checkpoint}: {key} was {was}, this run's is {is_now.get(key)}; resume with the old "
             f"one, or {fix}"
         )
+    if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
+        raise UserError(f"{checkpoint}: the training data has changed since; {weights}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
+from pydantic import NonNegativeInt
 
 from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
@@ -79,10 +80,10 @@ class Best:
 class Progress:
     """How far a run has progressed. `step` is its position in the data: epochs follow from it."""
 
-    step: int = 0
+    step: NonNegativeInt = 0
     """Finished optimizer steps."""
-    examples: int = 0
-    tokens: int = 0
+    examples: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
     eval_loss: float | None = None
     """Of the evaluation after this step, if there was one: that of the first held-out set."""
     best: Best | None = None

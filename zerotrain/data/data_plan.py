@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
+from pydantic import NonNegativeInt, PositiveInt
 
 from zerotrain.config.schema import HELD_OUT
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
@@ -29,9 +30,9 @@ class PlanStart:
     changed, in the middle of an epoch.
     """
 
-    step: int = 0  # global
-    epoch: int = 0
-    position: int = 0  # in that epoch's order
+    step: NonNegativeInt = 0  # global
+    epoch: NonNegativeInt = 0
+    position: NonNegativeInt = 0  # in that epoch's order
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ class PlanRecord:
     content: str
     """A hash of the tokenized examples."""
     seed: int
-    global_batch_size: int | None
-    global_batch_tokens: int | None
+    global_batch_size: PositiveInt | None
+    global_batch_tokens: PositiveInt | None
 
     @classmethod
     def of(cls, plan: DataPlan) -> "PlanRecord":

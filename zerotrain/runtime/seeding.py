@@ -36,16 +36,20 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> bool:
-    """Restore what `rng_state` returned, unless it is of a run on the other kind of device.
+    """Restore what `rng_state` returned, unless it is of a run on the other kind of device, or of
+    other versions of Python, numpy or torch.
 
     Returns:
         Whether it was restored.
     """
-    if (state["cuda"] is not None) != torch.cuda.is_initialized():
+    try:
+        if (state["cuda"] is not None) != torch.cuda.is_initialized():
+            return False
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"])
+    except (LookupError, TypeError, ValueError, RuntimeError):  # it has another shape
         return False
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
     return True

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.checkpoint.manifest import checkpoint_problem, read_manifest
+from zerotrain.checkpoint.manifest import checkpoint_problem, inspect, read_manifest
 from zerotrain.checkpoint.run_folder import checkpoint_name, checkpoints_folder, list_checkpoints
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
@@ -129,8 +129,9 @@ def _open(checkpoint: Path) -> tuple[RunIdentity, list[Path]]:
     """The run of a usable checkpoint, and the checkpoint's small files: model config, tokenizer."""
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist, or is not a folder")
-    if problem := checkpoint_problem(checkpoint):
-        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
+    _, problems = inspect(checkpoint)
+    for name, problem in problems.items():
+        raise UserError(f"{checkpoint} is not a usable checkpoint: {name} {problem}")
     names = [name for name in read_manifest(checkpoint).files if name.startswith("model/")]
     return read_state(checkpoint).run, [checkpoint / name for name in names]
 

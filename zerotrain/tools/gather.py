@@ -81,6 +81,6 @@ def gather(copy: Copy, hosts: Sequence[str], source: Path, small_files: Path, dr
         raise UserError(f"the hosts have no checkpoint of the same save at {source}")
     for host in hosts:
         copy(host, folder / name, draft, "-r", "--ignore-existing")
-    if problem := checkpoint_problem(draft, checksums=True):
+    if problem := checkpoint_problem(draft):
         raise UserError(f"{folder / name}: {problem}; are all hosts of the run listed?")
     return folder / name

@@ -35,11 +35,13 @@ class Sink(Protocol):
 class Metrics:
     """Passes every record to every sink; has none on ranks other than 0.
 
-    A sink that fails, e.g. on a full disk, is left out with a warning: training goes on.
+    Training goes on where a sink fails, e.g. on a full disk: there is one warning, and the sink
+    gets the next records.
     """
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
+        self._failing: set[int] = set()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Report a record.
@@ -57,19 +59,21 @@ class Metrics:
         self._for_each(lambda sink: sink.close(exit_code))
 
     def _for_each(self, work: Callable[[Sink], None]) -> None:
-        for sink in list(self.sinks):
+        for i, sink in enumerate(self.sinks):
             try:
                 work(sink)
+                self._failing.discard(i)
             except Exception as error:  # whatever it is, e.g. W&B's process was killed
-                self.sinks.remove(sink)
-                name = type(sink).__name__
-                print(f"WARNING: {name} failed and is left out: {describe(error)}", flush=True)
+                if i not in self._failing:
+                    name = type(sink).__name__
+                    print(f"WARNING: {name} has failed: {describe(error)}", flush=True)
+                self._failing.add(i)
 
 
 class JsonlSink:
     """metrics.jsonl: one JSON object per line, with `kind` and `time`, in Unix seconds. A resumed
     run removes the steps after its checkpoint, which it is about to repeat. Once `lock` is lost,
-    nothing is written.
+    nothing is written. What a full disk does not take is written with the next record.
     """
 
     def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
@@ -78,22 +82,30 @@ class JsonlSink:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [f"{line}\n" for line in lines if is_record_until(first_step, line)]
         replace_text(path, "".join(kept))
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # flushed at every line
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
         self._lock = lock
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         if not self._lock.is_lost():
             record = {"kind": kind, "time": time.time(), **values}
-            self._file.write(json.dumps(record) + "\n")
+            self._unwritten += json.dumps(record).encode() + b"\n"
+            self._write()
 
     def close(self, exit_code: int) -> None:
-        self._file.close()
+        with self._file:
+            self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def is_record_until(step: int, line: str) -> bool:
+    """Whether a line is a record of a step up to this one."""
     try:
         return json.loads(line)["step"] <= step
-    except ValueError:  # an incomplete line of a run that was killed
+    except (ValueError, LookupError, TypeError):  # such as a line that a killed run has begun
         return False
 
 
