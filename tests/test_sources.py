@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import write_rows
 
 from zerotrain.config.schema import Source
+from zerotrain.data import readers
 from zerotrain.data.readers import RawRow
 from zerotrain.data.sources import BadRow, count_rows, local_files, parse_row, read_rows
 from zerotrain.runtime.errors import UserError
@@ -113,7 +115,7 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
     assert rows_in(tmp_path / "**/*.jsonl") == ROWS[:2]
     assert "no such file" in refusal(tmp_path / "none.jsonl")
     (tmp_path / "x.txt").touch()
-    assert "no such file, or none that can be read" in refusal(tmp_path / "x.txt")
+    assert "unknown file extension" in refusal(tmp_path / "x.txt")
     (tmp_path / "dataset_dict.json").touch()
     assert "several splits" in refusal(tmp_path)
 
@@ -205,3 +207,33 @@ def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected)
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     peak_mib, *found = json.loads(out.splitlines()[-1])
     assert found == expected and peak_mib < 700
+
+
+def test_a_few_bytes_that_stand_for_gigabytes_are_refused_before_they_are_objects(tmp_path):
+    """In a row group of Parquet, and in a JSON list under gzip."""
+    count = readers.MAX_CHUNK_VALUES + 1
+    column = pa.ListArray.from_arrays(
+        pa.array([0, count], pa.int32()), pa.array(np.zeros(count, np.int8))
+    )
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["a"], "x": column}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    assert "values in a row group" in refusal(path)
+    many = b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(many))
+    assert "row 1 of the list is not JSON, or too long" in refusal(tmp_path / "rows.json.gz")
+
+
+def test_a_json_list_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "TEXT_AT_ONCE", 7)
+    text = json.dumps([{"text": "a,]" * n, "ü": [n, {}]} for n in range(20)], indent=1)
+    path = tmp_path / "rows.json"
+    path.write_text(f" \n{text}\n", encoding="utf-8-sig")
+    assert rows_in(path) == json.loads(text)
+    path.write_text(text[:-5])
+    assert "is not JSON" in refusal(path)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    assert "has no file of rows" in refusal(tmp_path)

@@ -5,6 +5,9 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
+import shutil
+import subprocess
 import time
 
 import numpy as np
@@ -59,7 +62,7 @@ BAD_ROWS = {
     "too long": (json.dumps(LONG), {"on_too_long": "error"}, ":1: 111 tokens"),
     "not JSON": ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', {}, ":2: not JSON"),
     "missing key": ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', {}, ":2: key 'compl"),
-    "an unknown key": (json.dumps({**SHORT, "weight": 0}), {}, "data.ignore_keys: [weight]"),
+    "an unknown key": (json.dumps({**SHORT, "images": 0}), {}, "data.ignore_keys: [images]"),
     "nothing left": ('{"text": 1}', {"on_bad_row": "skip"}, "none of its rows is left"),
 }  # fmt: skip
 
@@ -74,6 +77,73 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, sample_tokenizer, case):
     assert message in str(caught.value) and "rows.jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"], "half a cache"
+
+
+PRETTY = json.dumps(SHORT, indent=1) + json.dumps(SHORT, indent=1)
+GOOD_AND_BAD = [{**SHORT, "completion": "good"}, {**SHORT, "completion": "bad"}]
+CURES = {  # the file as it is, and the answers that are left after the command of the message
+    "several lines": (PRETTY.encode(), ["ccccc", "ccccc"]),
+    "a list": (json.dumps([SHORT, SHORT], indent=1).encode(), ["ccccc", "ccccc"]),
+    "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
+    "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
+    "pairs": (json.dumps({"prompt": "p", "chosen": "good", "rejected": "bad"}).encode(), ["good"]),
+    **{
+        f"{key}: {values}": (
+            "\n".join(
+                json.dumps({**row, key: value})
+                for row, value in zip(GOOD_AND_BAD, values, strict=True)
+            ).encode(),
+            ["good"],
+        )
+        for key, values in (("label", (True, False)), ("label", (1, 0)), ("train", (True, False)))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+@pytest.mark.parametrize("case", CURES)
+def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokenizer, case):
+    content, answers = CURES[case]
+    config = data_config(tmp_path, [])
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        tokenize(config, sample_tokenizer)
+    found = re.search(r"((?:jq|iconv) .*?) OLD(?:\.jsonl)? > NEW", str(caught.value))
+    mended = subprocess.run(f"{found[1]} {file}", shell=True, capture_output=True, check=True)
+    file.write_bytes(mended.stdout)
+    data = open_cache(tokenize(config, sample_tokenizer))
+    texts = [
+        sample_tokenizer.decode(ids[mask], skip_special_tokens=True)
+        for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True)
+    ]
+    assert texts == answers
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+def test_turns_that_ask_for_no_loss_have_none(tmp_path, sample_tokenizer, key):
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "bad"}]
+    turns += [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "good"}]
+    for off, on in ((False, True), (0, 1)):
+        turns[0][key] = turns[1][key] = off
+        turns[3][key] = on
+        data = build(tmp_path, sample_tokenizer, [{"messages": turns}])
+        [ids], [mask] = data.fetch(np.arange(1))
+        assert sample_tokenizer.decode(ids[mask]) == "good<|end|>"
+    turns[2][key] = 1
+    with pytest.raises(UserError, match=rf"message 3 .*: {key} is 1, but only turns of the ass"):
+        build(tmp_path, sample_tokenizer, [{"messages": turns}])
+
+
+def test_a_source_decides_on_its_own_bad_rows(tmp_path, sample_tokenizer):
+    """Not the recipe that a run is based on: rows of one's own are used or refused."""
+    bad = write_rows(tmp_path / "bad.jsonl", [SHORT, {**SHORT, "completion": ""}])
+    good = write_rows(tmp_path / "good.jsonl", [SHORT])
+    sources = [str(good), Source(str(bad), on_bad_row="skip")]
+    data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
+    assert len(data) == 2 and data.meta["rejected"] == {"empty answer": 1}
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: the answer is empty"):
+        build(tmp_path, sample_tokenizer, [], train_sources=[Source(str(bad))])
 
 
 def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):

@@ -19,7 +19,7 @@ from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
 from zerotrain.model.hub import Base
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError, describe, printable
 from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
@@ -113,7 +113,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     start = replace(start, progress=replace(start.progress, wandb_id=wandb_id))
     if ranks.is_first:
         for line in lines:
-            print(line, flush=True)
+            print(printable(line), flush=True)
     return start
 
 

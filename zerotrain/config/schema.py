@@ -136,6 +136,8 @@ class Source(Section):
     """Row format; default: detected from the keys of the first row."""
     columns: dict[str, str] | None = None
     """Renamed keys; default: data.columns."""
+    on_bad_row: Literal["error", "skip"] | None = None
+    """What to do with an unusable row; default: data.on_bad_row."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
@@ -221,6 +223,7 @@ class DataConfig(Section):
             dataclasses.replace(
                 s,
                 columns=self.columns if s.columns is None else s.columns,
+                on_bad_row=s.on_bad_row or self.on_bad_row,
             )
             for s in sources
         ]

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import DataConfig
 
+SUPERVISED = {
+    "answers": "answers",
+    "last": "of each row the last answer alone (data.supervise: last)",
+    "all": "all tokens",
+}
+
 
 def describe_masks(
     rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", config: "DataConfig", chat: bool
@@ -34,7 +40,7 @@ def describe_masks(
         )
     ends = _end_tokens(rows, tokenizer, config.max_length)
     shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
-    masks = f"{config.supervise}, ending in {shown}"
+    masks = f"{SUPERVISED[config.supervise]}, ending in {shown}"
     return {"masks": masks, "end_tokens": ends}
 
 

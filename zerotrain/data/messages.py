@@ -6,7 +6,8 @@ That is {"text"}, {"prompt", "completion"}, or {"messages"} with optional "tools
     content            str, "" if there are only tool calls
     tool_calls         list of objects, with arguments as objects
     reasoning_content  str; or thinking, whichever key the row has
-    weight             0 or 1, for assistant turns: whether the turn is supervised
+    weight             0 or 1, for assistant turns: whether the turn is supervised; in rows also
+                       train, training or loss
     name, tool_call_id as in the row
 
 where all keys but the first two are present only if the row has a value for them. Every key of a
@@ -22,6 +23,7 @@ from zerotrain.data.sources import (
     MESSAGE_COLUMNS,
     OPTIONAL_KEYS,
     BadRow,
+    json_type,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +54,9 @@ ROLES = {
 }  # fmt: skip
 RENAMED_KEYS = {"from": "role", "value": "content"}  # of ShareGPT
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
-MESSAGE_KEYS = {"role", "content", "tool_calls", "weight", *TEXT_KEYS}
+WEIGHT_KEYS = ("weight", "train", "training", "loss")  # of OpenAI; axolotl (two); ms-swift
+MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
+LOSS_KEYS = {*WEIGHT_KEYS, "label", "chosen", "rejected"}  # ask for another loss in rows
 
 
 def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, Any]:
@@ -66,7 +70,11 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
     required = FORMAT_KEYS[kind]
     missing = [key for key in required if row.get(key) is None]
     if missing:
-        raise BadRow("missing key", f"key {missing[0]!r} is missing, which {kind} rows need")
+        raise BadRow(
+            "missing key",
+            f"key {missing[0]!r} is missing, which {kind} rows need; rows of another format belong "
+            "into another file, as a source of its own",
+        )
     known = {*required, *OPTIONAL_KEYS[kind]}
     if not options.is_chat:
         known -= {"system", "tools"}
@@ -134,8 +142,18 @@ def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> d
         raise BadRow("empty answer", f"{where} ({role}) is empty")
     for key in TEXT_KEYS & turn.keys():
         _string(turn, key, where)
-    if turn.get("weight", 1) not in (0, 1):
-        raise BadRow("wrong type", f"{where}: the weight must be 0 or 1")
+    weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
+    for key, weight in weights.items():
+        if weight not in (0, 1):
+            raise BadRow("wrong type", f"{where}: {key} must be 0 or 1, or false or true")
+        if weight and role != "assistant":
+            raise BadRow(
+                "wrong type",
+                f"{where}: {key} is {json.dumps(weight)}, but only turns of the assistant can be "
+                f"trained on; remove it, or name it in data.ignore_keys: [{key}]",
+            )
+    if weights and role == "assistant":
+        turn["weight"] = int(all(weights.values()))
     return turn
 
 
@@ -189,20 +207,33 @@ def _known(
         if k not in options.ignore_keys and v not in (None, "", [], {})
     }
     if extra := [key for key in found if key not in known and key.lower() not in METADATA]:
-        names = ", ".join(extra)
-        raise BadRow(
-            "unknown key",
-            f"{where}: {names} would not be trained on; data.ignore_keys: [{names}] leaves out "
-            "what is not to be learned, data.columns renames what is (system and tools need a chat "
-            "template: data.as_chat)",
-        )
+        raise BadRow("unknown key", f"{where}: {_cure(extra, is_row=where.startswith('a row'))}")
     return {key: value for key, value in found.items() if key in known}
+
+
+def _cure(extra: list[str], is_row: bool) -> str:
+    """What to do about unknown keys."""
+    asks = [key for key in extra if key in LOSS_KEYS]
+    if asks:
+        key = asks[0]
+        return (
+            f"{key} asks for another loss, and without it every answer would be learned; keep the "
+            f"rows whose answers are to be: jq -c 'select(.{key} == true or .{key} == 1) | "
+            f"del(.{key})' OLD.jsonl > NEW.jsonl"
+        )
+    names = ", ".join(extra)
+    cure = f"{names} would not be trained on; data.ignore_keys: [{names}] leaves that out"
+    if is_row:
+        cure += ", data.columns: {our key: key in the file} renames keys"
+    if {"system", "tools"} & {*extra}:
+        cure += "; system and tools need a chat template: data.as_chat: true"
+    return cure
 
 
 def _string(found: dict[str, Any], key: str, where: str = "the row") -> str:
     value = found.get(key, "")
     if not isinstance(value, str):
-        raise BadRow("wrong type", f"{where}: {key!r} is not a string")
+        raise BadRow("wrong type", f"{where}: {key!r} is {json_type(value)}, not a string")
     return value
 
 

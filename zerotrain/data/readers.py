@@ -5,6 +5,7 @@ MAX_ROW_CHARACTERS exist at a time, however well its file compresses.
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 COMPRESSIONS = (".gz", ".zst", ".bz2")  # of text files
 MAX_ROW_CHARACTERS = 8_000_000
 MAX_LINE_BYTES = 4 * MAX_ROW_CHARACTERS + 4  # UTF-8 has at most 4 bytes per character
-MAX_LIST_BYTES = 1 << 29  # of a JSON list, which is parsed as a whole
+MAX_CHUNK_VALUES = 1 << 26  # of a column in a row group: a few bytes of Parquet can stand for any
+TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
+JSON = json.JSONDecoder()
+BETWEEN_ROWS = re.compile(r"[\s,]*")  # of a JSON list
 ROWS_AT_ONCE = 100  # decoded from Parquet, or taken from a data set of the hub, at a time
 
 
@@ -51,11 +55,17 @@ def rows_in(file: str) -> int | None:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
 
 
-def _read_text(file: str) -> Iterator[str]:
-    """The lines of a text file, decompressed according to its extension."""
+def _read_text(file: str, at_once: int | None = None) -> Iterator[str]:
+    """The lines of a text file, or pieces of `at_once` characters, decompressed according to its
+    extension.
+    """
     import pyarrow
 
     with io.BufferedReader(pyarrow.input_stream(file)) as stream:
+        if at_once:
+            decoded = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape")
+            yield from iter(lambda: decoded.read(at_once), "")
+            return
         while line := stream.readline(MAX_LINE_BYTES):
             rest = line
             while rest and not rest.endswith(b"\n"):
@@ -71,22 +81,30 @@ def _read_lines(file: str) -> Iterator[RawRow]:
 
 def _read_json(file: str) -> Iterator[RawRow]:
     """A list of objects or, despite the extension, one object per line."""
-    import pyarrow
-
     first = next(_read_lines(file), None)
     if first is None or not first.text.startswith("["):
         yield from _read_lines(file)
         return
-    with pyarrow.input_stream(file) as stream:
-        content = stream.read(MAX_LIST_BYTES + 1)
-    if len(content) > MAX_LIST_BYTES:
-        raise ValueError(
-            f"a list of over {MAX_LIST_BYTES:,} bytes; `jq -c '.[]' OLD.json > NEW.jsonl` writes "
-            "one row per line"
-        )
-    rows = json.loads(content.decode("utf-8-sig", "surrogateescape"))
-    for number, row in enumerate(rows, start=1):
-        yield RawRow(number, json.dumps(row, ensure_ascii=False))
+    pieces = _read_text(file, TEXT_AT_ONCE)
+    text = next(pieces)
+    position = text.index("[") + 1
+    number = 0
+    while True:
+        position = BETWEEN_ROWS.match(text, position).end()
+        if text[position : position + 1] == "]":
+            break
+        try:
+            _, end = JSON.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            rest = text[position:]
+            if len(rest) > MAX_ROW_CHARACTERS or not (more := next(pieces, "")):
+                raise ValueError(f"row {number + 1} of the list is not JSON, or too long") from None
+            text = rest + more
+            position = 0
+            continue
+        number += 1
+        yield RawRow(number, text[position:end])
+        position = end
 
 
 def _read_csv(file: str) -> Iterator[RawRow]:
@@ -107,6 +125,12 @@ def _read_csv(file: str) -> Iterator[RawRow]:
         lines(), restkey="cells beyond the header", delimiter=delimiter, strict=True
     )
     try:
+        header = reader.fieldnames or []
+        if len(header) == 1 and re.search("[;\t|]", header[0]):
+            raise ValueError(
+                f"its header has one column, {header[0]!r}; columns are separated by commas, in "
+                ".tsv files by tabs"
+            )
         for row in reader:
             characters = 0
             yield RawRow(reader.line_num, json.dumps(row, ensure_ascii=False))
@@ -124,7 +148,16 @@ def _read_parquet(file: str) -> Iterator[RawRow]:
     """
     import pyarrow.parquet
 
-    schema = pyarrow.parquet.read_metadata(file).schema
+    metadata = pyarrow.parquet.read_metadata(file)
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        for j in range(group.num_columns):
+            if group.column(j).num_values > MAX_CHUNK_VALUES:
+                raise ValueError(
+                    f"{group.column(j).path_in_schema} has over {MAX_CHUNK_VALUES:,} values in a "
+                    "row group; write it with smaller row groups, or without that column"
+                )
+    schema = metadata.schema
     columns = [schema.column(i) for i in range(len(schema))]
     texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
     parquet = pyarrow.parquet.ParquetFile(
@@ -176,6 +209,8 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         return {key: inner for key, inner in value.items() if inner.is_valid}
     is_list = isinstance(value, pyarrow.ListScalar) and not isinstance(value, pyarrow.MapScalar)
     if value.is_valid and is_list:
+        if len(value) > MAX_ROW_CHARACTERS:  # so is its text; elements would take 100 times that
+            return " " * MAX_ROW_CHARACTERS
         return list(value)
     plain = value.as_py()
     if isinstance(plain, bytes):

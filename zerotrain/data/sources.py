@@ -52,6 +52,7 @@ MESSAGE_COLUMNS = ("role", "content")  # keys of each message that data.columns 
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
+UTF_16 = ("\udcff\udcfe", "\udcfe\udcff")  # its marks at the beginning of a file
 
 
 class BadRow(ValueError):
@@ -82,10 +83,17 @@ def local_files(path: str) -> list[str]:
     for file in found:
         if Path(file).name == "dataset_dict.json":
             raise UserError(f"{file}: the folder has several splits; use that of one of them")
-    rows = [file for file in found if reader_of(file) and Path(file).name not in DESCRIPTIONS]
+    rows = [
+        file
+        for file in found
+        if reader_of(file) and Path(file).is_file() and Path(file).name not in DESCRIPTIONS
+    ]
     if not rows:
-        kinds = f"{', '.join(READERS)}; also with {', '.join(COMPRESSIONS)}"
-        raise UserError(f"{path}: no such file, or none that can be read ({kinds})")
+        if not found:
+            raise UserError(f"{path}: no such file")
+        kinds = f"{', '.join(READERS)}, also compressed as {', '.join(COMPRESSIONS)}"
+        what = "unknown file extension" if Path(path).is_file() else "it has no file of rows"
+        raise UserError(f"{path}: {what}; rows are read from {kinds}")
     # the shortest path to each file: links may lead to one twice
     paths = {os.path.realpath(file): file for file in sorted(rows, key=len, reverse=True)}
     return sorted(paths.values())
@@ -116,7 +124,10 @@ def _from_hub(source: "Source") -> "Dataset":
             source.hub, source.subset, split=source.split, revision=source.revision
         )
     except Exception as error:  # hub, network and file formats each raise their own
-        raise UserError(f"cannot load {name_of(source)} from the hub: {describe(error)}") from error
+        raise UserError(
+            f"cannot load {name_of(source)} from the hub: {describe(error)}; without network, give "
+            "a file or folder as its path"
+        ) from error
     commit = _commit_of(found)
     if commit and COMMIT.fullmatch(source.revision or "") and commit != source.revision:
         raise UserError(  # without network, `datasets` takes the newest commit that it has
@@ -190,10 +201,21 @@ def parse_row(
         row = json.loads(raw.text)
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BadRow("not UTF-8", "not UTF-8, or a character was split by \\u escapes") from error
+        raise BadRow(
+            "not UTF-8",
+            "not UTF-8, or a character was split by \\u escapes; `iconv -f LATIN1 -t UTF-8 OLD > "
+            "NEW` converts a Latin-1 file",
+        ) from error
     except (ValueError, RecursionError) as error:
-        why = f"{error}; each row must be complete on one line"
-        raise BadRow("not JSON", f"not JSON ({why})") from error
+        if raw.text.startswith(UTF_16):
+            raise BadRow(
+                "not UTF-8", "UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts the file"
+            ) from error
+        raise BadRow(
+            "not JSON",
+            f"not JSON ({error}); each row must be complete on one line, as `jq -c "
+            f"{'.[]' if raw.text.startswith('[') else '.'} OLD > NEW` writes it",
+        ) from error
     if not isinstance(row, dict):
         raise BadRow("not an object", f"a row must be a JSON object, not {json_type(row)}")
     for key in ignore_keys:
@@ -237,8 +259,13 @@ def detect_format(row: dict[str, Any]) -> str:
         if all(row.get(key) is not None for key in keys):
             return name
     formats = "; ".join(dict.fromkeys(" + ".join(keys) for keys in FORMAT_KEYS.values()))
+    cure = "data.columns: {our key: key in the file} renames keys"
+    if "chosen" in row:
+        cure = (
+            "of a pair, one answer can be trained on: jq -c '{prompt, completion: .chosen}' "
+            "OLD.jsonl > NEW.jsonl, or {messages: .chosen} where it is a list"
+        )
     raise BadRow(
         "no row format",
-        f"a row with the keys {', '.join(sorted(row))} is no row format ({formats}); "
-        "data.columns: {our key: key in the file} renames keys",
+        f"a row with the keys {', '.join(sorted(row))} is no row format ({formats}); {cure}",
     )

@@ -126,9 +126,8 @@ def cache_path(
     key = json.dumps(
         [
             CACHE_VERSION,
-            [[fingerprint(s), s.format, s.columns] for s in given],
+            [[fingerprint(s), s.format, s.columns, s.on_bad_row] for s in given],
             asdict(RenderOptions.of(config)),
-            config.on_bad_row,
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
             {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
@@ -311,14 +310,16 @@ def _options_of(source: "Source", config: "DataConfig") -> RenderOptions:
     options = replace(RenderOptions.of(config), format=source.format, columns=source.columns)
     if options.format != "auto":
         return options
+    problem = None
     for file, raw in read_rows(source):
         try:
             row = parse_row(raw, options.columns, options.ignore_keys)
             return replace(options, format=detect_format(row))
         except BadRow as error:
-            if config.on_bad_row == "error":
+            if source.on_bad_row == "error":
                 raise _refused(file, raw, error) from error
-    raise UserError(f"{name_of(source)}: no row shows its format; set it, or add rows")
+            problem = problem or _refused(file, raw, error)
+    raise problem or UserError(f"{name_of(source)}: it has no rows")
 
 
 def _build_cache(
@@ -331,8 +332,8 @@ def _build_cache(
     chat = any(option.is_chat for option in options)
     if chat:
         check_template(tokenizer, tokenizer.name_or_path)
-    counts = [count_rows(source) for source in given]
-    total = None if None in counts else sum(counts)  # of which the bar tells the time left
+    row_counts = [count_rows(source) for source in given]
+    total = None if None in row_counts else sum(row_counts)  # of which the bar tells the time left
     examples = [0] * len(given)
     rows_read = 0
     content = xxhash.xxh3_64()
@@ -349,7 +350,7 @@ def _build_cache(
                 tokenize_batch,
                 tokenizer=tokenizer,
                 options=options[i],
-                on_bad_row=config.on_bad_row,
+                on_bad_row=source.on_bad_row,
             )
             for found in _tokenized(_batches(source, rows_read), tokenize):
                 batch = found.examples
@@ -366,8 +367,13 @@ def _build_cache(
                 rows_read += found.rows_read
                 bar.update(found.rows_read)
             if not examples[i]:
-                why = f"left out so far: {dict(outcomes + reasons)}"
-                raise UserError(f"{name_of(source)}: none of its rows is left; {why}")
+                texts = {name: text for name, text in OUTCOMES.values()}
+                counts = Counter({texts[name]: n for name, n in outcomes.items()}) + reasons
+                why = ", ".join(f"{n:,} {what}" for what, n in counts.items())
+                cure = "data.on_bad_row: error names the first one"
+                if not reasons:
+                    cure = f"raise data.max_length ({config.max_length:,})"
+                raise UserError(f"{name_of(source)}: none of its rows is left ({why}); {cure}")
     rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
     meta = {
         "sources": [name_of(source) for source in given],

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
+from zerotrain.runtime.errors import printable
 from zerotrain.runtime.rank_env import rank_variables
 
 
@@ -40,7 +41,7 @@ def show_rows(rows: Mapping[str, str]) -> None:
     """Print names and texts in two columns, each row in one line."""
     width = max(map(len, rows))
     for name, text in rows.items():
-        print(f"  {name:<{width}}  {text}", flush=True)
+        print(f"  {name:<{width}}  {printable(text)}", flush=True)
 
 
 def _is_first() -> bool:
