@@ -209,8 +209,9 @@ def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected)
     assert found == expected and peak_mib < 700
 
 
-def test_a_few_bytes_that_stand_for_gigabytes_are_refused_before_they_are_objects(tmp_path):
+def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_path, monkeypatch):
     """In a row group of Parquet, and in a JSON list under gzip."""
+    monkeypatch.setattr(readers, "MAX_CHUNK_VALUES", 1 << 20)
     count = readers.MAX_CHUNK_VALUES + 1
     column = pa.ListArray.from_arrays(
         pa.array([0, count], pa.int32()), pa.array(np.zeros(count, np.int8))

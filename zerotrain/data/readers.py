@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 4 * MAX_ROW_CHARACTERS + 4  # UTF-8 has at most 4 bytes per cha
 MAX_CHUNK_VALUES = 1 << 26  # of a column in a row group: a few bytes of Parquet can stand for any
 TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
 JSON = json.JSONDecoder()
-BETWEEN_ROWS = re.compile(r"[\s,]*")  # of a JSON list
+BETWEEN_ROWS = re.compile(r"\s*(,?)\s*")  # of a JSON list
 ROWS_AT_ONCE = 100  # decoded from Parquet, or taken from a data set of the hub, at a time
 
 
@@ -90,20 +90,24 @@ def _read_json(file: str) -> Iterator[RawRow]:
     position = text.index("[") + 1
     number = 0
     while True:
-        position = BETWEEN_ROWS.match(text, position).end()
-        if text[position : position + 1] == "]":
+        between = BETWEEN_ROWS.match(text, position)
+        start = between.end()
+        if text[start : start + 1] == "]":
             break
         try:
-            _, end = JSON.raw_decode(text, position)
-        except (ValueError, RecursionError):
+            if bool(number) != bool(between[1]):
+                raise ValueError("Expecting ',' delimiter")
+            _, end = JSON.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
             rest = text[position:]
             if len(rest) > MAX_ROW_CHARACTERS or not (more := next(pieces, "")):
-                raise ValueError(f"row {number + 1} of the list is not JSON, or too long") from None
+                what = f"row {number + 1} of the list is not JSON, or too long"
+                raise ValueError(f"{what}: {error}") from None
             text = rest + more
             position = 0
             continue
         number += 1
-        yield RawRow(number, text[position:end])
+        yield RawRow(number, text[start:end])
         position = end
 
 
