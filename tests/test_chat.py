@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from zerotrain.config.schema import CHAT_TEMPLATES
-from zerotrain.data.end_marks import fit_template
+from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.data.options import RenderOptions
 from zerotrain.data.render import encode, find_targets, render
 from zerotrain.data.sources import BadRow
@@ -181,7 +181,7 @@ FAMILIES = {
         + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
         "<|endoftext|>",
         ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"],
-        ["2", "4"],
+        ["2<|endoftext|>", "4<|endoftext|>"],
     ),
     "qwen1.5": (
         "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -191,7 +191,7 @@ FAMILIES = {
         "<|im_start|>assistant\n{% endif %}",
         "<|im_end|>",
         ["<|im_start|>", "<|im_end|>"],
-        ["2<|im_end|>", "4"],
+        ["2<|im_end|>", "4<|im_end|>"],
     ),
     "marks, no end before the next": (  # as TRL's for DeepSeek-V3
         LOOP % "{% if m.role == 'assistant' %}<｜Assistant｜>{% generation %}{{ m.content }}"
@@ -206,7 +206,7 @@ FAMILIES = {
         + "{% if add_generation_prompt %}Assistant:{% endif %}",
         "</s>",
         ["</s>"],
-        ["2\n", "4\n"],
+        ["2</s>", "4</s>"],
     ),
 }  # fmt: skip
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -225,8 +225,7 @@ def without_space(texts):
     return ["".join(text.split()) for text in texts]
 
 
-# Their earlier answers end in another way than the last one does, or no answer has an end mark.
-OTHER_ENDS = {"chatml, another eos at the end", "gpt-oss", "command-a"}
+# No answer has an end mark, or not the last one.
 NO_ENDS = {"glm-4", "qwen1.5", "words"}
 
 
@@ -236,24 +235,20 @@ def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
     template, eos, special, (first, last) = FAMILIES[family]
     tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
     second = first.replace("2", "4")
-    options = dataclasses.replace(OPTIONS, supervise="last" if family in OTHER_ENDS else "answers")
     alternate = "must alternate" not in template
-    if family in OTHER_ENDS | NO_ENDS:
+    if family in NO_ENDS:
         with pytest.raises(BadRow, match="has no end mark, or another"):
             supervised_turns(tokenizer, {"messages": CHAT})
-    if family in NO_ENDS:
-        return
+    end_answers(tokenizer)
+    assert (tokenizer.chat_template == template) == (family not in NO_ENDS)
     for messages, expected in (
         (CHAT, [first, last]),
         ([SYSTEM, *CHAT], [first, last]),
         ([*CHAT[:2], {"role": "user", "content": ""}, CHAT[3]], [first, last]),
         ([*CHAT, *CHAT], [first, second, first, last]),
     ):
-        turns = supervised_turns(tokenizer, {"messages": messages}, options)
-        wanted = expected[-1:] if family in OTHER_ENDS else expected
-        assert without_space(turns) == without_space(wanted)
-    if family in OTHER_ENDS:
-        return
+        turns = supervised_turns(tokenizer, {"messages": messages})
+        assert without_space(turns) == without_space(expected)
     two = supervised_turns(tokenizer, {"messages": [*CHAT[:2], *CHAT[1:2]]}) if alternate else []
     assert not any(word in text for text in two for word in HEADERS)
     unanswered = supervised_turns(tokenizer, {"messages": [*CHAT, CHAT[0]]})
@@ -291,9 +286,12 @@ def row_with_calls(*arguments):
     }
 
 
+@pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": "x y"}, '{"a": 1, "b": "x y"}', {}])
-def test_tool_calls_are_supervised(arguments):
-    tokenizer = tokenizer_with(WORDS, CALLS, ["</s>"], "</s>")
+def test_tool_calls_are_supervised(arguments, as_text):
+    """Functionary's templates concatenate arguments, so that these have to be strings."""
+    template = CALLS.replace("c.function.arguments | tojson ~", "(c.function.arguments + '') ~")
+    tokenizer = tokenizer_with(WORDS, template if as_text else CALLS, ["</s>"], "</s>")
     shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
     assert supervised_turns(tokenizer, row_with_calls(arguments, arguments)) == [
         f"<calls>function add {shown};function sub {shown};</calls></s>",
@@ -371,6 +369,61 @@ def test_marks_that_leave_out_part_of_an_answer_are_refused():
     thought = {**CHAT[1], "reasoning_content": "easy"}
     with pytest.raises(BadRow, match=r"message 2 .*is not what the generation marks cover"):
         supervised_turns(tokenizer, {"messages": [CHAT[0], thought, *CHAT[2:]]})
+
+
+def test_every_generation_block_is_supervised():
+    """Also those without text of the row, such as TRL's diffusion_gemma_training has."""
+    body = (
+        "{% generation %}{{ '<think>\n' }}{% endgeneration %}{% generation %}"
+        "{{ m.reasoning_content }}{% endgeneration %}{% generation %}{{ '\n</think>\n\n' }}"
+        "{% endgeneration %}{{ '(not said)' }}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% generation %}{{ '<|im_end|>\n' }}{% endgeneration %}"
+    )
+    template = MARKED.replace("{% generation %}BODY{% endgeneration %}", body)
+    tokenizer = tokenizer_with(WORDS, template, *FAMILIES["chatml"][2:0:-1])
+    thought = {**CHAT[1], "reasoning_content": "easy"}
+    turns = supervised_turns(tokenizer, {"messages": [CHAT[0], thought, CHAT[2], thought]})
+    assert without_space(turns) == ["<think>easy</think>", "2<|im_end|>"] * 2
+
+
+def test_the_next_users_header_is_not_supervised():
+    """TRL's glm4moe_training writes nothing else after an answer, so there it is the end mark."""
+    header = "{{ '<|im_start|>user\n' }}"
+    ended = MARKED.replace("BODY", "{{ m.content }}<|im_end|>{{ '\n' }}" + header)
+    special = FAMILIES["chatml"][2]
+    for template, expected in (
+        (ended, ["2<|im_end|>", "4<|im_end|>"]),
+        (ended.replace("<|im_end|>{{ '\n' }}" + header, header), None),
+        (
+            LOOP % "{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}{{ '\n' ~ "
+            "m.content }}{% else %}<|assistant|>{% generation %}{{ '\n' ~ m.content }}<|user|>"
+            "{% endgeneration %}{% endif %}"
+            + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            ["2<|user|>", "4<|user|>"],
+        ),
+    ):
+        tokenizer = tokenizer_with(WORDS, template, [*special, "<|user|>", "<|assistant|>"])
+        if expected is None:
+            with pytest.raises(BadRow, match="ends with the header of the user's next turn"):
+                supervised_turns(tokenizer, {"messages": CHAT})
+        else:
+            turns = supervised_turns(tokenizer, {"messages": CHAT})
+            assert without_space(turns) == without_space(expected)
+
+
+def test_a_block_of_thoughts_beside_another_generation_prompt_begins_after_the_header():
+    """As Laguna's: the prompt ends with </think>, answers begin with <think>."""
+    template = MARKED.replace(
+        "<|im_start|>{{ m.role }}\n",
+        "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n<think>"
+        "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{% endif %}",
+    ).replace("BODY", "{{ m.content }}<|im_end|>")
+    template = template.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n</think>{% endif %}"
+    )
+    tokenizer = tokenizer_with(WORDS, template, FAMILIES["chatml"][2])
+    turns = supervised_turns(tokenizer, {"messages": CHAT})
+    assert without_space(turns) == ["<think>2<|im_end|>", "<think>4<|im_end|>"]
 
 
 NAMED = {

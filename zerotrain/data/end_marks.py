@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from zerotrain.data.sources import BadRow
+from zerotrain.data.turns import NO_END_MARK, locate
 from zerotrain.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,13 +43,17 @@ def describe_masks(
     ends = _end_tokens(rows, tokenizer, config.max_length)
     shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
     masks = f"{SUPERVISED[config.supervise]}, ending in {shown}"
+    template = str(tokenizer.chat_template)
+    if chat and (template.startswith(WRITTEN_ALWAYS) or template.endswith(WRITTEN_LAST)):
+        masks += ", which this run adds to the chat template, as it ends answers with no token"
     return {"masks": masks, "end_tokens": ends}
 
 
 def _end_tokens(
     rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[int]:
-    """Special and added tokens that are the last supervised ones of rows that were not truncated.
+    """Special and added tokens that are the last ones of a run of supervised tokens, but for runs
+    that may have been cut: those at the end of an example of max_length.
 
     A token that is within answers too is none of them if there are others: with gpt-oss, <|end|>
     also follows the reasoning before an answer.
@@ -58,13 +64,46 @@ def _end_tokens(
             batch[name].flatten().to_numpy(zero_copy_only=False)
             for name in ("input_ids", "loss_mask")
         )
-        supervised = ids[mask]
-        last = np.cumsum(batch["supervised"].to_numpy()) - 1
-        is_last[supervised[last[batch["length"].to_numpy() < max_length]]] = True
-        is_inner[ids[:-1][mask[:-1] & mask[1:]]] = True  # the first token of a row is no target
+        goes_on = np.append(mask[1:], False)  # the first token of an example is no target
+        lengths = batch["length"].to_numpy()
+        is_cut = np.zeros(len(ids), bool)
+        is_cut[np.cumsum(lengths)[lengths >= max_length] - 1] = True
+        is_last[ids[mask & ~goes_on & ~is_cut]] = True
+        is_inner[ids[mask & goes_on]] = True
     ends = {token for token in tokenizer.added_tokens_decoder if is_last[token]}
     inner_tokens = set(np.flatnonzero(is_inner).tolist())
     return sorted(ends - inner_tokens or ends)
+
+
+WRITTEN_LAST = (
+    "{% if not add_generation_prompt and messages[-1]['role'] == 'assistant' %}{{ eos_token }}"
+    "{% endif %}"
+)
+WRITTEN_ALWAYS = (
+    "{% set ended = namespace(messages=[]) %}{% for m in messages %}{% set ended.messages = "
+    "ended.messages + [dict(m, content=m['content'] ~ eos_token) if m['role'] == 'assistant' and "
+    "m['content'] is string and m['content'] and not m['tool_calls'] else m] %}{% endfor %}"
+    "{% set messages = ended.messages %}"
+)
+
+
+def end_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """If the chat template ends answers with nothing (GLM, Alpaca), or only those within a row
+    (Qwen1.5, Apertus), extend it to write the eos token there, also in the exported tokenizer.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or tokenizer.eos_token is None:
+        return
+    chat = [{"role": role, "content": f"({role})"} for role in ("user", "assistant") * 2]
+    for changed in (template, template.rstrip("\n") + WRITTEN_LAST, WRITTEN_ALWAYS + template):
+        tokenizer.chat_template = changed
+        try:
+            locate(chat, None, tokenizer, [1, 3])
+            return
+        except (BadRow, UserError) as error:
+            if changed == template and getattr(error, "reason", None) != NO_END_MARK:
+                return
+    tokenizer.chat_template = template
 
 
 def fit_template(template: str, tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -39,6 +39,8 @@ class Rendered(NamedTuple):
     """The characters of the text that are supervised; with data.supervise: all, those that are not.
     None without a template.
     """
+    unprompted: str = ""
+    """What a server's generation prompt ends with and the text before the answers lacks."""
 
 
 def render(
@@ -66,8 +68,8 @@ def render(
     if options.supervise == "last":
         answers = answers[-1:]
     wanted = context if options.supervise == "all" else set(answers) - set(context)
-    text, spans = locate(messages, row.get("tools"), tokenizer, sorted(wanted))
-    return Rendered(text, "", spans)
+    text, spans, unprompted = locate(messages, row.get("tools"), tokenizer, sorted(wanted))
+    return Rendered(text, "", spans, unprompted)
 
 
 def encode(
@@ -76,7 +78,7 @@ def encode(
     """The tokens of each row's text and completion. The rows have the same format."""
     encode_batch = tokenizer.backend_tokenizer.encode_batch  # its threads work side by side
     for i in range(0, len(rows), ENCODED_AT_ONCE):
-        texts, completions, spans = zip(*rows[i : i + ENCODED_AT_ONCE], strict=True)
+        texts, completions, spans, _ = zip(*rows[i : i + ENCODED_AT_ONCE], strict=True)
         yield from zip(
             encode_batch(texts, add_special_tokens=spans[0] is None),
             encode_batch(completions, add_special_tokens=False),

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import DataConfig, Source
 
-CACHE_VERSION = 12  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 13  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
@@ -196,6 +196,8 @@ class TokenizedBatch:
     outcomes: Counter[str]
     """Numbers of examples, by the names in OUTCOMES."""
     rejected: list[dict[str, Any]]
+    unprompted: Counter[str]
+    """Numbers of rows, by Rendered.unprompted."""
 
 
 def tokenize_batch(
@@ -239,7 +241,8 @@ def tokenize_batch(
                 for name, value in zip(SCHEMA.names, values, strict=True):
                     columns[name].append(value)
     examples = pa.RecordBatch.from_pydict(columns, SCHEMA)  # arrays are copied as a whole
-    return TokenizedBatch(len(batch.rows), examples, outcomes, rejected)
+    lacking = [row.unprompted for row in rendered if isinstance(row, Rendered)]
+    return TokenizedBatch(len(rendered), examples, outcomes, rejected, Counter(filter(None, lacking)))
 
 
 def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
@@ -339,6 +342,7 @@ def _build_cache(
     content = xxhash.xxh3_64()
     outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
     reasons = Counter()
+    unprompted = Counter()
     with (
         progress_bar("tokenizing", total, "rows") as bar,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
@@ -363,6 +367,7 @@ def _build_cache(
                     reasons[row["reason"]] += 1
                     rejected.write(json.dumps(row) + "\n")
                 outcomes.update(found.outcomes)
+                unprompted.update(found.unprompted)
                 examples[i] += len(batch)
                 rows_read += found.rows_read
                 bar.update(found.rows_read)
@@ -382,6 +387,7 @@ def _build_cache(
         "rows_read": rows_read,
         **outcomes,
         "rejected": reasons,
+        "unprompted": unprompted,
         **describe_masks(rows, tokenizer, config, chat),
         "content": content.hexdigest(),
     }

@@ -19,10 +19,11 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zerotrain.data.sources import BadRow
-from zerotrain.runtime.errors import describe
+from zerotrain.runtime.errors import UserError, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,11 @@ Span = tuple[int, int]
 # Labels are CJK ideographs of extension B: letters without case that neither JSON nor repr escapes
 # and that hardly ever occur in text.
 FIRST_LABEL = 0x20000
+# Reasons of bad rows
+REFUSED = "refused by the chat template"
+INCOMPLETE = "left out by the chat template"
+NO_END_MARK = "without an end mark"
+NOT_LOCATED = "not located in the chat template"
 LABEL = re.compile("[\U00020000-\U0002a6df]")
 # Keys that templates need not render: ids only pair calls with results.
 UNLABELED_KEYS = {"role", "id", "tool_call_id", "type"}
@@ -108,12 +114,13 @@ def locate(
     tools: list[dict[str, Any]] | None,
     tokenizer: "PreTrainedTokenizerBase",
     wanted: list[int],
-) -> tuple[str, list[Span]]:
+) -> tuple[str, list[Span], str]:
     """Render messages, and find the turns of the assistant messages `wanted`. Templates may cut
     the reasoning of others.
 
     Returns:
-        The text, and the characters of the turns, from the end of the header through the end mark.
+        The text; the characters of the turns, from the end of the header through the end mark; and
+        what a server's generation prompt ends with and the text before the turns lacks.
 
     Raises:
         BadRow: the template refuses, changes or leaves out part of the row, or it is not known
@@ -121,10 +128,46 @@ def locate(
     """
     source = tokenizer.get_chat_template(tools=tools)
     template = Template(tokenizer, FIXED_DATE + source, json.dumps(tools))
+    try:
+        return _locate(messages, template, wanted)
+    except BadRow:
+        other = with_arguments_as_text(messages)
+        if other == messages:
+            raise
+        with contextlib.suppress(BadRow):
+            return _locate(other, template, wanted)
+        raise
+
+
+def _locate(
+    messages: list[Message], template: "Template", wanted: list[int]
+) -> tuple[str, list[Span], str]:
     text = template.render(messages)
     labeled, strings, owners = label_messages(messages)
     layout = _layout(template, json.dumps(labeled), tuple(owners))
-    return text, layout.spans(text, strings, wanted)
+    return text, layout.spans(text, strings, wanted), layout.unprompted(wanted)
+
+
+def with_arguments_as_text(messages: list[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON, as some templates want them
+    (functionary, Reka).
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: json.dumps(inner, ensure_ascii=False)
+            if key == "arguments" and not isinstance(inner, str)
+            else changed(inner)
+            if key in ("tool_calls", "function")
+            else inner
+            for key, inner in value.items()
+        }
+
+    return changed(messages)
 
 
 class Template(NamedTuple):
@@ -157,10 +200,16 @@ class Template(NamedTuple):
                 **options,
                 **self.tokenizer.special_tokens_map,
             )
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the chat template of tokenizer {self.tokenizer.name_or_path} or of "
+                f"model.chat_template is not valid Jinja: line {error.lineno - 1}: "
+                f"{describe(error)}; correct it, or set model.chat_template to another"
+            ) from error
         except Exception as error:  # templates raise anything: TemplateError, TypeError ...
             roles = ", ".join(message["role"] for message in messages)
             problem = f"the chat template refuses the turns {roles}: {describe(error)}"
-            raise BadRow("refused by the chat template", problem) from error
+            raise BadRow(REFUSED, problem) from error
 
     def tail(self, messages: list[Message], prompt: bool = False) -> str:
         """The text after the last label."""
@@ -172,17 +221,25 @@ def _layout(template: Template, messages: str, owners: tuple[int, ...]) -> "Layo
     return Layout(template, json.loads(messages), owners)
 
 
-@lru_cache(maxsize=256)
-def _header(template: Template) -> str | None:
-    """What a generation prompt begins an answer with, without thoughts that answers may lack. None
-    if an answer has no header: it follows the end of the user's turn.
+class Frame(NamedTuple):
+    """What a template writes around the contents of a chat."""
 
-    Raises:
-        BadRow: a generation prompt follows answers in any case, or never.
+    header: str | None
+    """What a generation prompt begins an answer with, without thoughts that answers may lack. Empty
+    if a generation prompt follows answers in any case, or never; None if an answer has no header:
+    it follows the end of the user's turn.
     """
+    opening: str
+    """Before the first user's content."""
+    user_end: str
+    """After the user's content, when that turn is the last."""
+
+
+@lru_cache(maxsize=256)
+def _frame(template: Template) -> Frame:
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
-    _, gap, following, *_ = LABEL.split(template.render(chat))
+    opening, gap, following, *_ = LABEL.split(template.render(chat))
     end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
@@ -191,25 +248,18 @@ def _header(template: Template) -> str | None:
     prompts_always = rest not in ("", template.tokenizer.eos_token) and (
         end_mark.strip() or rest in gap
     )
+    header = OPEN_THOUGHTS.sub("", shared_pieces(prompt, gap).removeprefix(end))
     if gap.strip() == prompt.strip() == end.strip() and not rest:
-        return None
-    if prompt.startswith(gap):
-        prompt = gap
-    header = OPEN_THOUGHTS.sub("", prompt.removeprefix(end))
-    if prompts_always or not header.strip():
-        raise BadRow(
-            "not located in the chat template",
-            "the chat template does not write the header of an answer {% if add_generation_prompt "
-            "%} and only then, so answers cannot be told from headers; set model.chat_template to "
-            "a name in data/chat_templates or to a copy with {% generation %} marks",
-        )
-    return header
+        header = None
+    elif prompts_always or not header.strip():
+        header = ""
+    return Frame(header, opening, end)
 
 
-def shared_pieces(one: str, other: str) -> str:
-    """The longest common prefix of whole pieces."""
-    pairs = zip(PIECE.findall(one), PIECE.findall(other), strict=False)
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def shared_pieces(one: str, other: str, step: int = 1) -> str:
+    """The longest common prefix of whole pieces; with step -1 the longest common suffix."""
+    pairs = zip(PIECE.findall(one)[::step], PIECE.findall(other)[::step], strict=False)
+    return "".join([a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][::step])
 
 
 class Layout:
@@ -227,9 +277,10 @@ class Layout:
         self.places = [found.start() for found in LABEL.finditer(self.text)]
         self.labels = [ord(label) - FIRST_LABEL for label in LABEL.findall(self.text)]
         self.turns: dict[int, list[Span]] = {}
+        self.lacking: dict[int, str] = {}
         for tool in json.loads(template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in self.text:
-                raise BadRow("left out by the chat template", "the template leaves out the tools")
+                raise BadRow(INCOMPLETE, "the template leaves out the tools")
         for number, message in enumerate(messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
@@ -241,7 +292,7 @@ class Layout:
         for label, owner in enumerate(self.owners):
             is_needed = owner in wanted or self.messages[owner]["role"] != "assistant"
             if is_needed and label not in self.labels:
-                raise self._refused(owner, "is not complete")
+                raise self._refused(owner, "is not complete", INCOMPLETE)
         shifts = self._shifts(text, strings)
 
         def moved(place: int) -> int:
@@ -250,6 +301,23 @@ class Layout:
         return [
             (moved(start), moved(end)) for number in wanted for start, end in self._turn(number)
         ]
+
+    def unprompted(self, wanted: list[int]) -> str:
+        """What the generation prompt ends with before the first or the last turn of `wanted`, and
+        the text there does not have: a block of thoughts, in most cases.
+        """
+        for number in {*wanted[:1], *wanted[-1:]}:
+            if number not in self.lacking:
+                prompt = ""
+                with contextlib.suppress(BadRow):  # of the messages before
+                    prompt = self.template.tail(self.messages[:number], prompt=True)
+                first = next(i for i, own in enumerate(self.labels) if self.owners[own] == number)
+                before = self.constants[first]
+                shared = "" if before.startswith(prompt) else shared_pieces(prompt, before)
+                self.lacking[number] = prompt.removeprefix(shared) if shared.strip() else ""
+            if self.lacking[number]:
+                return self.lacking[number]
+        return ""
 
     def _shifts(self, text: str, strings: list[str]) -> list[int]:
         """By how much longer the row's text is than this one after 0, 1, 2 ... labels."""
@@ -277,7 +345,7 @@ class Layout:
                 for i, label in enumerate(self.labels)
                 if self.owners[label] == number and label not in self.labels[:i]
             ]
-            if not own or len(own) <= own[-1] - own[0]:
+            if not own or any(self.owners[i] != number for i in self.labels[own[0] : own[-1]]):
                 raise self._refused(number, "is not in one piece")
             first = own[0]
             last = own[-1]
@@ -285,49 +353,88 @@ class Layout:
                 spans = self._marked_turn(number, first, last)
             else:
                 spans = [(self._start(number, first), self._end(number, last))]
-            # The line break that follows an end mark belongs to the template, not to the turn.
-            start, end = spans[-1]
-            spans[-1] = (start, start + len(self.text[start:end].rstrip()))
-            if not THOUGHTS.sub("", self.text[self.places[last] + 1 : spans[-1][1]]):
-                raise self._refused(number, "has no end mark, or another one than as the last turn")
-            self.turns[number] = spans
+            self.turns[number] = self._without_next_header(number, spans, self.places[last] + 1)
         return self.turns[number]
 
+    def _without_next_header(self, number: int, spans: list[Span], content_end: int) -> list[Span]:
+        """The spans up to the end mark. The line break that follows it belongs to the template, not
+        to the turn; so does the header of the user's next turn, where a template writes it after
+        every answer. In GLM's, though, this header is all there is, and so the end mark.
+        """
+        start, end = spans[-1]
+        tail = self.text[max(start, content_end) : end].rstrip()
+        header = shared_pieces(tail, _frame(self.template).opening.rstrip(), step=-1)
+        mark = tail.removesuffix(header).rstrip() or tail
+        if not THOUGHTS.sub("", mark):
+            raise self._refused(
+                number, "has no end mark, or another one than as the last turn", NO_END_MARK
+            )
+        if mark == header and len(PIECE.findall(mark)) > 1:
+            raise self._refused(number, "ends with the header of the user's next turn")
+        return [*spans[:-1], (start, max(start, content_end) + len(mark))]
+
     def _marked_turn(self, number: int, first: int, last: int) -> list[Span]:
-        places = self.places[first : last + 1]
-        spans = [(a, b) for a, b in self.marks if any(a <= place < b for place in places)]
+        """The blocks between the neighboring messages' strings, apart from a header in them. What
+        is marked between two answers belongs to the first one, but for the second one's string.
+        """
+        blocks = [(a, b) for a, b in self.marks if self.text[a:b].strip()]
+        low = self.places[first - 1] + 1 if first else 0
+        if first and self.messages[self.owners[self.labels[first - 1]]]["role"] == "assistant":
+            low = self.places[first]
+        high = [*self.places, len(self.text)][last + 1]
+        spans = [(a, b) for a, b in blocks if a < high and low < b]
         covered = [place for place in self.places if any(a <= place < b for a, b in spans)]
-        if covered != places:
+        if covered != self.places[first : last + 1]:
             raise self._refused(number, "is not what the generation marks cover")
         with contextlib.suppress(BadRow):  # some templates mark the header too
-            spans[0] = (max(spans[0][0], self._start(number, first)), spans[0][1])
+            start = self._start(number, first)
+            spans = [(max(a, start), b) for a, b in spans if b > start]
         return spans
 
     def _start(self, number: int, first: int) -> int:
         """Where the text begins that a server would ask for."""
         before = self.constants[first]
-        header = _header(self.template)
+        header = _frame(self.template).header
+        if header == "":
+            raise BadRow(
+                NOT_LOCATED,
+                "the chat template does not write the header of an answer {% if "
+                "add_generation_prompt %} and only then, so answers cannot be told from headers; "
+                "mend this in a copy, and set model.chat_template to it",
+            )
         if header and header in before:
             return self.places[first] - len(before.rpartition(header)[2])
+        end = self.template.tail(self.messages[:number])
         prompt = self.template.tail(self.messages[:number], prompt=True)
-        own = before.removeprefix(prompt)
-        if not before.startswith(prompt) or (own.strip() and header):
+        shared = shared_pieces(prompt, before)
+        follows = shared == prompt and (header is None or before.strip() == prompt.strip())
+        if not follows and (header is None or not shared.removeprefix(end).strip()):
             raise self._refused(number, "does not begin as the generation prompt does")
-        return self.places[first] - len(own)
+        return self.places[first] - len(before) + len(OPEN_THOUGHTS.sub("", shared))
 
     def _end(self, number: int, last: int) -> int:
-        """Where the text ends that also follows the turn when it is the last."""
+        """Where the text ends that also follows the turn when it is the last, or else (gpt-oss,
+        OLMo) a user's turn.
+        """
         end = self.template.tail(self.messages[: number + 1])
+        user_end = _frame(self.template).user_end
         after = self.constants[last + 1]
-        return (
-            self.places[last] + 1 + len(end if after.startswith(end) else shared_pieces(end, after))
-        )
+        if not after.startswith(end):
+            end = shared_pieces(end, after)
+            if not end.strip() and after.startswith(user_end):
+                end = user_end
+        return self.places[last] + 1 + len(end)
 
-    def _refused(self, number: int, problem: str) -> BadRow:
+    def _refused(self, number: int, problem: str, reason: str = NOT_LOCATED) -> BadRow:
+        cures = {
+            INCOMPLETE: "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key "
+            "that it never writes, or model.chat_template",
+            NO_END_MARK: "model.chat_template to a copy that writes {{ eos_token }} after it",
+            NOT_LOCATED: "model.chat_template to a name in data/chat_templates or to a copy with "
+            "{% generation %} marks, or data.supervise: last where only earlier turns are such",
+        }
         return BadRow(
-            "not located in the chat template",
+            reason,
             f"message {number + 1} ({self.messages[number]['role']}) {problem} in the text that "
-            "the chat template writes; set model.chat_template to a name in data/chat_templates "
-            "or to a copy with {% generation %} marks, or data.supervise: last, or leave a key out "
-            "with data.ignore_keys",
+            f"the chat template writes; set {cures[reason]}",
         )

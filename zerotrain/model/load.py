@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.schema import CHAT_TEMPLATES, Config, chat_template_file
-from zerotrain.data.end_marks import fit_template
+from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.model.hub import (
     Base,
     describe_base,
@@ -28,7 +28,7 @@ from zerotrain.model.hub import (
     weight_files,
 )
 from zerotrain.model.trained import choose_trained
-from zerotrain.runtime.errors import UserError, listed
+from zerotrain.runtime.errors import UserError, listed, similar
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
@@ -51,6 +51,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     )
     if config.model.chat_template:
         set_chat_template(tokenizer, config.model.chat_template)
+    end_answers(tokenizer)
     return tokenizer
 
 
@@ -61,6 +62,12 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         UserError: it cannot be read.
     """
     file = chat_template_file(name)
+    if not file.is_file():
+        names = sorted(path.stem for path in CHAT_TEMPLATES.glob("*.jinja"))
+        raise UserError(
+            f"model.chat_template: {name} is no file, and no template of data/chat_templates: "
+            f"{', '.join(names)}{similar(name, names)}"
+        )
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -66,6 +66,12 @@ def startup_table(
     for each in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
         for reason, count in each.meta["rejected"].items():
             rows[f"rejected: {reason}"] = f"{count:,} rows, listed in {each.rejected_rows}"
+        for text, count in each.meta["unprompted"].items():
+            rows[f"WARNING: {text!r}"] = (
+                f"ends the generation prompt, but {count:,} rows have no such text before an "
+                "answer: the trained model would be asked for what it has not seen; see Reasoning "
+                "in data/README.md"
+            )
     return {
         **rows,
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
