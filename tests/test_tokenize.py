@@ -250,6 +250,52 @@ def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_toke
     assert sorted(ends) == ["<|end|>", "<|tool|>"]
 
 
+GPT_OSS = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<|call|>{% else %}{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+
+
+def tokenizer_with(sample_tokenizer, template):
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    tokenizer.add_tokens(["<|return|>", "<|call|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
+    tokenizer = tokenizer_with(sample_tokenizer, GPT_OSS)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    rows = [{"messages": TURNS}, {"messages": [TURNS[0], call, *TURNS[:2]]}]
+    whole = build(tmp_path, tokenizer, rows)
+    ends = tokenizer.convert_ids_to_tokens(whole.meta["end_tokens"])
+    assert {*ends} == {"<|call|>", "<|end|>", "<|return|>"}
+    length = int(whole.lengths[0]) - 2  # ends in <|assistant|>
+    cut = build(tmp_path, tokenizer, rows[:1], max_length=length, cache_dir=str(tmp_path / "cut"))
+    assert tokenizer.convert_ids_to_tokens(cut.meta["end_tokens"]) == ["<|end|>"]
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_rows_without_what_the_generation_prompt_ends_with_are_counted(
+    tmp_path, sample_tokenizer, thinks
+):
+    thought = "<think>\n" if thinks else ""
+    template = GPT_OSS.replace("<|assistant|>{% endif", "<|assistant|>" + thought + "{% endif")
+    data = build(tmp_path, tokenizer_with(sample_tokenizer, template), [{"messages": TURNS}] * 3)
+    assert data.meta["unprompted"] == ({thought: 3} if thinks else {})
+
+
+def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(tmp_path, sample_tokenizer):
+    tokenizer = tokenizer_with(sample_tokenizer, "{% for m in messages %}\n{{ m.content }\n")
+    for on_bad_row in ("error", "skip"):
+        with pytest.raises(UserError, match="not valid Jinja: line 2:") as error:
+            build(tmp_path, tokenizer, [{"messages": TURNS}] * 3, on_bad_row=on_bad_row)
+        assert "rows.jsonl" not in str(error.value)
+
+
 # --------------------------------------------------------------------------------------------------
 # Killed and concurrent processes
 

@@ -241,8 +241,9 @@ def tokenize_batch(
                 for name, value in zip(SCHEMA.names, values, strict=True):
                     columns[name].append(value)
     examples = pa.RecordBatch.from_pydict(columns, SCHEMA)  # arrays are copied as a whole
-    lacking = [row.unprompted for row in rendered if isinstance(row, Rendered)]
-    return TokenizedBatch(len(rendered), examples, outcomes, rejected, Counter(filter(None, lacking)))
+    rows = (row for row in rendered if isinstance(row, Rendered) and row.unprompted)
+    unprompted = Counter(row.unprompted for row in rows)
+    return TokenizedBatch(len(rendered), examples, outcomes, rejected, unprompted)
 
 
 def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:

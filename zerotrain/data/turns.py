@@ -153,21 +153,13 @@ def with_arguments_as_text(messages: list[Message]) -> list[Message]:
     (functionary, Reka).
     """
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [changed(inner) for inner in value]
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: json.dumps(inner, ensure_ascii=False)
-            if key == "arguments" and not isinstance(inner, str)
-            else changed(inner)
-            if key in ("tool_calls", "function")
-            else inner
-            for key, inner in value.items()
-        }
+    def changed(value: dict[str, Any]) -> dict[str, Any]:
+        arguments = value.get("arguments", "")
+        if "name" in value and not isinstance(arguments, str):
+            value["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        return value
 
-    return changed(messages)
+    return json.loads(json.dumps(messages), object_hook=changed)
 
 
 class Template(NamedTuple):
