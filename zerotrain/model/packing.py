@@ -9,6 +9,7 @@ parts of it for parts of the heads, and after it back: DeepSpeed-Ulysses (arXiv:
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -109,8 +110,12 @@ def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
         return f"{name} has a state"
     if not getattr(skeleton, "_supports_attention_backend", False):
         return f"{name} computes its attention itself"
-    if getattr(text, "attn_logit_softcapping", None) or not skeleton._supports_sdpa:
-        return f"{name} has attention with soft caps, sinks or biases"
+    own = getattr(text, "attn_logit_softcapping", None) or hasattr(text, "keep_window_size")  # Doge
+    if own or not skeleton._supports_sdpa:
+        return f"{name} has attention with soft caps, sinks, biases or a mask of its own"
+    for key, module in skeleton.named_modules():
+        if key.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return f"{name} counts positions from the padding token's id"  # RoBERTa
     return None
 
 
@@ -152,38 +157,39 @@ def packed_attention(
     sequence_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each example; with a mask, transformers' SDPA.
+    """Causal attention within each example; with a mask of four dimensions, transformers' SDPA.
 
     Args:
-        query: [1, heads, tokens, head size]; with sequence_group or a mask [examples, ...].
+        query: [examples, heads, tokens, head size]; one row where examples are packed.
         key, value: the same, with as many heads or a divisor of it.
         attention_mask: what packed_mask has returned.
-        position_ids: int64 [1, tokens]; None for one example.
-        sliding_window: tokens that a token sees, with itself.
+        position_ids: int64 [1, tokens]. Some models give them to attention alone, others to the
+            mask alone.
+        sliding_window: not used: some models leave it out, and the mask has it.
         sequence_group: the ranks that have the other parts of the sequence.
 
     Returns:
-        [1, tokens, heads, head size], and None instead of the attention weights.
+        [examples, tokens, heads, head size], and None instead of the attention weights.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dim() > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if sequence_group is not None:
         query, key, value = (_exchange(x, sequence_group) for x in (query, key, value))
-    lengths = [query.shape[2]]
+    window, *lengths = [0, query.shape[2]] if attention_mask is None else attention_mask.tolist()
     if position_ids is not None and len(query) == 1:
         if position_ids not in _lengths:
             _lengths[position_ids] = _example_lengths(position_ids, sequence_group)
         lengths = _lengths[position_ids]
     if len(query) == 1 and _has_kernel(query, value) and not options.get("dropout"):
-        output = _varlen_attention(query, key, value, lengths, options, sliding_window)
+        output = _varlen_attention(query, key, value, lengths, options, window)
     else:
         outputs = []
         for states in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
             mask = None  # SDPA is causal without one
             tokens = states[0].shape[2]
-            if sliding_window and sliding_window < tokens:
+            if 0 < window < tokens:
                 seen = query.new_ones(tokens, tokens, dtype=torch.bool)
-                mask = seen.tril().triu(1 - sliding_window)[None, None]
+                mask = seen.tril().triu(1 - window)[None, None]
             outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])
         output = torch.cat(outputs, dim=1)
     if sequence_group is not None:
@@ -223,8 +229,15 @@ def _example_lengths(position_ids: torch.Tensor, group: dist.ProcessGroup | None
         parts = [torch.empty_like(position_ids) for _ in range(group.size())]
         dist.all_gather(parts, position_ids.contiguous(), group=group)
         position_ids = torch.cat(parts, dim=1)
-    begins = (position_ids[0].diff() != 1).nonzero().flatten() + 1
-    return np.diff([0, *begins.tolist(), position_ids.shape[-1]]).tolist()
+    return _lengths_between(position_ids[0].diff() != 1, position_ids.shape[-1])
+
+
+def _lengths_between(begins: torch.Tensor, tokens: int) -> list[int]:
+    """Lengths of examples, from bool [tokens - 1]: whether one begins at each token but the first.
+    Waits for the device.
+    """
+    starts = begins.nonzero().flatten() + 1
+    return np.diff([0, *starts.tolist(), tokens]).tolist()
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -245,7 +258,7 @@ def _varlen_attention(
     value: torch.Tensor,
     lengths: list[int],
     options: dict[str, Any],
-    sliding_window: int | None,
+    window: int,
 ) -> torch.Tensor:
     """Like packed_attention, with torch's kernel."""
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
@@ -255,26 +268,40 @@ def _varlen_attention(
         ends, ends, max(lengths), max(lengths),
         scale=options.get("scaling"),
         # tokens before and after the query's own; -1: all of them
-        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        window_size=(window - 1 if window else -1, 0),
         enable_gqa=True,
     )  # fmt: skip
     return output[None]
 
 
+@torch.compiler.disable  # the lengths are values of a tensor
 def packed_mask(
     *,
     q_length: int,
     kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
+    local_size: int | None = None,
     **options: Any,
-) -> torch.Tensor | None:
-    """None for packed examples and whatever else is causal from the first token on. With padding, a
-    cache, or a pattern of the model's own (then transformers sets use_vmap) the usual mask.
+) -> torch.Tensor:
+    """What packed_attention needs of the mask of whole rows: int64 [1 + examples], on the CPU: the
+    sliding window, 0 for none, and the length of each packed example. With padding, a cache, or a
+    pattern of the model's own (then transformers sets use_vmap), or where a token sees the next
+    one, the usual mask.
+
+    Args:
+        mask_function: whether query i sees key j, of (batch, head, i, j).
+        local_size: the sliding window.
     """
     if attention_mask is None and q_length == kv_length and not use_vmap:
-        return None
-    options |= {"attention_mask": attention_mask, "use_vmap": use_vmap}
+        after = torch.arange(1, q_length, device=device)
+        if not mask_function(0, 0, after - 1, after).any():
+            begins = ~mask_function(0, 0, after, after - 1)
+            return torch.tensor([local_size or 0, *_lengths_between(begins, q_length)])
+    options |= {"attention_mask": attention_mask, "use_vmap": use_vmap, "device": device}
+    options |= {"mask_function": mask_function, "local_size": local_size}
     return eager_mask(q_length=q_length, kv_length=kv_length, **options)
 
 
