@@ -1,6 +1,7 @@
 """Packed examples equal the same examples alone.    pytest tests/test_packing.py"""
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -8,21 +9,30 @@ import pytest
 import torch
 from conftest import read_metrics, strategy
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    CTRLConfig,
     DeepseekV3Config,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTBigCodeConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
+    PersimmonConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    RobertaConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model import packing
@@ -30,6 +40,7 @@ from zerotrain.model.architecture import meta_model
 from zerotrain.model.packing import PACKED_EXAMPLES, resolve_batching
 from zerotrain.model.probes import check_causal, check_packing
 from zerotrain.runtime.errors import UserError
+from zerotrain.tools.equivalence import small_config
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
@@ -52,6 +63,19 @@ FAMILIES = {
         **{**SIZES, "num_key_value_heads": 4}, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,
     ),
+    "phimoe, sliding window that only the mask has": PhimoeConfig(
+        **SIZES, **EXPERTS, sliding_window=5
+    ),
+    "qwen2_moe, sliding window that only the mask has": Qwen2MoeConfig(
+        **SIZES, **MIXED, num_experts=4, num_experts_per_tok=2, use_sliding_window=True,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16, max_window_layers=1,
+    ),
+    "gpt_bigcode, positions that only the mask has": GPTBigCodeConfig(
+        vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT
+    ),
+    "persimmon": PersimmonConfig(**{**SIZES, "num_key_value_heads": 4}, hidden_dropout=0),
+    "ctrl": CTRLConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4, dff=48, n_positions=256,
+                       embd_pdrop=0, resid_pdrop=0),
     "gpt2": GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=256,
                        **NO_DROPOUT),
     "opt": OPTConfig(vocab_size=320, hidden_size=32, ffn_dim=48, num_hidden_layers=2, dropout=0.0,
@@ -81,6 +105,8 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
     ids = torch.randint(3, 320, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
     if checkpointing:
+        if not ours.supports_gradient_checkpointing:
+            pytest.skip("CTRL")
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     ours.train()
     packed = ours(input_ids=ids, position_ids=position_ids, use_cache=False).logits
@@ -134,7 +160,6 @@ def test_an_epoch_has_the_same_losses_packed_and_bucketed(
 def attend(window, device, dtype, size):
     """The output of attention with two heads per key, and the gradients of its inputs."""
     lengths = [12, 7, 1, 150]
-    position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
     generator, model = torch.Generator().manual_seed(0), models("llama, grouped heads")[1]
     layer = model.model.layers[0].self_attn
     states = [
@@ -142,9 +167,8 @@ def attend(window, device, dtype, size):
         for heads in (4, 2, 2)
     ]
     scale = 1.2 * size**-0.5  # not the default, 1 * size**-0.5
-    output, _ = packing.packed_attention(
-        layer, *states, None, position_ids=position_ids, scaling=scale, sliding_window=window
-    )
+    mask = torch.tensor([window or 0, *lengths])
+    output, _ = packing.packed_attention(layer, *states, mask, scaling=scale)
     output.square().sum().backward()
     return [output.detach(), *(state.grad for state in states)]
 
@@ -219,6 +243,12 @@ BUCKETED = {
     "Phi3ForCausalLM encodes positions by the longest": Phi3Config(
         **SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=64
     ),
+    "DogeForCausalLM has attention with soft caps, sinks, biases or a mask of its own": DogeConfig(
+        **SIZES
+    ),
+    "RobertaForCausalLM counts positions from the padding token": RobertaConfig(
+        **SIZES, is_decoder=True
+    ),
 }  # fmt: skip
 
 
@@ -239,3 +269,43 @@ def test_a_model_whose_packed_examples_differ_is_refused():
     with pytest.raises(UserError, match="packed examples of FalconForCausalLM differ from"):
         check_packing(model.train(), range(64), CPU)
     assert model.training
+
+
+def small_models():
+    """{type: a small model} of each causal model of transformers that its default config makes,
+    with a sliding window where the type has one.
+    """
+    found = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for sizes in ({}, {"head_dim": 8, "num_key_value_heads": 2}):
+            with suppress(Exception):  # a model's own code can raise anything
+                config = small_config(AutoConfig.for_model(kind, **sizes))
+                text = config.get_text_config()
+                text.vocab_size, text.pad_token_id = 320, None
+                if hasattr(text, "sliding_window"):
+                    text.sliding_window = 5
+                torch.manual_seed(0)
+                found[kind] = AutoModelForCausalLM.from_config(config)
+                break
+    return found
+
+
+def test_auto_packs_no_type_of_model_that_would_be_refused(resolve):
+    packed = []
+    for kind, model in small_models().items():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.1)
+        try:
+            check_causal(model, range(3, 320), CPU)
+        except (UserError, RuntimeError, AttributeError):  # an encoder; sizes that do not fit
+            continue
+        try:
+            batching, *_ = resolve(model.config)
+        except UserError:  # one part of several
+            continue
+        if batching == "packed":
+            model.set_attn_implementation(PACKED_EXAMPLES)
+            check_packing(model, range(3, 320), CPU)
+            packed.append(kind)
+    assert len(packed) > 75, packed

@@ -176,6 +176,8 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = (_exchange(x, sequence_group) for x in (query, key, value))
     window, *lengths = [0, query.shape[2]] if attention_mask is None else attention_mask.tolist()
+    if sequence_group is not None:
+        lengths = [query.shape[2]]  # the mask is of this rank's part
     if position_ids is not None and len(query) == 1:
         if position_ids not in _lengths:
             _lengths[position_ids] = _example_lengths(position_ids, sequence_group)

@@ -272,10 +272,13 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
                 setattr(part, key, (kinds * 2)[:few] if key == "layer_types" else value[:few])
             elif isinstance(value, float) and ("dropout" in key or "pdrop" in key):
                 setattr(part, key, 0.0)
+        heads = [getattr(part, f"num_{kind}_heads", None) for kind in ("key_value", "attention")]
         for key, value in SMALL.items():
-            if getattr(part, key, None) is not None:
-                with suppress(AttributeError):  # follows from others
+            with suppress(AttributeError, RuntimeError):  # follows from others, or differs by layer
+                if getattr(part, key, None) is not None:
                     setattr(part, key, value)
+        if heads[0] and heads[0] == heads[1]:
+            part.num_key_value_heads = part.num_attention_heads
         if hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = few
     return model_config
