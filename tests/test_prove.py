@@ -4,10 +4,11 @@ pytest tests/test_prove.py
 
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import REPO
+from conftest import REPO, write_rows
 
 import zerotrain.data.loader
 import zerotrain.data.tokenize
@@ -56,25 +57,56 @@ def test_a_proof_can_fail(tiny_config, monkeypatch, capsys):
 # prove.py data
 
 
+def edges(mask, after):
+    """The first supervised token of each answer, or the last."""
+    return np.flatnonzero(np.diff(mask.astype(int), append=0) == (-1 if after else 1)) + 1 - after
+
+
+def marked(mask, places, value):
+    changed = mask.copy()
+    changed[np.minimum(places, len(mask) - 1)] = value
+    return changed
+
+
+WRONG = {
+    "shifted": (lambda mask: np.roll(mask, 1), " is not supervised"),
+    "the token before an answer": (
+        lambda mask: marked(mask, edges(mask, False) - 1, True), "is supervised"
+    ),
+    "no end mark": (lambda mask: marked(mask, edges(mask, True), False), "is supervised up to"),
+    "more than the end mark": (
+        lambda mask: marked(mask, edges(mask, True) + 1, True), "is supervised"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", WRONG)
 def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
-    tiny_config, monkeypatch, capsys
+    tiny_config, tmp_path, chat_rows, monkeypatch, capsys, defect
 ):
-    monkeypatch.setattr(sys, "argv", ["prove.py", "data", "--config", str(tiny_config())])
+    wrong, said = WRONG[defect]
+    rows = [{"messages": a["messages"] + b["messages"][-2:]} for a, b in pairwise(chat_rows[:21])]
+    rows = write_rows(tmp_path / "answers.jsonl", rows)
+    config = tiny_config(
+        data__train_sources=[str(rows)], data__eval_sources=None, data__max_length=1000
+    )
+    monkeypatch.setattr(sys, "argv", ["prove.py", "data", "--config", str(config)])
     with pytest.raises(SystemExit) as ended:
         prove.main()
     assert ended.value.code == 0, capsys.readouterr().out
-    assert "70 rows, 70 compared with their text" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "20 rows, 20 compared with their text" in out and "  40 answers, compared" in out
     fetch = zerotrain.data.tokenize.TokenizedRows.fetch
 
     def shifted(self, rows):
         ids, masks = fetch(self, rows)
-        return ids, [np.roll(mask, 1) for mask in masks]
+        return ids, [wrong(mask) for mask in masks]
 
     monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", shifted)
     with pytest.raises(SystemExit) as ended:
         prove.main()
     out = capsys.readouterr().out
-    assert ended.value.code == 1 and "REFUTED" in out and "train.jsonl:1: " in out
+    assert ended.value.code == 1 and "REFUTED" in out and "answers.jsonl:1: " in out and said in out
 
 
 def test_rows_that_cannot_be_compared_prove_nothing(tiny_config, monkeypatch, capsys):

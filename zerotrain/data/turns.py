@@ -412,7 +412,9 @@ class Layout:
         user_end = _frame(self.template).user_end
         after = self.constants[last + 1]
         if not after.startswith(end):
-            end = shared_pieces(end, after)
+            marks = iter([piece for piece in PIECE.findall(end) if piece.strip()])
+            pieces = PIECE.findall(after)  # in which the white space may be another
+            end = "".join(takewhile(lambda p: not p.strip() or p == next(marks, None), pieces))
             if not end.strip() and after.startswith(user_end):
                 end = user_end
         return self.places[last] + 1 + len(end)
