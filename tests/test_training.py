@@ -16,6 +16,7 @@ from conftest import (
     read_metrics,
     save_tiny_llama,
     strategy,
+    write_rows,
 )
 from safetensors.torch import load_file
 
@@ -55,9 +56,12 @@ LAYOUTS = [  # strategy, ranks, tokens of a micro-batch, batching, activation ch
 
 @pytest.mark.parametrize("name, ranks, budget, batching, recompute", LAYOUTS)
 def test_equals_a_plain_loop(
-    forks, tiny_config, tmp_path, sample_tokenizer, plain, name, ranks, budget, batching, recompute
-):
-    """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's."""
+    forks, tiny_config, tmp_path, sample_tokenizer, chat_rows, plain, name, ranks, budget, batching,
+    recompute,
+):  # fmt: skip
+    """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's. The
+    held-out set takes several steps.
+    """
     name, *shared = name.split()
     ds_config = REPO / "ds_configs" / f"{name}.json"
     if shared or shutil.which("g++") is None:
@@ -68,6 +72,7 @@ def test_equals_a_plain_loop(
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching, model__loss_chunk_tokens=60,
         model__activation_checkpointing=recompute, ds_config=str(ds_config),
+        data__eval_sources=[str(write_rows(tmp_path / "eval.jsonl", chat_rows[:30]))],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     if not plain:
