@@ -17,7 +17,7 @@ from namespaces import left_on, needs_hosts, start
 from zerotrain.launch import node
 from zerotrain.launch.environment import environment_of_job
 from zerotrain.launch.hostfile import read_hostfile, select_hosts
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import EnvironmentFailure, UserError
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
@@ -165,11 +165,11 @@ def test_a_signal_that_arrives_with_the_job_is_forwarded():
     assert "rank 0 ended with exit code 143" in wrapper.stdout.read()
 
 
-def test_an_address_that_cannot_be_resolved_is_a_mistake_unless_it_is_not_needed(
+def test_an_address_that_cannot_be_resolved_is_a_failure_unless_it_is_not_needed(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(node, "RESOLVE_SECONDS", 0)
-    with pytest.raises(UserError, match=r"nosuch\.invalid"):
+    with pytest.raises(EnvironmentFailure, match=r"nosuch\.invalid"):
         node.interface_towards("nosuch.invalid", queue.SimpleQueue())
     (tmp_path / "nothing.py").touch()
     options = ["--nodes=2", "--node_rank=0", "--ranks_per_node=1", "--master_addr=nosuch.invalid"]

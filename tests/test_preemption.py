@@ -1,11 +1,21 @@
 """Preemption at any moment, by a signal to one rank.    pytest tests/test_preemption.py"""
 
+import os
 import signal
 import time
 
 import psutil
 import pytest
-from conftest import determined, is_saving, logged, read_metrics, strategy, write_rows
+from conftest import (
+    determined,
+    is_saving,
+    logged,
+    read_metrics,
+    start,
+    strategy,
+    wait_until,
+    write_rows,
+)
 
 from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete
@@ -56,10 +66,7 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
         else:
             assert finished.code == 75, f"{moment}\n{finished.output}"
             saved = list_complete(folder / "checkpoints")
-            assert (
-                saved[-1].name == f"step_{steps:08d}"
-                and checkpoint_problem(saved[-1], True) is None
-            )
+            assert saved[-1].name == f"step_{steps:08d}" and checkpoint_problem(saved[-1]) is None
             assert f"preempted: step {steps}, " in finished.output
         if moment == "in an evaluation":
             assert (steps, evals) == (6, 1), "it is interrupted and followed by no step"
@@ -126,3 +133,29 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
     finished = forks.train(config, *flags, ranks=2)
     assert finished.code == 0 and "resuming from" in finished.output, finished.output
     assert curves(tmp_path / "run") == curves(tmp_path / "whole")
+
+
+# --------------------------------------------------------------------------------------------------
+# Launchers
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, tmp_path, launcher):
+    """They would train on for ever, with the GPUs and the lock of the folder."""
+    folder = tmp_path / "run"
+    config = tiny_config(train__epochs=None, train__steps=100_000)
+    started = start(config, ranks=2, launcher=launcher)
+    wait_until(lambda: logged(folder, "train"), started)
+    processes = [psutil.Process(int(line.split()[0])) for line in left_running()]
+    ranks = [process for process in processes if "RANK" in process.environ()]
+    assert len(ranks) == 2
+    [parent] = {rank.ppid() for rank in ranks}
+    os.kill(parent, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, 120)
+    assert not alive
+    started.wait(120)
+    [saved] = list_complete(folder / "checkpoints")
+    assert checkpoint_problem(saved) is None
+    assert saved.name == f"step_{len(logged(folder, 'train')):08d}"
+    assert not (folder / "run.lock").exists()

@@ -1,11 +1,14 @@
 """What every process needs: errors, the process group.    pytest tests/test_runtime.py"""
 
 import ast
+import socket
+import sys
 import time
 
 import pytest
-from conftest import REPO
+from conftest import REPO, free_port, run
 
+from zerotrain.model import engine
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
 from zerotrain.runtime.process_group import check_devices
 
@@ -51,3 +54,38 @@ def test_no_message_between_ranks_is_a_pickle():
             assert not name.endswith(("gather_object", "broadcast_object", "_object_list")), (
                 f"{file}: {name}"
             )
+
+
+def test_a_stale_lock_of_a_compiler_is_named(tmp_path, monkeypatch, capsys):
+    """torch waits for it for ever, in silence."""
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(engine, "COMPILE_SECONDS", 0.2)
+    with engine.say_what_compiles():
+        time.sleep(1)
+    assert f"{lock}: an operator is being compiled" in capsys.readouterr().err
+    with engine.say_what_compiles():
+        pass
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(tiny_config, taken):
+    """A busy port, or a first rank that does not come: exit code 1, so that it is started again."""
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        variables = {
+            "RANK": "0" if taken else "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(busy.getsockname()[1]) if taken else free_port(),
+        }  # fmt: skip
+        command = ["env", *(f"{name}={value}" for name, value in variables.items())]
+        finished = run(
+            [*command, sys.executable, "train.py", "--config", tiny_config(),
+             "--distributed.timeout_seconds", 3]
+        )  # fmt: skip
+    assert finished.code == 1, finished.output
+    assert "cannot meet the others at MASTER_ADDR" in finished.output

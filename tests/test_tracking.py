@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import time
 from contextlib import suppress
 
 import pytest
-from conftest import read_metrics
+from conftest import logged, read_metrics, start, wait_until
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete
@@ -26,18 +27,23 @@ ANSWER = {"prompt": "1 + 1", "expected": "2", "answer": "</script>", "score": 0.
 
 def starts_of(run_folder):
     """Of each start of a run, oldest first: W&B's id and the rows, as W&B reads its own files."""
-    from wandb.util import get_core_path
-
     starts = []
     for file in sorted((run_folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
-        command += ["--run-file", file, file.parent.parent]
-        finished = subprocess.run(command, capture_output=True, text=True, check=True)
-        records = [json.loads(line) for line in finished.stdout.splitlines()]
+        records = records_of(file)
         [run] = [record["run"] for record in records if record["type"] == "run"][:1]
         rows = [record["history"]["item"] for record in records if record["type"] == "history"]
         starts.append((run["run_id"], rows))
     return starts
+
+
+def records_of(file):
+    """The records of a file of W&B."""
+    from wandb.util import get_core_path
+
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
+    command += ["--run-file", file, file.parent.parent]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
 def assert_no_secret_in(folder):
@@ -81,6 +87,25 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
     starts = [(s["step"], s["world_size"]) for s in read_metrics(folder, "start")]
     assert starts == [(0, 1), (saved, 1)]
     assert_no_secret_in(folder)
+
+
+@pytest.mark.launch
+def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
+    """Its launcher also sends SIGTERM to the rank and its children. No rank prints a traceback."""
+    folder = tmp_path / "run"
+    config = tiny_config(train__epochs=None, train__steps=100_000, tracking={"wandb": "offline"})
+    with (tmp_path / "log").open("w+") as log:
+        run = start(config, ranks=2, stdout=log)
+        wait_until(lambda: len(logged(folder)) > 4, run)
+        os.killpg(run.pid, signal.SIGINT)
+        run.wait(120)
+    output = (tmp_path / "log").read_text()
+    assert re.findall(r"^interrupted; .*", output, re.MULTILINE)
+    assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output
+    [(_, rows)] = starts_of(folder)
+    assert rows[-1]["step"] == read_metrics(folder)[-1]["step"]
+    [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    assert "exit" in {record["type"] for record in records_of(file)}
 
 
 @pytest.mark.parametrize("answers", ["refuses", "is silent"])

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zerotrain.config import schema
 from zerotrain.config.schema import Config, Source
-from zerotrain.runtime.errors import UserError, describe, similar
+from zerotrain.runtime.errors import UserError, describe, disk_error, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
@@ -162,7 +162,7 @@ def check_start(config: Config) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UserError(
+        raise disk_error(error)(
             f"output_dir: cannot write {config.output_dir}: {folder}: {error.strerror}; choose "
             "another folder"
         ) from error

@@ -51,7 +51,7 @@ from zerotrain.data.sources import (
     parse_row,
     read_rows,
 )
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError, describe, disk_error
 from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
 from zerotrain.runtime.progress import progress_bar
 
@@ -164,7 +164,7 @@ def tokenize_sources(
                 os.replace(draft, target)
             sync_folder(target.parent)
     except OSError as error:
-        raise UserError(
+        raise disk_error(error)(
             f"data.cache_dir: cannot write {target.parent}: {describe(error)}; set it to a folder "
             "that you can write to and that has room"
         ) from error

@@ -33,7 +33,7 @@ import psutil
 
 from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
-    UserError,
+    EnvironmentFailure,
     describe,
     exit_code_of_signal,
     exit_on_error,
@@ -42,7 +42,9 @@ from zerotrain.runtime.errors import (
 READY = "node: ready "
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
-RESOLVE_SECONDS = 60.0  # on Kubernetes, a pod can start before the name of the first one resolves
+# On Kubernetes, a pod can start before the name of the first one resolves: that is waited for as
+# long as a rendezvous is by default.
+RESOLVE_SECONDS = 1800.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
@@ -165,9 +167,10 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
     that cannot be resolved is tried again for RESOLVE_SECONDS, or until there is a request.
 
     Raises:
-        UserError: the name does not resolve, or there is no route.
+        EnvironmentFailure: the name does not resolve, or there is no route.
     """
     deadline = time.monotonic() + RESOLVE_SECONDS
+    is_said = False
     while True:
         try:
             family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -177,7 +180,10 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
             break
         except OSError as error:
             if time.monotonic() > deadline or not requests.empty():
-                raise UserError(f"--master_addr {address}: {describe(error)}") from None
+                raise EnvironmentFailure(f"--master_addr {address}: {describe(error)}") from None
+            if not is_said:
+                print(f"waiting for --master_addr {address}: {describe(error)}", flush=True)
+                is_said = True
         time.sleep(POLL_SECONDS)
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == source for entry in entries):

@@ -1,10 +1,16 @@
 """Build DeepSpeed's engine around the model of a config."""
 
-from contextlib import redirect_stdout
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import deepspeed
 from deepspeed.utils import set_z3_leaf_module
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import zero_stage
@@ -22,9 +28,37 @@ from zerotrain.model.probes import (
 )
 from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import run_on_all_ranks
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import UserError, rank_prefix
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
+
+COMPILE_SECONDS = 30
+
+
+@contextmanager
+def say_what_compiles() -> Iterator[None]:
+    """Name the locks of torch's extension cache that exist after COMPILE_SECONDS. A process that is
+    killed while it compiles leaves one, for which every later start would wait in silence.
+    """
+
+    def report() -> None:
+        cache = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+        for lock in sorted(Path(cache).rglob("lock")):
+            print(
+                f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
+                "does that (a compiler would run), remove the file",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    timer = threading.Timer(COMPILE_SECONDS, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def build_engine(
@@ -63,7 +97,8 @@ def build_engine(
     if zero_stage(ds_config) == 0 and setup.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
     try:
-        with redirect_stdout(StringIO()):  # memory use, in 15 lines
+        # DeepSpeed prints its memory use, in 15 lines
+        with say_what_compiles(), redirect_stdout(StringIO()):
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),

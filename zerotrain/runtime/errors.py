@@ -62,6 +62,14 @@ class RunFailed(AgreedError):
     exit_code = EXIT_FAILURE
 
 
+def disk_error(error: OSError) -> type[UserError]:
+    """UserError for a path that is wrong or forbidden, EnvironmentFailure for a full or failing
+    disk.
+    """
+    wrong = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError)
+    return UserError if isinstance(error, wrong) else EnvironmentFailure
+
+
 def describe(error: Exception) -> str:
     """The message of an error in one line, without the errno and repr that Python adds."""
     if isinstance(error, OSError) and error.strerror:

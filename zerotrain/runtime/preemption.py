@@ -1,5 +1,8 @@
-"""Preemption: SIGTERM and SIGUSR1 are recorded until the training loop has saved."""
+"""Preemption: SIGTERM and SIGUSR1 are recorded until the training loop has saved. They are also
+what is left of a launcher that was killed.
+"""
 
+import ctypes
 import os
 import signal
 import socket
@@ -14,6 +17,10 @@ import psutil
 from zerotrain.runtime.errors import exit_code_of_signal, rank_prefix
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# parts of their command lines
+DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
+LAUNCHERS = (DEEPSPEED_LAUNCHER, "torchrun", "torch.distributed.run", "torch/distributed/run.py")
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 RUNNER_POLL_SECONDS = 1.0
 DEEPSPEED_KILL_SECONDS = 30.0  # deepspeed/launcher/launch.py, terminate_process_tree
 TIDY_SECONDS = 5.0  # for the `finally` blocks of a process that exits without saving
@@ -35,7 +42,7 @@ class PreemptionHandler:
 
     def __init__(self, grace_seconds: float) -> None:
         self.signal: int | None = None
-        self._grace_seconds = grace_seconds
+        self.grace_seconds = grace_seconds
         self._deferred = False
         self._noticed, self._notice = socket.socketpair()
         self._notice.setblocking(False)
@@ -43,6 +50,7 @@ class PreemptionHandler:
         signal.set_wakeup_fd(self._notice.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, self._receive)
+        signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
     def _receive(self, number: int, frame: object) -> None:
@@ -50,11 +58,16 @@ class PreemptionHandler:
             sys.exit(exit_code_of_signal(number))  # runs every `finally` block
         self.signal = self.signal or number
 
+    def _interrupt(self, number: int, frame: object) -> None:
+        """Ctrl-C: what a launcher sends on top of it does not interrupt the `finally` blocks."""
+        self.signal = self.signal or number
+        raise KeyboardInterrupt
+
     def _watch(self) -> None:
         number = 0
         while number not in STOP_SIGNALS:
             number = self._noticed.recv(1)[0]
-        seconds = self._grace_seconds if self._deferred else TIDY_SECONDS
+        seconds = self.grace_seconds if self._deferred else TIDY_SECONDS
         time.sleep(seconds)
         print(
             f"{rank_prefix()}{signal.Signals(number).name} {seconds:.0f} s ago, and this rank has "
@@ -75,7 +88,9 @@ class PreemptionHandler:
 
 
 def follow_launcher() -> bool:
-    """Terminate DeepSpeed's launcher when its parent, the runner, has ended.
+    """End with the launcher, torchrun's or DeepSpeed's, that has started this rank: if it is
+    killed, the rank gets SIGTERM, as at a preemption. And terminate DeepSpeed's launcher when its
+    parent, the runner, has ended.
 
     A user or a scheduler stops the runner. On SIGTERM it exits without stopping the launcher that
     it started, which would continue to train unattended. The launcher stops its ranks on SIGTERM.
@@ -84,7 +99,13 @@ def follow_launcher() -> bool:
         Whether this process is a child of DeepSpeed's launcher.
     """
     launcher = psutil.Process().parent()
-    if launcher is None or "deepspeed.launcher.launch" not in launcher.cmdline():
+    command = " ".join(launcher.cmdline()) if launcher else ""
+    if not any(name in command for name in LAUNCHERS):
+        return False
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher.pid:  # it was killed before that
+        os.kill(os.getpid(), signal.SIGTERM)
+    if DEEPSPEED_LAUNCHER not in command:
         return False
     runner = launcher.ppid()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from zerotrain.runtime.errors import AgreedError, UserError, describe
+from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, describe
 from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
 from zerotrain.runtime.rank_env import rank_variables
 
@@ -97,7 +97,8 @@ def process_group(
         expected_ranks: world size that the user has asked for.
 
     Raises:
-        UserError: another world size, no GPU for this rank, or the rendezvous cannot be used.
+        UserError: another world size, no GPU for this rank, or no address of a rendezvous.
+        EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
@@ -107,9 +108,9 @@ def process_group(
             "hosts started, with the same hostfile?"
         )
     find_ninja()
-    if follow_launcher():
-        grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     stop = PreemptionHandler(grace_seconds)
+    if follow_launcher():
+        stop.grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -138,7 +139,9 @@ def process_group(
             device_id=device if device.type == "cuda" and world_size > 1 else None,
         )
     except (ValueError, dist.DistNetworkError) as error:
-        raise UserError(
+        # a variable that is not set, or a port that is busy and a first rank that is late
+        kind = UserError if isinstance(error, ValueError) else EnvironmentFailure
+        raise kind(
             f"rank {rank} cannot meet the others at MASTER_ADDR and MASTER_PORT, which launchers "
             f"set: {describe(error)[:200]}; if another run uses the port, choose another one with "
             "the launcher's --master_port"
