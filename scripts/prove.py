@@ -9,9 +9,10 @@ epoch   Run every rank's loader over a whole epoch and count the examples that i
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
         example must appear exactly once.
 data    Read every row of all sources and compare it with its decoded tokens and loss mask. The
-        content of each answer must be supervised, that of every other message must not be. Rows of
-        plain text, cut or split rows, and all rows under data.supervise: all are counted but not
-        compared. It also lists the end marks.
+        content of each answer must be supervised, that of every other message must not be. In chats
+        each answer must also begin after the generation prompt, and end as the chat template ends
+        it. Rows of plain text, cut or split rows, and all rows under data.supervise: all are
+        counted but not compared. It also lists the end marks.
 equivalence
         Train a small copy of the model, with random weights, for a few steps on the first rows,
         with every file of ds_configs/ and that of the config, bucketed and packed, on several ranks

@@ -18,6 +18,8 @@ from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.data.options import RenderOptions
 from zerotrain.data.render import encode, find_targets, render
 from zerotrain.data.sources import BadRow
+from zerotrain.model.load import set_chat_template
+from zerotrain.runtime.errors import UserError
 
 OPTIONS = RenderOptions("messages", {}, False, "answers", 10_000, "truncate")
 
@@ -447,6 +449,11 @@ def test_named_templates(name):
             turns = supervised_turns(tokenizer, {"messages": messages})
             assert without_space(turns) == [NAMED[name].replace(mark, end)]
         tokenizer = tokenizer_with(WORDS, None, [], "</s>")
+
+
+def test_an_unknown_name_of_a_template_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"mistrall is no .*alpaca, .*, or did you mean mistral\?"):
+        set_chat_template(copy.deepcopy(WORDS), "mistrall")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -110,6 +110,20 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
     template.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE.replace("PROMPT", ""))
     config = tiny_config(model__chat_template=str(template), data__eval_sources=None)
     assert "requests give" in check_requests(config), "of another day"
+    no_end = TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}<|end|>", "{{ m.content }}", 1)
+    template.write_text(no_end)
+    assert "requests give" in check_requests(config), "the run adds an end mark"
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    row = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    rows = write_rows(tmp_path / "calls.jsonl", [{"messages": row}] * 20)
+    called = "{{ m.content or m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}"
+    template.write_text(TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}", called, 1))
+    calls = tiny_config(
+        name="calls.yaml",
+        model__chat_template=str(template), data__eval_sources=None,
+        data__train_sources=[str(rows)],
+    )  # fmt: skip
+    assert "requests give" in check_requests(calls), "arguments as JSON"
     template.write_text(TEMPLATE.replace("PROMPT", "<think>"))
     with pytest.raises(VerificationFailed, match=r"jsonl:1: the prompt of message \d: served tok"):
         check_requests(config)

@@ -222,17 +222,31 @@ def answer(model_folder: str, questions: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def prompt_ids(tokenizer: Any, before_template: str = "", **request: Any) -> list[int] | str:
-    """What a server makes of a request: int [tokens], or the error."""
+def prompt_ids(
+    tokenizer: Any, before_template: str = "", as_text: bool = False, **request: Any
+) -> list[int] | str:
+    """What a server makes of a request: int [tokens], or the error.
+
+    Args:
+        as_text: pass the arguments of tool calls as JSON, which is tried where a template refuses
+            them as objects.
+    """
     try:
         if "text" in request:
             return tokenizer(request["text"])["input_ids"]
+        for message in request["conversation"] if as_text else ():
+            for call in message.get("tool_calls", ()):
+                function = call.get("function", call)
+                if not isinstance(function.get("arguments", ""), str):
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         own = tokenizer.get_chat_template(tools=request["tools"])
         encoded = tokenizer.apply_chat_template(
             **request, chat_template=before_template + own, tokenize=True, return_dict=True
         )
         return encoded["input_ids"]
     except Exception as error:  # templates raise anything
+        if not as_text and "conversation" in request:
+            return prompt_ids(tokenizer, before_template, True, **request)
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -1,6 +1,7 @@
 """The table printed at start-up, and the resolved configs written to the run folder."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,15 +64,17 @@ def startup_table(
         rows[f"source {i + 1}"] = f"{name}, read as {meta['formats'][i]}: {count}"
     for name, each in eval_plans.items():
         rows[f"held out: {name}"] = f"{len(each.data):,} examples"
+    unprompted = Counter()
     for each in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
         for reason, count in each.meta["rejected"].items():
             rows[f"rejected: {reason}"] = f"{count:,} rows, listed in {each.rejected_rows}"
-        for text, count in each.meta["unprompted"].items():
-            rows[f"WARNING: {text!r}"] = (
-                f"ends the generation prompt, but {count:,} rows have no such text before an "
-                "answer: the trained model would be asked for what it has not seen; see Reasoning "
-                "in data/README.md"
-            )
+        unprompted.update(each.meta["unprompted"])
+    for text, count in unprompted.items():
+        rows[f"WARNING: {text!r}"] = (
+            f"ends the generation prompt, but {count:,} rows have no such text before an answer: "
+            "the trained model would be asked for what it has not seen; see Reasoning in "
+            "data/README.md"
+        )
     return {
         **rows,
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
