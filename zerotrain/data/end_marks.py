@@ -45,7 +45,7 @@ def describe_masks(
     masks = f"{SUPERVISED[config.supervise]}, ending in {shown}"
     template = str(tokenizer.chat_template)
     if chat and (template.startswith(WRITTEN_ALWAYS) or template.endswith(WRITTEN_LAST)):
-        masks += ", which this run adds to the chat template, as it ends answers with no token"
+        masks += ", added to the chat template, which ends answers with no token"
     return {"masks": masks, "end_tokens": ends}
 
 

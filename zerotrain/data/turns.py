@@ -272,7 +272,11 @@ class Layout:
         self.lacking: dict[int, str] = {}
         for tool in json.loads(template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in self.text:
-                raise BadRow(INCOMPLETE, "the template leaves out the tools")
+                raise BadRow(
+                    INCOMPLETE,
+                    "the chat template leaves out the tools; set model.chat_template to one that "
+                    "writes them, or data.ignore_keys: [tools]",
+                )
         for number, message in enumerate(messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
@@ -390,9 +394,10 @@ class Layout:
         if header == "":
             raise BadRow(
                 NOT_LOCATED,
-                "the chat template does not write the header of an answer {% if "
-                "add_generation_prompt %} and only then, so answers cannot be told from headers; "
-                "mend this in a copy, and set model.chat_template to it",
+                "the chat template does not write the header of an answer after the last message "
+                "if add_generation_prompt is set, and only then, so answers cannot be told from "
+                "headers; set model.chat_template to a copy that writes it there, between {% if "
+                "add_generation_prompt %} and {% endif %}",
             )
         if header and header in before:
             return self.places[first] - len(before.rpartition(header)[2])
