@@ -9,7 +9,7 @@ from conftest import REPO, run
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from zerotrain.config.batch_math import scaled_learning_rate, warmup_steps
-from zerotrain.config.ds_config import KEYS, resolve_ds_config
+from zerotrain.config.ds_config import KEYS, check_machine, resolve_ds_config
 from zerotrain.config.parse import (
     check_global_batch,
     check_start,
@@ -254,6 +254,11 @@ def test_precision_is_that_of_either_config(resolved):
         assert "enabled is" in said and "but the run's precision is bf16" in said
 
 
+def test_fp16_where_deepspeed_has_none_is_refused_before_the_run(resolved):
+    config, _, merged = resolved({"fp16": {"enabled": True}}, train__precision="fp16")
+    assert "set train.precision" in complaint(config, merged, Machine(1, 1), of=check_machine)
+
+
 def test_files_that_are_no_ds_config(tiny_config, tmp_path):
     for name, text, problem in (
         ("ds.json", '{"a": 1, "a": 2}', "Duplicate keys"),
@@ -288,6 +293,10 @@ def test_an_unknown_key_is_refused_at_every_level(resolved, path):
 
 REFUSED_BLOCKS = {
     "compute_grad_norm": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+    "legacy_stage1": {"zero_optimization": {"stage": 1, "legacy_stage1": True}},
+    "prescale_gradients": {"prescale_gradients": True},
+    "gradient_predivide_factor": {"gradient_predivide_factor": 2.0},
+    "max_grad_norm": {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
     "zenflow": {"zero_optimization": {"stage": 2, "zenflow": {}}},
     "zero_hpz_partition_size": {
         "zero_optimization": {

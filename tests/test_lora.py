@@ -211,7 +211,10 @@ def test_parameters_are_counted_without_weights(base):
 @pytest.mark.parametrize(
     "settings, line",
     [
-        ({"lora": {"target_modules": ["q_prj"]}}, "the model has no q_prj; "),
+        (
+            {"lora": {"target_modules": ["q_prj"]}},
+            "remove it, or did you mean q_proj?",
+        ),
         ({"lora": {"modules_to_save": ["embeddings"]}}, "the model has no embeddings"),
         ({"trainable": ["norm", "expert"]}, "model.trainable: no parameter matches expert"),
     ],

@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
@@ -55,6 +56,10 @@ ONLY = {
     "zero_optimization.cpu_offload": (False, "offload_optimizer has taken its place"),
     "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
     "zero_optimization.offload_optimizer.ratio": (1, "what stays on the GPU would not be trained"),
+    "zero_optimization.legacy_stage1": (False, "DeepSpeed refuses it"),
+    "prescale_gradients": (False, "DeepSpeed refuses it from stage 2 on"),
+    "gradient_predivide_factor": (1, "DeepSpeed refuses it from stage 2 on"),
+    "optimizer.params.max_grad_norm": (None, "train.gradient_clipping sets it"),
     "bf16.check_grad_overflow": (True, "infinite gradients would be applied"),
     "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
     "fp16.fp16_master_weights_and_grads": (False, "master weights are in fp32"),
@@ -145,12 +150,17 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
         ds_config: of resolve_ds_config.
 
     Raises:
-        UserError: a key that needs a GPU on a machine without one, NVMe without libaio, or as in
-            check_ranks.
+        UserError: a key that needs a GPU on a machine without one, fp16 where DeepSpeed has none,
+            NVMe without libaio, or as in check_ranks.
     """
     check_ranks(config, ds_config, machine.ranks)
     for path in gpu_keys(ds_config) if machine.device != "cuda" else ():
         raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
+    if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"{config.ds_config}: DeepSpeed does not compute in fp16 on this machine; set "
+            'train.precision to fp32 or bf16, and fp16.enabled to "auto"'
+        )
     if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
         raise UserError(
             f"{config.ds_config}: device nvme needs libaio and a C++ compiler; install the "

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import is_multimodal
 from zerotrain.model.hub import summarize
-from zerotrain.runtime.errors import UserError, listed
+from zerotrain.runtime.errors import UserError, listed, similar
 
 ADAPTER = "default"  # peft's name of the adapters
 
@@ -125,8 +125,11 @@ def _ending_in(key: str, endings: list[str], modules: dict[str, nn.Module]) -> l
     for ending in endings:
         names = [name for name in modules if f".{name}".endswith(f".{ending}")]
         if not names:
+            last = sorted({name.rpartition(".")[2] for name in modules} - {""})
             raise UserError(
-                f"model.lora.{key}: the model has no {ending}; its modules are {list(modules)[-9:]}"
+                f"model.lora.{key}: the model has no {ending}; its modules end in "
+                f"{', '.join(name for name in last if not name.isdecimal())}; remove it"
+                f"{similar(ending, last)}"
             )
         found += names
     return found
