@@ -7,6 +7,7 @@ import time
 import pytest
 from conftest import (
     REPO,
+    SAMPLE,
     logged,
     read_metrics,
     run,
@@ -96,7 +97,12 @@ def test_a_terminated_launcher_saves_and_leaves_no_process(
 
 
 def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tmp_path):
+    """It also warns of a generation prompt that the rows do not have."""
+    template = tmp_path / "thinks.jinja"
+    text = (SAMPLE / "model" / "chat_template.jinja").read_text()
+    template.write_text(text + "{% if add_generation_prompt %}<think>{% endif %}")
     config = tiny_config(
+        model__chat_template=str(template),
         train__lr_scaling="sqrt",
         train__reference_global_batch=3,
         data__batching="bucketed",
@@ -110,6 +116,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
         r"2 ranks x \d-\d micro-steps x <= 300 tokens = 11-12 examples per step",
         r"0.00592 = 0.003 x sqrt\(11.6667 / 3\), linear, warm-up 24 examples = 2 steps",
         r"12 = 2 epochs of 6; seed 7",
+        r"WARNING: '<think>' +ends the generation prompt, but 70 rows have no such text",
     ):
         assert re.search(text, finished.output), f"{text}\n{finished.output}"
     attention = "unknown" if is_flash_attn_2_available() else "flash_attention_2"

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import strategy, write_rows
+from conftest import SAMPLE, strategy, write_rows
 from row_formats import mix_of_formats
 
 from zerotrain.checkpoint.manifest import measure
@@ -33,9 +33,13 @@ def change(checkpoint, name, old, new):
 def test_an_export_is_written_only_if_it_agrees_with_its_run(
     forks, tiny_config, tmp_path, chat_rows
 ):
-    """ZeRO 3 in bf16 with tied heads; some examples are truncated, some
-    have several turns. Then files that a server reads are changed.
+    """ZeRO 3 in bf16 with tied heads; some examples are truncated, some have several turns; the
+    chat template has no end mark. Then files that a server reads are changed.
     """
+    template = (SAMPLE / "model" / "chat_template.jinja").read_text()
+    no_end = tmp_path / "no_end.jinja"
+    no_end.write_text(template.replace(" + '<|end|>' -}}{%- endgen", " -}}{%- endgen"))
+    assert no_end.read_text() != template
     rows = [*chat_rows[:30]]
     rows[5] = {"messages": [{"role": "user", "content": "What is it?"},
                             {"role": "assistant", "content": "a mark"}]}  # fmt: skip
@@ -45,6 +49,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     config = tiny_config(
         ds_config=str(strategy(tmp_path, "zero3")), train__precision="bf16", train__epochs=None,
         train__steps=2, data__max_length=120, data__eval_sources=[str(held_out)],
+        model__chat_template=str(no_end),
     )  # fmt: skip
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
