@@ -101,13 +101,17 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
     """
     from zerotrain.checkpoint.manifest import stat_inside
     from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
-    from zerotrain.config.parse import parse_command_line
+    from zerotrain.config.parse import parse_command_line, read_yaml
+    from zerotrain.runtime.files import read_text
 
     folder = checkpoint.absolute().parent.parent
     try:
         stat_inside(folder, RESOLVED_CONFIG)
         # both files, wherever the folder lies now
         ds_config = str(folder / RESOLVED_DS_CONFIG)
+        values = read_yaml(read_text(str(folder / RESOLVED_CONFIG)), RESOLVED_CONFIG)
+        if isinstance(values, dict) and "base" in values:
+            raise ValueError(f"{RESOLVED_CONFIG} names a base, which no run writes")
         argv = ["--config", str(folder / RESOLVED_CONFIG), "--ds_config", ds_config]
         return parse_command_line(argv, prog="export.py").config
     except (OSError, ValueError, UserError) as error:

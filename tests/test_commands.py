@@ -31,7 +31,7 @@ MISTAKES = {  # flags, ranks, part of the line
     "malformed line": (["--data.train_sources=[{rows}]"], 2, "rows.jsonl:1: not JSON"),
     "missing model folder": (["--model.name_or_path=./nowhere"], 1, "no such folder"),
     "ds_config that DeepSpeed refuses": (
-        ["--ds_config={ds_config}"], 1, "ds.json: stage: Input should be"),
+        ["--ds_config={ds_config}"], 1, "ds.json: zero_optimization.stage: Input should be"),
     "fewer ranks than given": (["--distributed.world_size=3"], 1, "distributed.world_size"),
 }  # fmt: skip
 

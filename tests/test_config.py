@@ -1,6 +1,8 @@
 """Config: precedence, mistakes in one line, the DeepSpeed config.   pytest tests/test_config.py"""
 
 import json
+import os
+import re
 import sys
 
 import pytest
@@ -53,7 +55,7 @@ def test_a_dumped_config_reads_back_equal_but_for_trust(tiny_config, tmp_path):
     trusted = parse(tiny_config(), "--model.trust_remote_code", "true")
     assert trusted.model.trust_remote_code and "trust" not in dump_config(trusted)
     said = complaint(tiny_config(model__trust_remote_code=True))
-    assert "config.yaml: model.trust_remote_code" in said
+    assert re.search(r"config\.yaml:\d+: model\.trust_remote_code", said)
     assert "add --model.trust_remote_code true" in said
 
 
@@ -66,9 +68,11 @@ def test_a_file_may_have_a_base(tiny_config, tmp_path):
     assert (train.seed, train.learning_rate, train.steps, train.epochs) == (2, 1.0, None, 5)
     assert "base" not in yaml.safe_load(dump_config(parse(top)))
     (tmp_path / "middle.yaml").write_text("base: base.yaml\ntrain: {sede: 1}\n")
-    assert f"{tmp_path}/middle.yaml: train.sede: unknown key" in complaint(top)
+    assert f"{tmp_path}/middle.yaml:2: train.sede: unknown key" in complaint(top)
     (tmp_path / "middle.yaml").write_text("base: top.yaml\n")
-    assert f"{tmp_path}/middle.yaml: base" in complaint(top), "not an endless search"
+    assert f"{tmp_path}/middle.yaml:1: base" in complaint(top), "not an endless search"
+    (tmp_path / "middle.yaml").write_text("base: nowhere.yaml\n")
+    assert complaint(top).startswith(f"{tmp_path}/middle.yaml: base: cannot read")
 
 
 MISTAKES = {  # changes of the config -> key, part of the problem
@@ -85,6 +89,9 @@ MISTAKES = {  # changes of the config -> key, part of the problem
     "two hold-outs": ({"data__eval_sources": ["a"], "data__eval_fraction": 0.1}, "data",
                       "not both"),
     "a set's name": ({"data__eval_sources": {"a b": ["a"]}}, "data.eval_sources", "pattern"),
+    "a section that is misspelt": ({"trian": {"seed": 1}}, "trian", "did you mean train?"),
+    "one of two betas": ({"train__adam_betas": [0.9]}, "train.adam_betas", "more values than"),
+    "a key of Trainer": ({"learning_rate": 1}, "learning_rate", "mean train.learning_rate?"),
     "a pattern": ({"model__trainable": ["("]}, "model", "trainable: (: missing )"),
 }  # fmt: skip
 
@@ -94,7 +101,12 @@ def test_a_mistake_is_one_line_with_file_and_key(tiny_config, case):
     changes, key, problem = MISTAKES[case]
     path = tiny_config(**changes)
     said = complaint(path)
-    assert said.startswith(f"{path}: {key}: ") and problem in said, said
+    place, _, rest = said.partition(": ")
+    assert rest.startswith(f"{key}: ") and problem in said, said
+    file, _, line = place.rpartition(":")
+    lines = path.read_text().splitlines()
+    if file:  # where the key is, or its section where it is missing
+        assert file == str(path) and key.rpartition(".")[2] in lines[int(line) - 1], said
 
 
 def test_mistakes_on_the_command_line(tiny_config, tmp_path):
@@ -135,11 +147,20 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
         "a: &a [x]\nb: [*a, *a]": "alias",
         "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
         "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
+        "output_dir: a\ntrain:\n": "train: it has no keys",
         "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
     }.items():
         path.write_text(text)
         said = complaint(path)
-        assert said.startswith(f"{path}: ") and problem in said, said
+        assert said.startswith(f"{path}:") and problem in said, said
+    os.mkfifo(tmp_path / "fifo.yaml")
+    path.write_text("base: /dev/zero")
+    for file in (tmp_path / "fifo.yaml", path):
+        assert "it is no regular file" in complaint(file)
+    path.write_text("".join(f"k{i}: 1\n" for i in range(60_000)))
+    assert "k0: unknown key" in complaint(path)
+    path.write_text("a: " + "x" * 2_000_000)
+    assert "it has more than" in complaint(path)
     path.write_bytes(b"output_dir: \xff")
     assert str(path) in complaint(path)
 
@@ -164,7 +185,9 @@ def test_help_has_every_setting_and_imports_no_torch():
     )
     finished = run([sys.executable, "-c", source])
     assert finished.code == 0 and "IMPORTED []" in finished.output, finished.output
-    assert all(f"    {key.rpartition('.')[2]}: " in finished.output for key in config_keys())
+    assert all(f"  --{key}  " in finished.output for key in config_keys())
+    assert "--train.seed  default 42\n      Seeds weight" in finished.output
+    assert "class " not in finished.output
     assert len(config_keys()) <= 80
 
 
@@ -264,7 +287,10 @@ def test_files_that_are_no_ds_config(tiny_config, tmp_path):
         ("ds.json", '{"a": 1, "a": 2}', "Duplicate keys"),
         ("ds.json", "{", "not JSON"),
         ("ds.json", '{"bf16": true}', "bf16 is true, not an object"),
-        ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "deepspeed_config_file"),
+        ("ds.json", '{"a": 1,}', "nor commas after the last"),
+        ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "give this file"),
+        ("accelerate.yaml", "deepspeed_config: {deepspeed_config_file: x.json}", "names: x.json"),
+        ("recipe.yaml", "output_dir: x", "--config takes a recipe"),
     ):
         (tmp_path / name).write_text(text)
         config = parse(tiny_config(ds_config=str(tmp_path / name)))

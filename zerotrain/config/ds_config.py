@@ -9,15 +9,17 @@ import copy
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from zerotrain.config.parse import check_global_batch
+from zerotrain.config.parse import check_global_batch, read_yaml
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
@@ -179,10 +181,10 @@ def read_ds_config(file: str) -> dict[str, Any]:
             read_text(file, "ds_config: "), object_pairs_hook=dict_raise_error_on_duplicate_keys
         )
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file}: not JSON: {describe(error)}; of an accelerate config, give the file that its "
-            "deepspeed_config_file names"
-        ) from error
+        cure = "JSON has neither comments nor commas after the last value"
+        if Path(file).suffix in (".yaml", ".yml"):
+            cure = _cure_of_yaml(file)
+        raise UserError(f"{file}: not JSON: {describe(error)}; {cure}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
     for path in (*BLOCKS, *OPTIONAL_BLOCKS):
@@ -192,6 +194,23 @@ def read_ds_config(file: str) -> dict[str, Any]:
         if not isinstance(block, dict):
             raise UserError(f"{file}: {path} is {json.dumps(block)}, not an object {{...}}")
     return raw
+
+
+def _cure_of_yaml(file: str) -> str:
+    """What to give as the DeepSpeed config instead of a YAML file, such as one of accelerate."""
+    values = read_yaml(read_text(file), file)
+    block = values.get("deepspeed_config") if isinstance(values, dict) else None
+    if not isinstance(block, dict):
+        return "a DeepSpeed config is JSON, such as ds_configs/zero2.json; --config takes a recipe"
+    if "deepspeed_config_file" in block:
+        return f"give the file that it names: {block['deepspeed_config_file']}"
+    devices = (block.get("offload_optimizer_device"), block.get("offload_param_device"))
+    stage = str(block.get("zero_stage", 2))
+    offloads = bool({"cpu", "nvme"} & {*devices})
+    name = f"ds_configs/zero{stage}.json"
+    if offloads:
+        name = f"ds_configs/zero{'3' if stage == '3' else '2'}_offload.json"
+    return f"its deepspeed_config is that of {name}: give this file"
 
 
 def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
@@ -282,6 +301,7 @@ def _merge(
             "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
             "stage3_param_persistence_threshold": 10 * hidden_size,
             "zero_hpz_partition_size": local_ranks,
+            "stage3_gather_16bit_weights_on_model_save": False,  # no weights are saved that way
         },
         "zero_optimization.offload_optimizer": {"nvme_path": f"{config.output_dir}/nvme"},
         "zero_optimization.offload_param": {"nvme_path": f"{config.output_dir}/nvme"},
@@ -365,8 +385,12 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
         DeepSpeedConfig(copy.deepcopy(merged))
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{file}: {path}: {first['msg']}, got {first['input']!r}") from error
+        name = ".".join(str(part) for part in first["loc"])
+        path = next((path for path, _ in _leaves(merged) if path.endswith(f".{name}")), name)
+        problem = f"{first['msg']}, got {first['input']!r}"
+        if first["type"] == "extra_forbidden":
+            problem = f"unknown key; remove it{similar(name, [*DeepSpeedZeroConfig.model_fields])}"
+        raise UserError(f"{file}: {path}: {problem}") from error
     except Exception as error:  # its own errors and assertions, all of them about `merged`
         raise UserError(f"{file}: DeepSpeed refuses it: {describe(error)}") from error
     if precision == "fp16" and stage == 0:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from zerotrain.config import schema
+from zerotrain.config.help import section_of, settings_table
 from zerotrain.config.schema import Config, Source
 from zerotrain.runtime.errors import UserError, describe, disk_error, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
+RENAMED = {"deepspeed": "ds_config", "per_device_train_batch_size": "micro_batch_tokens"}
+"""Keys of transformers' Trainer, and what does the same here."""
 MODES = ("train", "dry_run", "rehearse")
 USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run | --rehearse]
 
@@ -45,9 +48,9 @@ class _Loader(yaml.BaseLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
+        counts = Counter(key.value for key, _ in node.value)
+        for name, count in counts.items():
+            if count > 1:
                 raise yaml.YAMLError(f"{name}: occurs twice; remove one")
         return super().construct_mapping(node, deep=deep)
 
@@ -65,7 +68,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
         SystemExit: 0, after `--help`.
     """
     if "--help" in argv or "-h" in argv:
-        print(USAGE.format(prog), Path(schema.__file__).read_text(encoding="utf-8"), sep="\n")
+        print(USAGE.format(prog), settings_table(), sep="\n")
         sys.exit(0)
     flags = list(_flags(argv))
     files = [value for name, value in flags if name == "config"]
@@ -74,8 +77,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     settings: dict[str, Any] = {}
     places = {"": files[-1]}
     for file in files:
-        for place, values in _with_bases(file):
-            _merge(settings, values, Config, "", place, places)
+        for place, values, lines in _with_bases(file):
+            _merge(settings, values, Config, "", place, places, lines)
     for key, text in flags:
         if key != "config":
             value = text if text != "null" else None
@@ -83,7 +86,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
                 value = read_yaml(text, f"{COMMAND_LINE}: {key}")
             for part in reversed(key.split(".")):
                 value = {part: value}
-            _merge(settings, value, Config, "", COMMAND_LINE, places)
+            _merge(settings, value, Config, "", COMMAND_LINE, places, {})
     try:
         config = TypeAdapter(Config).validate_python(settings)
     except ValidationError as error:
@@ -113,19 +116,34 @@ def read_yaml(text: str, place: str) -> Any:
     Raises:
         UserError: not YAML, an alias, or a key that occurs twice.
     """
+    return _read_yaml(text, place)[0]
+
+
+def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
+    """As read_yaml; and the line of each dotted key."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise yaml.YAMLError("an alias (*): write the value out instead")
-        return yaml.load(text, Loader=_Loader)  # a BaseLoader, which makes no other objects
+        lines = dict(_lines(yaml.compose(text, _Loader), ""))
+        return yaml.load(text, Loader=_Loader), lines  # a BaseLoader makes no other objects
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{place}: not YAML: {describe(error)}") from error
+
+
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """(dotted key, its line) of a mapping and the mappings in it."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = f"{prefix}{key.value}"
+            yield name, key.start_mark.line + 1
+            yield from _lines(value, f"{name}.")
 
 
 def config_keys(section: type = Config, prefix: str = "") -> list[str]:
     """The dotted keys of a dataclass and its sections."""
     keys = []
     for f in dataclasses.fields(section):
-        nested = _section_of(f.type)
+        nested = section_of(f.type)
         keys += config_keys(nested, f"{prefix}{f.name}.") if nested else [prefix + f.name]
     return keys
 
@@ -151,8 +169,16 @@ def check_start(config: Config) -> None:
     """
     model = config.model.name_or_path
     resume = config.checkpoint.resume
-    if model.startswith((".", "/")) and not Path(model).is_dir():
+    path = Path(model)
+    # a hub id has one slash, and its owner is no folder here
+    is_path = model.startswith((".", "/", "~")) or len(path.parts) != 2 or path.parent.is_dir()
+    if is_path and "/" in model and not path.is_dir():
         raise UserError(f"model.name_or_path: no such folder: {model}")
+    if config.output_dir.startswith("~") or "$" in config.output_dir:
+        meant = os.path.expandvars(Path(config.output_dir).expanduser())
+        raise UserError(
+            f"output_dir: {config.output_dir}: ~ and variables are not expanded here; write {meant}"
+        )
     if resume != "auto" and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume: no such folder: {resume}")
     folder = Path(config.output_dir).absolute()
@@ -166,11 +192,6 @@ def check_start(config: Config) -> None:
             f"output_dir: cannot write {config.output_dir}: {folder}: {error.strerror}; choose "
             "another folder"
         ) from error
-
-
-def _section_of(kind: Any) -> type | None:
-    """The dataclass of a section, which may be `| None`; None for the types of other keys."""
-    return next((k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None)
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -190,18 +211,23 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _with_bases(file: str, *derived: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, its values), after those of the file that its key `base` names, if it has one."""
-    values = read_yaml(read_text(file, "--config: "), file)
+def _with_bases(file: str, *derived: str) -> Iterator[tuple[str, dict[str, Any], dict[str, int]]]:
+    """(file, its values, the line of each key), after those of the file that its key `base` names,
+    if it has one.
+    """
+    values, lines = _read_yaml(read_text(file, f"{derived[0]}: base: " if derived else ""), file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: not a run config, which is a mapping like recipes/demo.yaml")
+    if "zero_optimization" in values:
+        raise UserError(f"{file}: a DeepSpeed config: give it as --ds_config, not as --config")
     base = values.pop("base", None)
     if base is not None:
         path = os.path.normpath(Path(file).parent / str(base))
         if path in derived:
-            raise UserError(f"{file}: base: {base} is based on this file; remove one of the two")
+            line = lines["base"]
+            raise UserError(f"{file}:{line}: base: {base} is based on this file; remove one")
         yield from _with_bases(path, os.path.normpath(file), *derived)
-    yield file, values
+    yield file, values, lines
 
 
 def _merge(
@@ -211,23 +237,39 @@ def _merge(
     prefix: str,
     place: str,
     places: dict[str, str],
+    lines: dict[str, int],
 ) -> None:
-    """Set the keys of a section, and note the place where each was given. null takes back what was
-    set before.
+    """Set the keys of a section, and note the place where each was given, with its line if that is
+    known. null takes back what was set before.
+
+    Raises:
+        UserError: a section has no keys.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        places[key] = place
-        nested = _section_of(kinds.get(name))
+        places[key] = f"{place}:{lines[key]}" if key in lines else place
+        nested = section_of(kinds.get(name))
+        if value is None and nested and type(None) not in typing.get_args(kinds[name]):
+            raise UserError(f"{places[key]}: {key}: it has no keys; give some, or remove it")
         if nested and isinstance(value, dict):
             if not isinstance(settings.get(name), dict):
                 settings[name] = {}
-            _merge(settings[name], value, nested, f"{key}.", place, places)
+            _merge(settings[name], value, nested, f"{key}.", place, places, lines)
         elif value is None:
             settings.pop(name, None)
         else:
             settings[name] = value
+
+
+def likely(name: str, keys: Sequence[str]) -> str:
+    """What the user may have meant by an unknown key, for a message: the same word in a section, or
+    the most similar key or section.
+    """
+    same = [key for key in keys if key.rpartition(".")[2] == RENAMED.get(name, name)]
+    if same:
+        return f", or did you mean {same[0]}?"
+    return similar(name, [*keys, *{key.partition(".")[0] for key in keys}])
 
 
 def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
@@ -249,13 +291,17 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
     while place not in places:
         place = place.rpartition(".")[0]
     problem = best["msg"].removeprefix("Value error, ")
+    if best["type"] == "missing":
+        problem = "it has to be set"
+        if isinstance(best["input"], list):
+            problem = f"it needs more values than {json.dumps(best['input'])}"
     if best["type"] == "unexpected_keyword_argument":
         name = key
         names = known
         if key in known:  # a list of sources
             name = str(best["loc"][-1])
             names = config_keys(Source)
-        problem = f"unknown key {name}; remove it{similar(name, names)}"
+        problem = f"unknown key {name}; remove it{likely(name, names)}"
     elif best["type"] not in ("missing", "value_error"):
         problem += f", got {json.dumps(best['input'], default=str)[:100]}"
     return ": ".join(filter(None, (places[place], key, problem)))

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -59,6 +59,17 @@ def remote_command(ssh: Sequence[str], host: str, arguments: Sequence[str]) -> l
     return [*ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
 
 
+def between(least: int, most: int) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if not (text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text} is no number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
 def make_parser(program: str) -> argparse.ArgumentParser:
     """A parser of the options that launch.sh and preflight.py share."""
     parser = argparse.ArgumentParser(
@@ -71,7 +82,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--include", default="", metavar="SPEC", help="only these: node-1@node-2:0,2")
     add("--exclude", default="", metavar="SPEC", help="all but these")
     add("--master_addr", metavar="ADDRESS", help="of the first host; default: as ssh reaches it")
-    add("--master_port", type=int, metavar="PORT", help="default: a free port")
+    add("--master_port", type=between(1, 65535), metavar="PORT", help="default: a free port")
     add("--ssh_args", default="", metavar="ARGS", help='options of ssh: "-F my_ssh_config"')
     add(
         "--env",

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from zerotrain.launch.hostfile import Host, world_size
-from zerotrain.launch.job import Job, job_of, make_parser, remote_command, split_command
+from zerotrain.launch.job import Job, between, job_of, make_parser, remote_command, split_command
 from zerotrain.launch.node import FORWARDED, GRACE_SECONDS, READY
 from zerotrain.launch.restart import prepare_restart
 from zerotrain.runtime.errors import (
@@ -293,7 +293,7 @@ def main() -> int:
     parser = make_parser("scripts/launch.sh")
     parser.add_argument(
         "--max_restarts",
-        type=int,
+        type=between(0, 1_000_000),
         default=0,
         metavar="N",
         help="after a failure, restart on the healthy hosts from the last complete checkpoint; "
@@ -301,7 +301,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--restart_wait_seconds",
-        type=int,
+        type=between(0, 1_000_000),
         default=120,
         metavar="N",
         help="wait this long for all hosts before a restart without some of them (120)",

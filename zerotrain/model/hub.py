@@ -56,6 +56,8 @@ def load_pretrained(
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "
             reason += "--model.trust_remote_code true"
+        if isinstance(name, str) and not Path(name).is_dir():
+            reason = f"there is no such folder, and {reason}"
         raise UserError(f"{key and f'{key}: '}cannot load {name}: {reason}") from error
 
 

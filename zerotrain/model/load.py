@@ -45,7 +45,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     tokenizer = load_pretrained(
         AutoTokenizer.from_pretrained,
         name,
-        "model.tokenizer",
+        "model.tokenizer" if config.model.tokenizer else "model.name_or_path",
         revision,
         config.model.trust_remote_code,
     )

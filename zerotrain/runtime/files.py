@@ -1,10 +1,13 @@
 """Files and folders that are written whole or not at all."""
 
 import os
+import stat
 import uuid
 from pathlib import Path
 
 from zerotrain.runtime.errors import UserError, describe
+
+MAX_TEXT_BYTES = 1 << 20
 
 
 def draft_of(path: Path) -> Path:
@@ -45,15 +48,20 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_text(file: str, key: str = "") -> str:
-    """The text of a file, such as a config.
+    """The text of a file, such as a config, which may be a stranger's.
 
     Args:
         key: the setting that names the file, for messages.
 
     Raises:
-        UserError: it cannot be read, or is not UTF-8.
+        UserError: it cannot be read, is no regular file, too large or not UTF-8.
     """
     try:
+        status = Path(file).stat()
+        if not stat.S_ISREG(status.st_mode):  # a FIFO would block
+            raise ValueError("it is no regular file")
+        if status.st_size > MAX_TEXT_BYTES:
+            raise ValueError(f"it has more than {MAX_TEXT_BYTES:,} bytes")
         return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{key}cannot read {file}: {describe(error)}") from error

@@ -1,7 +1,9 @@
 """What is printed while long work runs, and tables."""
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 
 from tqdm import tqdm
@@ -38,10 +40,15 @@ def progress_bar(what: str, total: int | None, unit: str) -> tqdm:
 
 
 def show_rows(rows: Mapping[str, str]) -> None:
-    """Print names and texts in two columns, each row in one line."""
+    """Print names and texts in two columns, each row in one line, on a terminal in several."""
     width = max(map(len, rows))
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, text in rows.items():
-        print(f"  {name:<{width}}  {printable(text)}", flush=True)
+        start = f"  {name:<{width}}  "
+        lines = textwrap.wrap(
+            printable(text), max(20, columns - len(start)), break_on_hyphens=False
+        )
+        print(start + ("\n" + " " * len(start)).join(lines), flush=True)
 
 
 def _is_first() -> bool:

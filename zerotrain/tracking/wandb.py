@@ -21,16 +21,17 @@ from zerotrain.runtime.errors import EXIT_PREEMPTED, EnvironmentFailure, UserErr
 INIT_SECONDS = 15  # the default waits 91 s for an unreachable server
 FINISH_SECONDS = 10  # the default waits forever; DeepSpeed's launcher kills after 30 s
 FLUSH_SECONDS = 2  # a killed run loses what was not flushed, by default up to 15 s
+SERVICE = (sys.executable, "-m", "wandb", "beta", "core")
 
 
 def start_service() -> str:
     """Start W&B's process in a session of its own, and return its address.
 
     As a child of this rank it would get the SIGTERM with which DeepSpeed's launcher stops a rank
-    and its children, and the rank could not report its last steps. It exits when it has been idle
-    for a minute.
+    and its children, and the rank could not report its last steps. If the rank is killed, it exits
+    soon after that.
     """
-    command = [sys.executable, "-m", "wandb", "beta", "core", "start", "--idle-timeout", "1m"]
+    command = [*SERVICE, "start", "--idle-timeout", "20s"]
     environment = {name: os.environ[name] for name in os.environ if name != "WANDB_SERVICE"}
     started = subprocess.run(command, env=environment, capture_output=True, text=True)
     if started.returncode:
@@ -118,3 +119,4 @@ class WandbSink:
         if exit_code == EXIT_PREEMPTED:
             self.run.mark_preempting()  # shown as preempted, not as failed
         self.run.finish(exit_code=exit_code)
+        subprocess.run([*SERVICE, "stop"], capture_output=True)
