@@ -213,8 +213,8 @@ def show(planner: Planner) -> None:
     minutes = daly_seconds(save_seconds, 3600 * hours) / 60
     print(
         f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula for saves of "
-        f"{save_seconds:.0f} s and a failure every {hours:,.0f} h; a checkpoint has "
-        f"{saved / GIB:,.0f} GiB\n"
+        f"{digits(save_seconds)} s and a failure every {hours:,.0f} h; a checkpoint has "
+        f"{digits(saved / GIB)} GiB\n"
         f"use: {first.file}, the fastest that fits, or the simplest of equally fast ones: "
         f"{first.seconds:.3g} s per step"
         + "".join(f"; {row.file} {row.seconds:.3g}" for row in others[:2])
@@ -235,7 +235,12 @@ def rows_of(planner: Planner, files: list[str], nodes: int, refused: list[str]) 
 def show_table(records: list[dict[str, Any]]) -> None:
     import pandas as pd
 
-    print(pd.DataFrame(records).to_string(index=False, na_rep="-", float_format="{:,.1f}".format))
+    print(pd.DataFrame(records).to_string(index=False, na_rep="-", float_format=digits))
+
+
+def digits(value: float) -> str:
+    """Three significant ones at least."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def sizes(row: Row) -> dict[str, Any]:

@@ -198,6 +198,9 @@ def test_the_own_choice_comes_first_among_equally_fast_ones(planner):
     for own, first in (("", "zero1"), ("ds_configs/zero2.json", "zero2")):
         names = [Path(row.file).stem for row in best_of(timed, own)]
         assert names[0] == first and names[2] == "zero3"
+    tiny = [replace(row, seconds=row.seconds / 1e5) for row in timed]
+    assert Path(best_of(tiny, "ds_configs/zero3.json")[0].file).stem == "zero3", "latencies decide"
+    assert Path(best_of(tiny, "")[0].file).stem == "zero1"
 
 
 def test_saves_are_rarer_where_failures_are_and_never_rarer_than_failures():
@@ -219,7 +222,8 @@ def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path)
     names = {file.stem for file in REPO.glob("ds_configs/*.json")}
     first = [line.split()[0] for line in done.output.splitlines() if line.split()]
     assert all(first.count(name) == 2 for name in names), done.output
-    assert re.search(r"^use: ds_configs/\w+\.json", done.output, re.MULTILINE)
+    assert re.search(r"^use: ds_configs/zero2\.json", done.output, re.MULTILINE), "the run's own"
+    assert not re.search(r"\b0\.0+\b", done.output), "sizes of a tiny model"
     impossible = ["--ds_config", "ds_configs/zero1_autotp.json", "--gpus", 3]
     other = forks.script(*command, *impossible)
     assert other.code == 0 and "not possible: ds_configs/zero1_autotp.json" in other.output

@@ -57,7 +57,7 @@ class Memory:
         return sum(self.at_peak.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.at_peak.items())
+        parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in self.at_peak.items())
         return f"{self.peak / GIB:.3g} GiB per rank, estimated: {parts}"
 
 

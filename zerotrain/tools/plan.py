@@ -18,6 +18,7 @@ from zerotrain.tools.memory import Memory
 from zerotrain.tools.strategy import Cluster, Strategy
 
 CLOSE = 1.05  # times the seconds of the fastest: no difference, in arithmetic without latencies
+LATENCY_SECONDS = 0.05  # in which launches of kernels and messages take longer than the arithmetic
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,14 @@ def node_memory(strategy: Strategy, memory: Memory) -> tuple[float, float]:
 
 def best_of(rows: list[Row], own: str) -> list[Row]:
     """The rows that fit and keep the run as it is, the fastest first. Of those that are CLOSE to
-    the fastest, the run's own choice comes first, then the simplest.
+    the fastest, or faster than latencies allow, the run's own choice comes first, then the
+    simplest.
     """
     usable = [row for row in rows if row.fits and row.keeps_the_run]
     fastest = min((row.seconds for row in usable), default=0)
 
     def rank(row: Row) -> tuple[float, ...]:
-        if row.seconds > CLOSE * fastest:
+        if row.seconds > max(CLOSE * fastest, LATENCY_SECONDS):
             return 2, row.seconds
         return row.file != own, *row.simplicity
 
