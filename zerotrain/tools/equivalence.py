@@ -270,7 +270,7 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
         for key, value in part.to_dict().items():
             if isinstance(value, list) and len(value) == layers:  # one for each layer
                 setattr(part, key, (kinds * 2)[:few] if key == "layer_types" else value[:few])
-            elif isinstance(value, float) and ("dropout" in key or "pdrop" in key):
+            elif isinstance(value, float) and any(n in key for n in ("dropout", "pdrop", "jitter")):
                 setattr(part, key, 0.0)
         heads = [getattr(part, f"num_{kind}_heads", None) for kind in ("key_value", "attention")]
         for key, value in SMALL.items():
