@@ -3,7 +3,6 @@
     python scripts/prove.py epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
     python scripts/prove.py data --config recipes/demo.yaml
     python scripts/prove.py equivalence --config recipes/demo.yaml [--precision bf16]
-    python scripts/prove.py upgrade --config recipes/demo.yaml --with deepspeed==0.19.9
 
 epoch   Run every rank's loader over a whole epoch and count the examples that it yields, identified
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
@@ -18,8 +17,6 @@ equivalence
         with every file of ds_configs/ and that of the config, bucketed and packed, on several ranks
         and on one. Losses, gradient norms and weights must be those of a plain torch loop. What
         cannot run on this machine is listed with the reason.
-upgrade Run the first steps of the config with the installed packages, and with others in a new
-        virtual environment: curves, speed and memory side by side. The curves must be the same.
 
 Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in the input.
 """
@@ -42,7 +39,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("claim", choices=["epoch", "data", "equivalence", "upgrade"])
+    parser.add_argument("claim", choices=["epoch", "data", "equivalence"])
     of_epoch = parser.add_argument_group("epoch")
     of_epoch.add_argument("--world", type=int, default=8, help="world size")
     of_epoch.add_argument("--then", type=int, default=6, help="world size after resuming")
@@ -50,17 +47,13 @@ def main() -> None:
         "--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epoch"
     )
     of_epoch.add_argument("--epoch", type=int, default=0, help="which epoch, from 0")
-    of_training = parser.add_argument_group("equivalence, upgrade")
-    of_training.add_argument("--ranks", type=int, help="default: all GPUs, and at least 2")
-    of_training.add_argument(
+    of_equivalence = parser.add_argument_group("equivalence")
+    of_equivalence.add_argument("--ranks", type=int, help="default: all GPUs, and at least 2")
+    of_equivalence.add_argument(
         "--work", type=Path, default=Path("runs/prove"), help="folder for what is written"
     )
-    of_equivalence = parser.add_argument_group("equivalence")
     of_equivalence.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     of_equivalence.add_argument("--ds_configs", nargs="+", metavar="FILE", help="default: all")
-    of_upgrade = parser.add_argument_group("upgrade")
-    of_upgrade.add_argument("--with", dest="wanted", metavar="NAME==VERSION,...")
-    of_upgrade.add_argument("--steps", type=int, default=30, help="5 of them are not timed")
     args, rest = parser.parse_known_args()
     if min(args.world, args.then, args.ranks or 1) < 1 or not 0 <= args.cut <= 1 or args.epoch < 0:
         raise UserError(
@@ -73,7 +66,7 @@ def main() -> None:
     quieten_libraries(is_first=True)
     if args.claim == "data":
         proved = prove_data(config)
-    elif args.claim in ("equivalence", "upgrade"):
+    elif args.claim == "equivalence":
         proved = prove_training(config, args)
     else:
         from zerotrain.tools.epoch_proof import prove_epoch
@@ -86,25 +79,21 @@ def main() -> None:
 
 
 def prove_training(config: "Config", args: argparse.Namespace) -> bool:
-    """Train some steps, and compare them with plain torch or with those of other packages.
+    """Train some steps, and compare them with plain torch.
 
     Raises:
-        UserError: --with is missing or wrong, or nothing can run on this machine.
+        UserError: nothing can run on this machine, or --work has files of the user.
     """
     import torch
 
     from zerotrain.tools.equivalence import prove_equivalence
-    from zerotrain.tools.upgrade import prove_upgrade
+    from zerotrain.tools.new_folder import own_folder
 
     ranks = args.ranks or torch.cuda.device_count() or 2
-    if args.claim == "upgrade":
-        if args.wanted is None or args.steps < 6:
-            raise UserError("upgrade needs --with NAME==VERSION,... and at least 6 --steps")
-        return prove_upgrade(config, args.wanted, ranks, args.steps, args.work)
     files = args.ds_configs or sorted(
         {config.ds_config, *map(str, Path("ds_configs").glob("*.json"))}
     )
-    return prove_equivalence(config, files, ranks, args.precision, args.work)
+    return prove_equivalence(config, files, ranks, args.precision, own_folder(args.work))
 
 
 def prove_data(config: "Config") -> bool:

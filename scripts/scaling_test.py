@@ -22,6 +22,7 @@ from zerotrain.launch.hostfile import world_size
 from zerotrain.launch.job import Job, job_of, make_parser, split_command
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+from zerotrain.tools.new_folder import own_folder
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -82,6 +83,7 @@ def main() -> None:
     if arguments.steps <= WARM_UP_STEPS:
         raise UserError(f"--steps {arguments.steps}: must be more than {WARM_UP_STEPS}")
 
+    own_folder(arguments.output)
     found = {}
     for nodes in sizes:
         ranks = world_size(job.hosts[:nodes])

@@ -91,19 +91,6 @@ def test_tokenizing_is_measured_beside_trls_way():
 
 
 @pytest.mark.launch
-def test_phases_of_both_sides_until_the_first_step_are_measured():
-    small = ["--data.max_length", 64, "--data.micro_batch_tokens", 128]
-    done = bench("-m", "benchmarks.startup", "--ranks", 1, "--repeats", 0, *small)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.strip("| ").split("|") for line in done.stdout.splitlines() if "|" in line]
-    rows = {side.strip(): list(map(float, figures)) for side, *figures in lines[2:]}
-    assert set(rows) == {"train.py, cold", "train.py", "Trainer"}
-    for *phases, total in rows.values():
-        assert len(phases) == 4 and min(phases) >= 0
-        assert total == pytest.approx(sum(phases), abs=0.3)  # rounding
-
-
-@pytest.mark.launch
 def test_model_states_are_as_estimated(tmp_path):
     run = REPO / "benchmarks" / "llama_300m"
     small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}

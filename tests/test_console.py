@@ -51,7 +51,7 @@ def test_the_bar_is_drawn_below_what_is_printed():
             if step % 50 == 0:
                 print(f"printed {step} {PATH}", flush=True)
                 sink.log("event", {"step": step, "name": "x", "text": f"event {step}"})
-                sink.log("eval", {"step": step, "eval_loss": 1.5})
+                sink.log("eval", {"step": step, "eval_loss": 2.0 - step / 400})
         sink.close(0)
 
     written = on_a_terminal(train)

@@ -1,4 +1,4 @@
-"""scripts/prove.py equivalence and upgrade.    pytest tests/test_equivalence.py"""
+"""scripts/prove.py equivalence.    pytest tests/test_equivalence.py"""
 
 import json
 import sys
@@ -10,12 +10,10 @@ from conftest import REPO, read_metrics, strategy
 from transformers import AutoConfig
 
 import zerotrain.tools.equivalence
-import zerotrain.tools.upgrade
 from zerotrain.config.parse import dump_config, parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.equivalence import small_config, start_training
-from zerotrain.tools.upgrade import changed_requirements
 
 sys.path.insert(0, str(REPO / "scripts"))
 import prove
@@ -38,8 +36,7 @@ def command(forks, monkeypatch, capsys):
             prove.main()
         return ended.value.code, capsys.readouterr().out
 
-    for module in (zerotrain.tools.equivalence, zerotrain.tools.upgrade):
-        monkeypatch.setattr(module, "start_training", start)
+    monkeypatch.setattr(zerotrain.tools.equivalence, "start_training", start)
     return run
 
 
@@ -108,28 +105,3 @@ def test_every_recipe_has_a_small_copy(name):
     assert set(getattr(text, "layer_types", None) or []) == kinds
     weights = sum(p.numel() for p in model.parameters())
     assert weights < 3 * 32 * text.vocab_size, weights
-
-
-# --------------------------------------------------------------------------------------------------
-# Upgrade
-
-
-def test_an_upgrade_is_put_beside_what_is_installed(command, tiny_config, tmp_path, monkeypatch):
-    """Without an environment of its own, which takes minutes."""
-    monkeypatch.setattr(
-        zerotrain.tools.upgrade, "make_environment", lambda folder, text: sys.executable
-    )
-    flags = ["--work", tmp_path / "work", "--steps", 8]
-    code, out = command("upgrade", tiny_config(), "--with", "deepspeed==0.19.8", *flags)
-    assert code == 0 and "the same curve" in out, out
-    assert sum("tokens/s" in line for line in out.splitlines()) == 2, out
-
-
-def test_pins_are_changed_and_nothing_else():
-    text = (REPO / "requirements.txt").read_text()
-    changed = changed_requirements(text, "torch==9.0, wandb==8.1").splitlines()
-    assert {"torch==9.0", "wandb==8.1"} <= {*changed}
-    assert len(changed) == sum(not line.startswith("#") for line in text.splitlines())
-    for wrong in ("torch=9", "nosuchpackage==1", ""):
-        with pytest.raises(UserError, match="--with"):
-            changed_requirements(text, wrong)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import REPO, write_rows
+from conftest import REPO, run, write_rows
 
 import zerotrain.data.loader
 import zerotrain.data.tokenize
@@ -115,3 +115,20 @@ def test_rows_that_cannot_be_compared_prove_nothing(tiny_config, monkeypatch, ca
     with pytest.raises(UserError, match="no row could be compared"):
         prove.main()
     assert "proved" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["prove", "scaling_test"])
+def test_a_folder_of_the_user_is_left_as_it_is(tiny_config, tmp_path, script):
+    """What these tools write and remove is in folders that carry their mark."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "precious").write_text("x")
+    config = ["--config", tiny_config()]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    command = ["scripts/prove.py", "equivalence", "--work", tmp_path / "work", *config]
+    if script == "scaling_test":
+        options = ["--nodes", 1, "--hostfile", hosts, "--output", tmp_path / "work"]
+        command = ["scripts/scaling_test.py", *options, "--", "train.py", *config]
+    finished = run([sys.executable, *command])
+    assert finished.code == 2 and "choose a new folder" in finished.errors[0], finished.output
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["precious"]

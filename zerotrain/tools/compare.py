@@ -1,4 +1,4 @@
-"""Compares the loss curves of two runs, for compare_runs.py and `prove.py upgrade`."""
+"""Compares the loss curves of two runs, for compare_runs.py."""
 
 from pathlib import Path
 

@@ -10,6 +10,24 @@ from pathlib import Path
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
 
+MARK = ".written-by-a-tool"
+
+
+def own_folder(path: Path) -> Path:
+    """A folder that a tool fills, empties and fills again; it is created, with a mark in it.
+
+    Raises:
+        UserError: it has files, and no mark: they are the user's.
+    """
+    if path.exists() and not (path / MARK).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} is not empty, and not of an earlier call; choose a new folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / MARK).touch()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {describe(error)}") from error
+    return path
+
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:

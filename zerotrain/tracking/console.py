@@ -62,6 +62,8 @@ class ConsoleSink:
             seconds = LINE_SECONDS if self._live is None else DRAW_SECONDS
             if is_last or time.monotonic() - self._shown_at > seconds:
                 self._show()
+        elif kind == "eval" and self._live is not None and self._live.is_started:
+            self._show()
 
     def _show(self) -> None:
         self._shown_at = time.monotonic()
