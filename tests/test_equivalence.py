@@ -79,7 +79,14 @@ def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path, monkeypa
     """On forked ranks, and with the launcher."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config = tiny_config(ds_config="ds_configs/deepcompile.json")
-    flags = ["--work", tmp_path, "--ranks", 1, "--ds_configs", "ds_configs/deepcompile.json"]
+    flags = [
+        "--work",
+        tmp_path / "work",
+        "--ranks",
+        1,
+        "--ds_configs",
+        "ds_configs/deepcompile.json",
+    ]
     with pytest.raises(UserError, match="nothing could be run"):
         command("equivalence", config, *flags)
     config = parse_command_line(["--config", str(config)]).config

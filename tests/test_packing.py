@@ -1,7 +1,6 @@
 """Packed examples equal the same examples alone.    pytest tests/test_packing.py"""
 
 import copy
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from conftest import read_metrics, strategy
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     CTRLConfig,
     DeepseekV3Config,
@@ -32,7 +30,6 @@ from transformers import (
     Qwen3Config,
     RobertaConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model import packing
@@ -40,7 +37,6 @@ from zerotrain.model.architecture import meta_model
 from zerotrain.model.packing import PACKED_EXAMPLES, resolve_batching
 from zerotrain.model.probes import check_causal, check_packing
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.equivalence import small_config
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
@@ -269,43 +265,3 @@ def test_a_model_whose_packed_examples_differ_is_refused():
     with pytest.raises(UserError, match="packed examples of FalconForCausalLM differ from"):
         check_packing(model.train(), range(64), CPU)
     assert model.training
-
-
-def small_models():
-    """{type: a small model} of each causal model of transformers that its default config makes,
-    with a sliding window where the type has one.
-    """
-    found = {}
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        for sizes in ({}, {"head_dim": 8, "num_key_value_heads": 2}):
-            with suppress(Exception):  # a model's own code can raise anything
-                config = small_config(AutoConfig.for_model(kind, **sizes))
-                text = config.get_text_config()
-                text.vocab_size, text.pad_token_id = 320, None
-                if hasattr(text, "sliding_window"):
-                    text.sliding_window = 5
-                torch.manual_seed(0)
-                found[kind] = AutoModelForCausalLM.from_config(config)
-                break
-    return found
-
-
-def test_auto_packs_no_type_of_model_that_would_be_refused(resolve):
-    packed = []
-    for kind, model in small_models().items():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                torch.nn.init.normal_(weight, std=0.1)
-        try:
-            check_causal(model, range(3, 320), CPU)
-        except (UserError, RuntimeError, AttributeError):  # an encoder; sizes that do not fit
-            continue
-        try:
-            batching, *_ = resolve(model.config)
-        except UserError:  # one part of several
-            continue
-        if batching == "packed":
-            model.set_attn_implementation(PACKED_EXAMPLES)
-            check_packing(model, range(3, 320), CPU)
-            packed.append(kind)
-    assert len(packed) > 75, packed

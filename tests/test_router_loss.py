@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import read_metrics, strategy
+from test_loss import balance
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -55,15 +56,6 @@ def chosen_experts(router_logits):
     return torch.stack([
         F.one_hot(layer.topk(2).indices, EXPERTS).sum((0, 1)) for layer in router_logits
     ])  # fmt: skip
-
-
-def balance(router_logits, experts):
-    """Experts x sum of (share of choices x mean probability), over the tokens of all layers: eq. 4
-    to 6 of Switch Transformers, as transformers extends them to the two best experts.
-    """
-    probabilities = torch.cat([F.softmax(layer, -1) for layer in router_logits])
-    chosen = F.one_hot(probabilities.topk(2).indices, experts).sum(1).double()
-    return experts * (chosen.mean(0) * probabilities.double().mean(0)).sum()
 
 
 def train_plainly(config_file, tokenizer, ranks):
