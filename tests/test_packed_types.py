@@ -1,4 +1,4 @@
-"""Every causal model of transformers under data.batching auto.   pytest tests/test_packed_types.py"""
+"""Every causal model type of transformers, batching auto.   pytest tests/test_packed_types.py"""
 
 import copy
 from contextlib import suppress
