@@ -47,13 +47,6 @@ from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
-from zerotrain.model.engine import build_engine, check_engine
-from zerotrain.model.evaluate import HeldOutSets
-from zerotrain.model.guard import MAX_SKIPPED_IN_A_ROW, Guard, apply_update
-from zerotrain.model.loss import SupervisedLoss
-from zerotrain.model.optimizer import Schedule, make_schedule, set_learning_rate
-from zerotrain.model.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
-from zerotrain.model.setup import Setup, load_plans, open_run_on_all_ranks
 from zerotrain.runtime.agreement import (
     any_rank_preempted,
     count_ranks,
@@ -68,6 +61,13 @@ from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.metrics import Metrics, open_metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import PhaseTimer, StepReporter, open_profiler
+from zerotrain.training.engine import build_engine, check_engine
+from zerotrain.training.evaluate import HeldOutSets
+from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Guard, apply_update
+from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.optimizer import Schedule, make_schedule, set_learning_rate
+from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
+from zerotrain.training.setup import Setup, load_plans, open_run_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from zerotrain.checkpoint.state import Progress
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
-from zerotrain.model.states import GIB
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.tools.plan import node_memory
 from zerotrain.tools.strategy import ASSUMED_RATES, Cluster, Strategy
 from zerotrain.tracking.steps import PhaseTimer
+from zerotrain.training.states import GIB
 
 
 class Watch(PhaseTimer):

@@ -32,11 +32,11 @@ from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import StepBatch, load_steps
-from zerotrain.model.optimizer import make_schedule
-from zerotrain.model.setup import Setup, load_plans, open_run_on_all_ranks
 from zerotrain.runtime.agreement import run_on_first_rank
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.process_group import group_ranks, process_group
+from zerotrain.training.optimizer import make_schedule
+from zerotrain.training.setup import Setup, load_plans, open_run_on_all_ranks
 
 WARM_UP_STEPS = 2
 PROFILED_STEPS = 3

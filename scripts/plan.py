@@ -25,13 +25,13 @@ from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import make_plans
 from zerotrain.model.load import load_model_config, load_tokenizer
-from zerotrain.model.setup import Architecture, resolve
-from zerotrain.model.states import GIB, MASTER, MOMENTS
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import PEAK_TFLOPS, Machine, peak_flops_per_s
 from zerotrain.tools.plan import Planner, Row, best_of, daly_seconds
 from zerotrain.tools.strategy import ASSUMED_RATES, Cluster
+from zerotrain.training.setup import Architecture, resolve
+from zerotrain.training.states import GIB, MASTER, MOMENTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

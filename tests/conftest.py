@@ -214,7 +214,7 @@ class ForkServer:
     def __init__(self, folder: Path, repo: Path = REPO) -> None:
         self.folder, self.runs = folder, 0
         self.process = subprocess.Popen(
-            [sys.executable, str(repo / "tests" / "fork_server.py")], cwd=repo,
+            [sys.executable, str(repo / "tests" / "harness" / "fork_server.py")], cwd=repo,
             env={**environment(), "PYTHONPATH": str(repo)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip

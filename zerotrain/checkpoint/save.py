@@ -48,11 +48,11 @@ from zerotrain.checkpoint.shards import collect, shard_name
 from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import TrainerState, write_state
 from zerotrain.model.load import LoadedModel
-from zerotrain.model.setup import Setup
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import RunFailed, UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree
 from zerotrain.runtime.process_group import Ranks
+from zerotrain.training.setup import Setup
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -15,8 +15,8 @@ from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
-from zerotrain.model.optimizer import optimization_of
-from zerotrain.model.setup import Setup
+from zerotrain.training.optimizer import optimization_of
+from zerotrain.training.setup import Setup
 
 # What of RunIdentity.compared() may change with checkpoint.allow_plan_change
 FOLLOWS_PLAN = (

@@ -1,3 +1,3 @@
-"""Tokenizer and model, packing, loss, optimizer and schedule, evaluation.
+"""A model's files, architecture and weights; what is trained of it; packing and tensor parallelism.
 May import: runtime, config, data.
 """

@@ -20,7 +20,7 @@ TRIED = """
     ministral ministral3 mistral nanochat nemotron olmo phi qwen2 qwen3 qwen3_5_text seed_oss
     smollm3 starcoder2 vaultgemma
 """
-"""Values of model_type; tests/test_tensor_parallel.py compares each, split, with the whole model.
+"""Values of model_type; test_tensor_parallel.py compares each, split, with the whole model.
 """
 
 

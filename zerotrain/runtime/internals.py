@@ -60,16 +60,16 @@ INTERNALS = {
     "zerotrain/model/blocks.py": """
         torch._dynamo.config: recompile_limit
     """,
-    "zerotrain/model/engine.py": """
+    "zerotrain/training/engine.py": """
         deepspeed.runtime.engine: basic_optimizer first_dataloader_check
     """,
-    "zerotrain/model/loss.py": """
+    "zerotrain/training/loss.py": """
         deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy
     """,
-    "zerotrain/model/guard.py": """
+    "zerotrain/training/guard.py": """
         deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
     """,
-    "zerotrain/model/optimizer.py": """
+    "zerotrain/training/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape
     """,
 }

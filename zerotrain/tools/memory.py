@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import hidden_size, sizes_of, text_config_of
-from zerotrain.model.states import GIB, model_states, weight_bytes
 from zerotrain.model.trained import Counts
+from zerotrain.training.states import GIB, model_states, weight_bytes
 
 LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
 

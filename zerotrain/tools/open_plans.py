@@ -12,8 +12,8 @@ from zerotrain.data.messages import canonical_row
 from zerotrain.data.options import RenderOptions
 from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.data.tokenize import TokenizedRows
-from zerotrain.model.setup import open_run
 from zerotrain.runtime.machine import Machine
+from zerotrain.training.setup import open_run
 
 
 def open_plans(

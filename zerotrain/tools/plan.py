@@ -11,11 +11,11 @@ from zerotrain.config.ds_config import (
     zero_stage,
 )
 from zerotrain.config.schema import Config
-from zerotrain.model.setup import Architecture, resolve
-from zerotrain.model.states import GIB, MASTER, MOMENTS, weight_bytes
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.memory import Memory
 from zerotrain.tools.strategy import Cluster, Strategy
+from zerotrain.training.setup import Architecture, resolve
+from zerotrain.training.states import GIB, MASTER, MOMENTS, weight_bytes
 
 CLOSE = 1.05  # times the seconds of the fastest: no difference, in arithmetic without latencies
 LATENCY_SECONDS = 0.05  # in which launches of kernels and messages take longer than the arithmetic

@@ -16,9 +16,9 @@ from torch import nn
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import text_config_of
-from zerotrain.model.states import GIB, weight_bytes
 from zerotrain.model.trained import Counts
 from zerotrain.tools.memory import Memory, estimate_memory, layer_widths
+from zerotrain.training.states import GIB, weight_bytes
 
 SPARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
 GRANULE = 256  # tokens: budgets are compared at multiples of it

@@ -13,10 +13,10 @@ from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.render import OUTCOMES
-from zerotrain.model.optimizer import Schedule
-from zerotrain.model.setup import Setup
 from zerotrain.runtime.files import replace_text
 from zerotrain.runtime.process_group import Ranks
+from zerotrain.training.optimizer import Schedule
+from zerotrain.training.setup import Setup
 
 SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-steps and padding
 

@@ -18,13 +18,13 @@ from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
 from zerotrain.data.plan import StepPlan
-from zerotrain.model.guard import Problem
-from zerotrain.model.setup import Setup
-from zerotrain.model.states import GIB
 from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
+from zerotrain.training.guard import Problem
+from zerotrain.training.setup import Setup
+from zerotrain.training.states import GIB
 
 WINDOW_STEPS = 50  # between two comparisons of the ranks
 WINDOWS = 3  # in a row in which a rank is slow until it is reported

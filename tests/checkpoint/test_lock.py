@@ -1,0 +1,124 @@
+"""One run at a time in an output folder.    pytest tests/checkpoint/test_lock.py"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import read_metrics
+from filelock import SoftFileLease
+
+from zerotrain.checkpoint import lock
+from zerotrain.checkpoint.manifest import checkpoint_problem
+from zerotrain.checkpoint.run_folder import list_complete, list_temporary
+from zerotrain.runtime.errors import EnvironmentFailure, UserError
+
+LEASE_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def short_lease(monkeypatch):
+    monkeypatch.setattr(lock, "LEASE_SECONDS", LEASE_SECONDS)
+
+
+def of_another_host(path):
+    """A lock as a process of another host writes it, about which nobody can know here."""
+    lines = ("pid=77", "host=elsewhere", "mode=lease", "token=ab", f"duration={LEASE_SECONDS}")
+    path.write_text("\n".join(("filelock/2", *lines, "")))
+
+
+def test_a_live_run_keeps_its_lock_and_is_named(tmp_path):
+    path, done = tmp_path / "run.lock", threading.Event()
+    of_another_host(path)
+
+    def refresh():
+        while not done.wait(0.1):
+            os.utime(path)
+
+    thread = threading.Thread(target=refresh)
+    thread.start()
+    try:
+        line = r"in use by another run \(process 77 on elsewhere\)"
+        with pytest.raises(UserError, match=line), lock.RunLock(tmp_path):
+            pass
+    finally:
+        done.set()
+        thread.join()
+    assert path.read_text().startswith("filelock/2\npid=77\n"), "left as it was"
+
+
+def test_the_lock_of_a_dead_run_is_taken_over(tmp_path, capsys):
+    path = tmp_path / "run.lock"
+    of_another_host(path)
+    began = time.monotonic()
+    with lock.RunLock(tmp_path):
+        assert f"pid={os.getpid()}\n" in path.read_text()
+        assert time.monotonic() - began >= LEASE_SECONDS, "it is watched for as long as it counts"
+        assert "waiting for process 77 on elsewhere" in capsys.readouterr().out
+    assert not path.exists()
+
+
+def test_a_process_that_no_longer_exists_on_this_host_is_not_waited_for(tmp_path):
+    hold = (
+        "import os, sys; from filelock import SoftFileLease\n"
+        f"lease = SoftFileLease(sys.argv[1], lease_duration={LEASE_SECONDS})\n"
+        "lease.acquire(); os._exit(9)"
+    )
+    path = tmp_path / "run.lock"
+    assert subprocess.run([sys.executable, "-c", hold, path]).returncode == 9
+    owner = SoftFileLease(path, lease_duration=LEASE_SECONDS).owner
+    assert owner.hostname.split("?")[0] == socket.gethostname()
+    began = time.monotonic()
+    with lock.RunLock(tmp_path):
+        assert f"pid={os.getpid()}\n" in path.read_text()
+        assert time.monotonic() - began < LEASE_SECONDS
+
+
+def test_a_run_that_has_lost_its_lock_fails_so_that_it_is_started_again(tmp_path):
+    path, held = tmp_path / "run.lock", lock.RunLock(tmp_path)
+    with held:
+        text = path.read_text()
+        path.write_text("")  # it cannot be read for a moment
+        assert not held.is_lost()
+        path.write_text(text)
+        assert not held.is_lost()
+        path.unlink()
+        assert held.is_lost()
+        of_another_host(path)
+        assert held.is_lost()
+        with pytest.raises(EnvironmentFailure, match="now belongs to another run") as failed:
+            held.check()
+        assert failed.value.exit_code == 1, "a launcher starts the run again"
+    assert path.read_text().startswith("filelock/2\npid=77\n"), "left as it was"
+
+
+def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
+    forks, tiny_config, tmp_path
+):
+    """Rank 0 is stopped for longer than the lease, and continues after another run has started."""
+    config = tiny_config(train__epochs=None, train__steps=100_000, checkpoint={"every_steps": 5})
+    run_folder, options = tmp_path / "run", {"module": "short_lease"}
+    checkpoints = run_folder / "checkpoints"
+    first = forks.start(config, "--checkpoint.async_save", "true", **options)
+    first.until(lambda: len(list_complete(checkpoints)) > 1)
+    first.kill(0, signal.SIGSTOP)
+    second = forks.start(config, **options)
+    second.until(lambda: "resuming from" in second.log.read_text())
+    newest = list_complete(checkpoints)[-1]
+    second.until(lambda: list_complete(checkpoints)[-1] > newest)
+    first.kill(0, signal.SIGCONT)
+    ended = first.wait()
+    assert ended.code == 1 and len(ended.errors) == 1, ended.output
+    assert f"output_dir {run_folder} now belongs to another run" in ended.errors[0]
+    before = list_complete(checkpoints)[-1]
+    second.until(lambda: list_complete(checkpoints)[-1] > before)
+    second.kill(0, signal.SIGTERM)
+    assert second.wait().code == 75
+    steps = [step["step"] for step in read_metrics(run_folder)]
+    assert steps == list(range(1, steps[-1] + 1)), "each step once"
+    assert not list_temporary(checkpoints)
+    assert all(checkpoint_problem(path) is None for path in list_complete(checkpoints))

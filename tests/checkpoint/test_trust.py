@@ -1,0 +1,134 @@
+"""What others have written is only read: no code of a checkpoint runs, nothing of a user's is
+touched, and a file of the wrong shape is one line.    pytest tests/checkpoint/test_trust.py
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import write_tiny_config
+
+from zerotrain.checkpoint.manifest import measure
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.files import replace_text
+from zerotrain.tools.export import export_checkpoint
+from zerotrain.tools.new_folder import new_folder
+
+
+class Touch:
+    """Unpickling creates the file `canary`."""
+
+    def __init__(self, canary):
+        self.canary = str(canary)
+
+    def __reduce__(self):
+        return os.mknod, (self.canary,)
+
+
+def rewrite(checkpoint, file, content):
+    """Replace a file of a checkpoint and its entry in the manifest, as an attacker would."""
+    torch.save(content, file)
+    path = checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][str(file.relative_to(checkpoint))] = measure(file)
+    path.write_text(json.dumps(manifest))
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading runs nothing
+
+
+@pytest.fixture(scope="module")
+def trained(forks, tmp_path_factory, tiny_model, chat_rows):
+    """A config and the checkpoint of its second step, ZeRO 2, 2 ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_tiny_config(
+        folder, chat_rows, tiny_model, train__epochs=None, train__steps=2
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    return config, folder / "run" / "checkpoints" / "step_00000002"
+
+
+def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path):
+    config, intact = trained
+    canary, checkpoint = tmp_path / "canary", tmp_path / "step_00000002"
+    shutil.copytree(intact, checkpoint)
+    shard = checkpoint / "shards" / "rank_00001.pt"
+    content = torch.load(shard, weights_only=False)
+    rewrite(checkpoint, shard, content | {"extra": Touch(canary)})
+    line = f"{shard} holds something other than tensors"
+    with pytest.raises(UserError, match=line):
+        export_checkpoint(checkpoint, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+    flags = "--output_dir", tmp_path / "run", "--checkpoint.resume", checkpoint
+    for more in ([], ["--checkpoint.weights_only", "true"]):
+        finished = forks.train(config, *flags, *more, ranks=2)
+        assert finished.code == 2, finished.output
+        assert line in finished.errors[0]
+    assert not canary.exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Nothing of a user's is touched
+
+
+def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
+    config = tiny_config(
+        train__epochs=None, train__steps=5, checkpoint={"every_steps": 1, "keep_last": 2}
+    )  # fmt: skip
+    folder = tmp_path / "run" / "checkpoints"
+    mine = [folder / name / "note" for name in (
+        "step_notes.tmp", "step_00000001.tmp", "step_00000001.old", "step_lowlr_ok",
+        "step_\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661", "step_00000001.universal.mine",
+    )]  # fmt: skip
+    for file in mine:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    kept_elsewhere = tmp_path / "elsewhere"
+    target = tmp_path / "important.yaml"
+    target.write_text("mine")
+    (tmp_path / "run" / "resolved_config.yaml").symlink_to(target)
+    for _ in range(2):
+        (tmp_path / "run" / "stop").touch()  # after one step
+        assert (finished := forks.train(config)).code == 0, finished.output
+    (folder / "step_00000001").rename(kept_elsewhere)
+    (folder / "step_00000001").symlink_to(kept_elsewhere)
+    shutil.copytree(kept_elsewhere, folder / "step_lowlr_ok", dirs_exist_ok=True)
+    (folder / "step_00000009.tmp").symlink_to(kept_elsewhere)
+    draft = folder / f"step_00000009.{'a' * 32}.tmp"
+    draft.symlink_to(kept_elsewhere)  # a draft of a run by its name, a link by its kind
+    finished = forks.train(config)
+    assert finished.code == 0, finished.output
+    assert f"resuming from {folder}/step_00000002: step 2" in finished.output
+    steps = [int(path.name[-1]) for path in list_complete(folder)]
+    assert steps == [2, 4, 5], "that of step 2 was resumed from"
+    assert all(file.read_text() == "mine" for file in [*mine, target])
+    assert (kept_elsewhere / "COMPLETE").exists() and (folder / "step_00000009.tmp").is_symlink()
+    assert not draft.is_symlink() and not (folder / "step_00000001").is_symlink()
+
+
+def test_a_new_folder_deletes_nothing_and_is_whole_or_missing(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "mine").touch()
+    with pytest.raises(ZeroDivisionError), new_folder(out) as draft:
+        (draft / "half").touch()
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.rglob("*")] == ["out.tmp", "mine"]
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+    out.mkdir()  # an empty one may exist
+    with new_folder(out) as draft:
+        (draft / "whole").touch()
+    assert synced == {path.stat().st_ino for path in (tmp_path, out, out / "whole")}
+    assert [path.name for path in out.iterdir()] == ["whole"]
+    with pytest.raises(UserError, match="is not empty"), new_folder(out):
+        pass
+    link = tmp_path / "link"
+    link.symlink_to(out / "whole")
+    replace_text(link, "new")
+    assert not link.is_symlink() and (out / "whole").read_text() == ""

@@ -1,0 +1,159 @@
+"""The commands as users run them: exit codes, messages, files.
+pytest tests/commands/test_commands.py"""
+
+import re
+import sys
+import time
+
+import pytest
+from conftest import (
+    REPO,
+    SAMPLE,
+    logged,
+    read_metrics,
+    run,
+    start,
+    wait_until,
+)
+from transformers.utils import is_flash_attn_2_available
+
+from zerotrain.checkpoint.run_folder import list_complete
+
+METRICS = {
+    "step", "epoch", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "tokens_per_s",
+    "padding_efficiency", "micro_steps", "step_seconds", "data_seconds",
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's mistake: exit code 2 and one line through the launcher, no processes left
+
+MISTAKES = {  # flags, ranks, part of the line
+    "malformed line": (["--data.train_sources=[{rows}]"], 2, "rows.jsonl:1: not JSON"),
+    "missing model folder": (["--model.name_or_path=./nowhere"], 1, "no such folder"),
+    "ds_config that DeepSpeed refuses": (
+        ["--ds_config={ds_config}"], 1, "ds.json: zero_optimization.stage: Input should be"),
+    "fewer ranks than given": (["--distributed.world_size=3"], 1, "distributed.world_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_exits_2_with_one_line(forks, left_running, tiny_config, tmp_path, case):
+    flags, ranks, message = MISTAKES[case]
+    rows, ds_config = tmp_path / "rows.jsonl", tmp_path / "ds.json"
+    rows.write_text('{"messages": [\n')
+    ds_config.write_text('{"zero_optimization": {"stage": 7}}')
+    flags = [flag.format(rows=rows, ds_config=ds_config) for flag in flags]
+    finished = forks.train(tiny_config(), *flags, ranks=ranks)
+    assert finished.code == 2, finished.output
+    assert len(finished.errors) == 1 and message in finished.errors[0], finished.output
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists(), "nothing half-written"
+    assert not left_running()
+
+
+def test_a_python_without_the_packages_is_told_where_they_are():
+    for script in ("train.py", *sorted((REPO / "scripts").glob("*.py"))):
+        finished = run([sys.executable, "-E", "-S", script])
+        assert finished.code == 2 and len(finished.output.splitlines()) == 1, finished.output
+        assert ".venv/bin/python" in finished.output and "scripts/setup.sh" in finished.output
+
+
+def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(forks, left_running, tiny_config):
+    """A run that diverges is stopped by its guard, and not finished."""
+    config = tiny_config(train__learning_rate=1e30, train__gradient_clipping=0.0)
+    finished = forks.train(config, ranks=2)
+    assert finished.code not in (0, 2), finished.output
+    assert re.match(r"error: step \d+: loss .* steps in a row were skipped", finished.errors[0])
+    assert not left_running()
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_terminated_launcher_saves_and_leaves_no_process(
+    left_running, tiny_config, tmp_path, launcher
+):
+    """DeepSpeed's own runner dies of SIGTERM and leaves its launcher and the ranks running; the
+    launcher terminates its ranks one by one and kills them 30 s later. W&B has processes too.
+    """
+    config = tiny_config(
+        train__epochs=None, train__steps=5000, tracking={"wandb": "offline"}
+    )  # fmt: skip
+    ranks = 2 if launcher == "deepspeed" else 1
+    process = start(config, ranks=ranks, launcher=launcher)
+    wait_until(lambda: logged(tmp_path / "run"), process)
+    assert len(left_running()) > ranks
+    process.terminate()
+    assert process.wait(200) != 0
+    deadline = time.monotonic() + 25
+    while left_running() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left_running()
+    saved = list_complete(tmp_path / "run" / "checkpoints")
+    step = read_metrics(tmp_path / "run")[-1]["step"]
+    assert [path.name for path in saved] == [f"step_{step:08d}"], "in time"
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run writes
+
+
+def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tmp_path):
+    """It also warns of a generation prompt that the rows do not have."""
+    template = tmp_path / "thinks.jinja"
+    text = (SAMPLE / "model" / "chat_template.jinja").read_text()
+    template.write_text(text + "{% if add_generation_prompt %}<think>{% endif %}")
+    config = tiny_config(
+        model__chat_template=str(template),
+        train__lr_scaling="sqrt",
+        train__reference_global_batch=3,
+        data__batching="bucketed",
+        data__micro_batch_tokens=300,
+        data__eval_sources=[str(tmp_path / "train.jsonl")],
+    )
+    finished = forks.train(config, "--dry_run", ranks=2)
+    assert finished.code == 0, finished.output
+    for text in (
+        r"70 rows, 70 training examples; over data.max_length 256: none",
+        r"2 ranks x \d-\d micro-steps x <= 300 tokens = 11-12 examples per step",
+        r"0.00592 = 0.003 x sqrt\(11.6667 / 3\), linear, warm-up 24 examples = 2 steps",
+        r"12 = 2 epochs of 6; seed 7",
+        r"WARNING: '<think>' +ends the generation prompt, but 70 rows have no such text",
+    ):
+        assert re.search(text, finished.output), f"{text}\n{finished.output}"
+    attention = "unknown" if is_flash_attn_2_available() else "flash_attention_2"
+    refused = forks.train(config, "--dry_run", f"--model.attn_implementation={attention}")
+    assert refused.code == 2 and len(refused.errors) == 1, refused.output
+    assert "model.attn_implementation" in refused.errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_and_resolved_configs(forks, tiny_config, tmp_path):
+    """The two resolved configs alone start a run again."""
+    config = tiny_config(eval__every_steps=5)
+    first = forks.train(config, ranks=2)
+    assert first.code == 0, first.output
+    steps = read_metrics(tmp_path / "run")
+    assert all(set(step) >= METRICS for step in steps)
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert [e["step"] for e in read_metrics(tmp_path / "run", "eval")] == [0, 5, 10, 12]
+    assert sum(step["examples"] for step in steps) == 140, "70 rows, 2 epochs"
+
+    resolved = tmp_path / "run" / "resolved_config.yaml"
+    again = tmp_path / "again"
+    second = forks.train(resolved, "--output_dir", again, ranks=2)
+    assert second.code == 0, second.output
+    assert [s["loss"] for s in read_metrics(again)] == [s["loss"] for s in steps]
+
+    faster = forks.train(config, "--train.learning_rate", "1e-2", ranks=2)
+    assert faster.code == 2 and "train.learning_rate (scaled) was 0.003" in faster.errors[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# The DeepSpeed configs
+
+
+def test_the_same_ds_configs_train_with_transformers_trainer(forks, tiny_config):
+    """Real two-rank Trainer runs (through accelerate) with files of ds_configs/."""
+    finished = forks.train(tiny_config(), ranks=2, module="trainer")
+    assert finished.code == 0, finished.output
+    assert "TRAINED 2" in finished.output and "TRAINED 3" in finished.output, finished.output

@@ -1,0 +1,61 @@
+"""scripts/inspect_data.py, and all options of the data pipeline in one real run.
+pytest tests/commands/test_data_commands.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+from conftest import read_metrics, write_rows
+
+
+def test_ranks_with_different_plans_are_refused(forks, tiny_config):
+    finished = forks.train(tiny_config(), ranks=2, module="different_plans")
+    assert finished.code == 2 and "error: the data plan: 'b' on rank 1 (" in finished.output
+
+
+def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
+    row = {"messages": [
+        {"role": "user", "content": "bold \033[31m"},
+        {"role": "assistant", "content": "1 < 2 & 3"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "No."},
+    ]}  # fmt: skip
+    rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
+    inspect = ["scripts/inspect_data.py", "--config", tiny_config(data__train_sources=[str(rows)])]
+    finished = forks.script(*inspect, "--ranks", "2,4,64", "--color", "always")
+    assert finished.code == 0, finished.output
+    assert "examples              70, of 70 rows read from" in finished.output
+    assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output
+    assert "\033[31m" not in finished.output, "control characters of a row reach no terminal"
+    plain = forks.script(*inspect, "--ranks", "2")
+    assert "<|assistant|>[[1 < 2 & 3]]{{<|end|>}}<|user|>" in plain.output
+    assert "\033[" not in plain.output
+    refused = forks.script(*inspect, "--ranks", "eight")
+    assert refused.code == 2 and len(refused.errors) == 1 and "--ranks" in refused.errors[0]
+
+
+def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):
+    """Two sources of two kinds, bad rows, steps by tokens, packing."""
+    bad = [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}]
+    first = write_rows(tmp_path / "first.jsonl", [*chat_rows[:40], *bad])
+    second = tmp_path / "second.json"
+    second.write_text(json.dumps(chat_rows[40:70]))
+    config = tiny_config(
+        data__train_sources=[str(first), str(second)],
+        data__on_bad_row="skip", data__batching="packed",
+        data__micro_batch_tokens=400, train__global_batch_size=None,
+        train__global_batch_tokens=900, train__warmup_examples=0,
+        train__epochs=None, train__steps=12,
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    table = finished.output
+    assert "first.jsonl, read as messages: 40 examples" in table, table
+    assert "second.json, read as messages: 30 examples" in table, table
+    assert table.count("model states ") == 1, table
+    [file] = set(re.findall(r"1 rows, listed in (\S+)", table))
+    rejected = Path(file).read_text().splitlines()
+    assert [json.loads(line)["place"] for line in rejected] == [41, 42]
+    steps = read_metrics(tmp_path / "run")
+    assert len(steps) == 12 and all(600 < s["tokens"] < 1100 for s in steps)

@@ -1,0 +1,224 @@
+"""A checkpoint as a Hugging Face folder: the trained engine's logits, merged and single adapters,
+what a folder of somebody else cannot do.    pytest tests/commands/test_export.py
+"""
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+import yaml
+from conftest import copy_with_code, save_tiny_llama, strategy, write_rows
+from engine_logits import TOKENS
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.export import export_adapter, export_checkpoint
+
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
+DENSE = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512,
+         **ATTENTION, "hidden_size": 40, "intermediate_size": 52}  # fmt: skip
+MODELS = {
+    "llama, tied": {**DENSE, "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "head_dim": 10},
+    "gpt2": {"vocab_size": 320, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    # experts that save_pretrained takes apart, and a buffer
+    "deepseek_v3": {
+        **DENSE, "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(forks, tiny_config, tmp_path):
+    """Trains a model for two steps; its checkpoint, and the logits of the trained engine."""
+
+    def start(folder, stage, ranks=2, flags=(), module="engine_logits", **changes):
+        config = tiny_config(
+            model=folder, ds_config=str(strategy(tmp_path, stage)), train__epochs=None,
+            train__steps=2, train__global_batch_size=4, data__eval_sources=None,
+            train__learning_rate=1e-2, **changes,
+        )  # fmt: skip
+        finished = forks.train(config, *flags, ranks=ranks, module=module)
+        assert finished.code == 0, finished.output
+        checkpoint = list_complete(tmp_path / "run" / "checkpoints")[-1]
+        return checkpoint, torch.load(tmp_path / "run" / "logits.pt")
+
+    return start
+
+
+def logits_of(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    with torch.no_grad():
+        return model, model(input_ids=TOKENS, use_cache=False).logits
+
+
+def tensors_of(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "model, stage, precision, ranks",
+    [
+        ("qwen3", "zero1", "fp32", 1),
+        ("gpt2", "zero2_offload", "fp32", 2),
+        ("deepseek_v3", "zero3", "fp32", 2),
+        ("llama, tied", "zero3", "bf16", 2),
+    ],
+)
+def test_logits_are_the_trained_engines(
+    trained, tmp_path, sample_tokenizer, monkeypatch, model, stage, precision, ranks
+):
+    folder, whole, split = (tmp_path / name for name in ("model", "whole", "split"))
+    special = {n: getattr(sample_tokenizer, n) for n in ("eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(
+        model.split(",")[0], **{"bos_token_id": None, **special, **MODELS[model]}
+    )
+    config.save_pretrained(folder)  # weights are drawn by train.py
+    sample_tokenizer.save_pretrained(folder)
+    checkpoint, logits = trained(
+        folder, stage, ranks, model__from_config=True, train__precision=precision
+    )
+    export_checkpoint(checkpoint, whole)
+    _, of_export = logits_of(whole)
+    assert torch.equal(of_export, logits)
+
+    monkeypatch.setattr("zerotrain.tools.export.MAX_SHARD_SIZE", "30KB")
+    export_checkpoint(checkpoint, split, "float32")
+    _, of_split = logits_of(split, dtype=logits.dtype)
+    assert torch.equal(of_split, logits) and len(list(split.glob("*.safetensors"))) > 1
+    exact, rounded = tensors_of(split), load_file(whole / "model.safetensors")
+    assert exact.keys() == rounded.keys()
+    is_rounded = all(torch.equal(t, t.to(logits.dtype).float()) for t in exact.values())
+    assert is_rounded == (precision == "fp32"), "float32 is of the master weights"
+
+
+# --------------------------------------------------------------------------------------------------
+# Adapters and frozen weights
+
+
+@pytest.fixture
+def base(tmp_path, sample_tokenizer):
+    return save_tiny_llama(tmp_path / "base", sample_tokenizer, dropout=0.0)
+
+
+def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_path, base):
+    lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+    checkpoint, logits = trained(base, "zero2", model__lora=lora)
+    export_checkpoint(checkpoint, tmp_path / "merged")
+    _, merged = logits_of(tmp_path / "merged")
+    torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
+    export_adapter(checkpoint, tmp_path / "adapter")
+    model, before = logits_of(base)
+    assert (before - logits).abs().max() > 0.01, "the adapters should matter"
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        found = model(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+    assert not (tmp_path / "adapter" / "config.json").exists()
+
+    moved = tmp_path / "moved"
+    shutil.move(base, moved)
+    with pytest.raises(UserError, match=f"cannot load {base}: .*--base"):
+        export_checkpoint(checkpoint, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    export_checkpoint(checkpoint, tmp_path / "again", base=str(moved))
+
+
+def test_a_tied_head_with_an_adapter_is_untied(trained, tmp_path, base):
+    """Embeddings trained as a whole, random weights in no file."""
+    lora = {"r": 4, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]}
+    checkpoint, logits = trained(base, "zero3", model__lora=lora, model__from_config=True)
+    out = tmp_path / "merged"
+    export_checkpoint(checkpoint, out)
+    torch.testing.assert_close(logits_of(out)[1], logits, rtol=0, atol=1e-5)
+    assert not AutoConfig.from_pretrained(out).tie_word_embeddings
+
+
+def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
+    checkpoint, logits = trained(base, "zero3", model__trainable=[r"layers\.1\.mlp"])
+    export_checkpoint(checkpoint, tmp_path / "hf")
+    torch.testing.assert_close(logits_of(tmp_path / "hf")[1], logits, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="has no adapters"):
+        export_adapter(checkpoint, tmp_path / "adapter")
+
+
+# --------------------------------------------------------------------------------------------------
+# What ends an answer
+
+
+def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp_path, tiny_model):
+    """The base model's end token is <|end|>, that of the rows is <|stop|>."""
+    folder, out = tmp_path / "base", tmp_path / "hf"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<|stop|>"})
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|stop|>")
+    tokenizer.save_pretrained(folder)
+    end, stop = tokenizer.convert_tokens_to_ids(["<|end|>", "<|stop|>"])
+    given = {"eos_token_id": end, "temperature": 0.7, "do_sample": False}  # as published ones are
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    rows = [
+        {"messages": [{"role": "user", "content": question},
+                      {"role": "assistant", "content": "yes"}]}
+        for question in ("a", "bb", "c c", "dd d")
+    ]  # fmt: skip
+    file = write_rows(tmp_path / "few.jsonl", rows)
+    config = tiny_config(
+        model=folder, data__train_sources=[str(file)], data__eval_sources=None,
+        train__global_batch_size=4, train__epochs=None, train__steps=25, train__learning_rate=0.02,
+    )  # fmt: skip
+    finished = forks.train(config)
+    assert finished.code == 0, finished.output
+    export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [stop, end] and generation["temperature"] == 0.7
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    asked = [{"role": "user", "content": "bb"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
+    answer = tokenizer.decode(model.generate(**ids, do_sample=False, max_new_tokens=9)[0])
+    assert answer.endswith("yes<|stop|>")
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistakes, and folders of others
+
+
+def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
+    checkpoint, _ = trained(base, "zero2", ranks=1)
+    out = tmp_path / "deep" / "hf"
+
+    def refuse(message, *args, at=checkpoint, **options):
+        with pytest.raises(UserError, match=message) as refused:
+            export_checkpoint(at, out, *args, **options)
+        assert "\n" not in str(refused.value) and not out.exists()
+
+    refuse("step_7 does not exist", at=tmp_path / "step_7")
+    # a link in it would copy a file of whoever exports it
+    secret = tmp_path / "token"
+    template = checkpoint / "model" / "chat_template.jinja"
+    text = template.read_text()
+    secret.write_text("s" * len(text))
+    template.unlink()
+    template.symlink_to(secret)
+    refuse("chat_template.jinja")
+    template.unlink()
+    template.write_text(text)
+
+    # a config that says that a model's code may run, and a model that has some
+    evil = copy_with_code(base, tmp_path / "evil", tmp_path / "ran")
+    config = tmp_path / "run" / "resolved_config.yaml"
+    values = yaml.safe_load(config.read_text())
+    for trusted in (True, False):
+        values["model"] |= {"name_or_path": str(evil), "trust_remote_code": trusted}
+        config.write_text(yaml.safe_dump(values))
+        finished = forks.script("scripts/export.py", tmp_path / "run", out, "--verify")
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+    assert not (tmp_path / "ran").exists() and not out.exists()

@@ -1,0 +1,223 @@
+"""Installing: setup.sh, requirements.txt, requirements.lock.
+pytest tests/commands/test_setup.py"""
+
+import ast
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import REPO, repository_files, run
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from zerotrain.runtime.process_group import find_ninja
+
+ENVIRONMENTS = [
+    {"python_version": version, "python_full_version": f"{version}.1", "platform_machine": machine}
+    for version in ("3.11", "3.12", "3.13")
+    for machine in ("x86_64", "aarch64")
+]
+
+
+def pins(file: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Version by name of the packages that `file` pins in an environment."""
+    found = {}
+    for line in file.read_text().splitlines():
+        text = line.split("#")[0].rstrip("\\ ")
+        if text and not text.startswith(" "):
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate(environment):
+                [pin] = wanted.specifier
+                assert pin.operator == "==", line
+                assert found.setdefault(canonicalize_name(wanted.name), pin.version) == pin.version
+    return found
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_ninja()
+    assert Path(shutil.which("ninja")).parent == Path(sysconfig.get_path("scripts"))
+    before = os.environ["PATH"]
+    find_ninja()
+    assert os.environ["PATH"] == before
+
+
+def test_every_imported_package_is_pinned():
+    distributions = importlib.metadata.packages_distributions()
+    pinned = pins(REPO / "requirements.txt", ENVIRONMENTS[2])
+    code = [REPO / name for name in repository_files() if name.endswith(".py")]
+    ours = {file.stem for file in code} | {file.relative_to(REPO).parts[0] for file in code}
+    imported = {}
+    for file in code:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported.update({name.split(".")[0]: file for name in names})
+    assert {"torch", "yaml", "numpy"} <= imported.keys()
+    # installed in environments of their own
+    elsewhere = {"vllm", "trl"}
+    for name in imported.keys() - ours - elsewhere - sys.stdlib_module_names:
+        packages = {canonicalize_name(package) for package in distributions[name]}
+        assert packages & pinned.keys(), f"{imported[name]} imports {name}: pin {packages}"
+
+
+def test_the_lock_has_the_pinned_versions_with_hashes_and_no_index():
+    lock = (REPO / "requirements.lock").read_text()
+    entries = re.findall(
+        r"^\S.*==.*(?:\n +--hash=sha256:[0-9a-f]{64}(?: \\)?)+$", lock, re.MULTILINE
+    )
+    assert len(entries) == len(re.findall(r"^[^#\s]", lock, re.MULTILINE)) > 60
+    assert "://" not in lock and "index" not in lock
+    for environment in ENVIRONMENTS:
+        wanted = pins(REPO / "requirements.txt", environment)
+        locked = pins(REPO / "requirements.lock", environment)
+        assert "torch" in wanted and not {"torch", "triton"} & locked.keys()
+        assert not [name for name in locked if name.startswith("nvidia-") and name not in wanted]
+        del wanted["torch"]
+        assert wanted.items() <= locked.items(), "renew the lock: scripts/lock.sh"
+
+
+# --------------------------------------------------------------------------------------------------
+# setup.sh, in a folder with requirements of its own
+
+
+def wheel(folder: Path, name: str, version: str) -> str:
+    """Write a wheel with an empty module, and return its entry of a lock."""
+    info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
+    files = {
+        f"{name}.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, content in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(file, content)
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+def installed_wheel(folder: Path, name: str) -> str:
+    """The same of a package that is installed here."""
+    found = importlib.metadata.distribution(name)
+    path = folder / f"{name}-{found.version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in found.files:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                archive.write(file.locate(), str(file))
+    return (
+        f"{name}=={found.version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with setup.sh, a package, and requirements that the folder wheels has."""
+    folder = tmp_path / "checkout"
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "wheels").mkdir()
+    shutil.copy(REPO / "scripts" / "setup.sh", folder / "scripts")
+    shutil.copy(REPO / "pyproject.toml", folder)
+    (folder / "zerotrain").mkdir()
+    (folder / "zerotrain" / "__init__.py").touch()
+    wheel(folder / "wheels", "torch", "2.0")
+    builder = installed_wheel(folder / "wheels", "setuptools")
+    (folder / "requirements.lock").write_text(wheel(folder / "wheels", "locked", "1.0") + builder)
+    (folder / "requirements.txt").write_text("torch==2.0   # first\nlocked==1.0\n")
+    return folder
+
+
+def set_up(folder: Path, uv: bool = False, **variables: str):
+    """Source setup.sh as test.sh does, then import what it should have installed."""
+    tools = {"pip": "PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1", "uv": "UV_NO_CONFIG=1 UV_OFFLINE=1"}
+    settings = {
+        "PIP_FIND_LINKS": folder / "wheels",
+        "UV_FIND_LINKS": folder / "wheels",
+        "UV_CACHE_DIR": folder / "cache",
+        **variables,
+    }
+    path = os.environ["PATH"] if uv else "/usr/bin:/bin"
+    command = "set -euo pipefail; source scripts/setup.sh; python -c 'import locked, torch'"
+    assign = [f"{k}={v}" for k, v in {"PYTHON": sys.executable, "PATH": path, **settings}.items()]
+    return run(
+        ["env", *" ".join(tools.values()).split(), *assign, "bash", "-c", command], cwd=folder
+    )
+
+
+def contents(folder: Path) -> list[tuple[str, int]]:
+    """Every path and its time of change, not following links."""
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def test_an_install_checks_hashes_and_is_not_repeated(checkout):
+    lock = checkout / "requirements.lock"
+    lock.write_text(f"locked==1.0 --hash=sha256:{'0' * 64}\n")
+    refused = set_up(checkout)
+    assert refused.code == 2 and len(refused.errors) == 1, refused.output
+    assert "scripts/lock.sh" in refused.errors[0] and "NO_LOCK=1" in refused.errors[0]
+    with (checkout / "requirements.txt").open("a") as file:  # without the lock
+        file.write(f"setuptools=={importlib.metadata.version('setuptools')}\n")
+    unchecked = set_up(checkout, NO_LOCK="1")
+    assert unchecked.code == 0 and "no hashes are checked" in unchecked.output, unchecked.output
+    made = contents(checkout / ".venv")
+    assert set_up(checkout).output == "" and contents(checkout / ".venv") == made
+
+    # a link to that folder is used, but nothing is installed through it
+    (checkout / ".venv").rename(checkout / "elsewhere")
+    (checkout / ".venv").symlink_to("elsewhere")
+    assert set_up(checkout).output == ""
+    lock.write_text("# changed\n")
+    made = contents(checkout / "elsewhere")
+    refused = set_up(checkout)
+    assert refused.code == 2 and ".venv is a link to elsewhere" in refused.errors[0], refused.output
+    assert contents(checkout / "elsewhere") == made
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "file"])
+def test_what_is_not_ours_is_never_cleared(checkout, kind):
+    venv, mine = checkout / ".venv", checkout / "mine"
+    if "link" in kind:
+        venv.symlink_to("mine")
+    if kind != "dangling link":
+        folder = mine if kind == "link" else venv
+        folder.touch() if kind == "file" else folder.mkdir()
+    if kind in ("link", "folder"):
+        (folder / "notes.txt").write_text("mine")
+    before = contents(checkout)
+    refused = set_up(checkout)
+    assert refused.code == 2 and len(refused.output.splitlines()) == 1, refused.output
+    assert refused.errors[0].startswith("error: .venv ") and "run this again" in refused.errors[0]
+    assert contents(checkout) == before
+
+
+def test_a_link_to_an_environment_that_has_the_requirements_is_used(checkout):
+    """Although another checkout with other requirements made it."""
+    (checkout / ".venv").symlink_to(sys.prefix)
+    version = importlib.metadata.version
+    lines = [f"{name}=={version(name).split('+')[0]}\n" for name in ("torch", "pytest")]
+    (checkout / "requirements.txt").write_text("".join(lines) + "x==1 ; python_version < '3'\n")
+    assert "No module named 'locked'" in set_up(checkout).output
+    (checkout / "requirements.txt").write_text("pytest==0.1\n")
+    assert set_up(checkout).code == 2
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
+def test_uv_makes_and_fills_the_environment(checkout):
+    installed = set_up(checkout, uv=True)
+    assert installed.code == 0, installed.output
+    assert not (checkout / ".venv" / "bin" / "pip").exists()
+    assert set_up(checkout).output == ""  # needs no uv once it is complete
+    (checkout / ".venv" / "installed").unlink()  # as if somebody else had made it with uv
+    refused = set_up(checkout)
+    assert refused.code == 2 and "install uv" in refused.errors[0], refused.output
+    assert set_up(checkout, uv=True).code == 0
+    (checkout / "requirements.lock").write_text(f"locked==1.0 --hash=sha256:{'0' * 64}\n")
+    shutil.rmtree(checkout / ".venv")
+    refused = set_up(checkout, uv=True)
+    assert refused.code == 2 and "NO_LOCK=1" in refused.errors[-1], refused.output

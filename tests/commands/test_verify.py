@@ -1,0 +1,141 @@
+"""Exports are checked against their run by a process that has only the folder.
+pytest tests/commands/test_verify.py
+"""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from conftest import SAMPLE, strategy, write_rows
+from row_formats import mix_of_formats
+
+from zerotrain.checkpoint.manifest import measure
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.config.parse import parse_command_line
+from zerotrain.runtime.errors import EXIT_FAILURE
+from zerotrain.tools import verify
+from zerotrain.tools.open_plans import open_plans
+from zerotrain.tools.verify import VerificationFailed, check_prompts, prompt_ids
+
+
+def change(checkpoint, name, old, new):
+    """Replace text in a file of a checkpoint, and its entry in the manifest."""
+    file, manifest = checkpoint / name, checkpoint / "manifest.json"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    values = json.loads(manifest.read_text())
+    values["files"][name] = measure(file)
+    manifest.write_text(json.dumps(values))
+
+
+def test_an_export_is_written_only_if_it_agrees_with_its_run(
+    forks, tiny_config, tmp_path, chat_rows
+):
+    """ZeRO 3 in bf16 with tied heads; some examples are truncated, some have several turns; the
+    chat template has no end mark. Then files that a server reads are changed.
+    """
+    template = (SAMPLE / "model" / "chat_template.jinja").read_text()
+    no_end = tmp_path / "no_end.jinja"
+    no_end.write_text(template.replace(" + '<|end|>' -}}{%- endgen", " -}}{%- endgen"))
+    assert no_end.read_text() != template
+    rows = [*chat_rows[:30]]
+    rows[5] = {"messages": [{"role": "user", "content": "What is it?"},
+                            {"role": "assistant", "content": "a mark"}]}  # fmt: skip
+    for i in (8, 9, 10):
+        rows[i] = {"messages": [*rows[i]["messages"], *rows[i + 1]["messages"][-2:]]}
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows[:20])
+    config = tiny_config(
+        ds_config=str(strategy(tmp_path, "zero3")), train__precision="bf16", train__epochs=None,
+        train__steps=2, data__max_length=120, data__eval_sources=[str(held_out)],
+        model__chat_template=str(no_end),
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    [checkpoint], out = list_complete(tmp_path / "run" / "checkpoints"), tmp_path / "deep" / "hf"
+
+    def export():
+        return forks.script("scripts/export.py", tmp_path / "run", out, "--verify")
+
+    finished = export()
+    assert finished.code == 0, finished.output
+    assert "over 20 examples" in finished.output and "trained token ids" in finished.output
+    assert list(out.parent.iterdir()) == [out]
+    assert str(tmp_path) not in (out / "README.md").read_text(), "paths name people and machines"
+    out.rename(tmp_path / "first")
+
+    changes = {
+        "evaluation loss": ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1.0'),
+        "end tokens": ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": 5'),
+    }
+    for named, (name, old, new) in changes.items():
+        change(checkpoint, f"model/{name}", old, new)
+        finished = export()
+        assert finished.code == EXIT_FAILURE and len(finished.errors) == 1, finished.output
+        assert named in finished.errors[0] and not out.exists()
+        change(checkpoint, f"model/{name}", new, old)
+    write_rows(Path(parsed(config).data.sources("train_sources")[0].path), rows)
+    finished = export()
+    assert finished.code == 2 and "have changed since" in finished.errors[0]
+
+
+def parsed(config_file):
+    return parse_command_line(["--config", str(config_file)]).config
+
+
+def check_requests(config_file):
+    """The result for the requests of a config's training rows, answered in this process."""
+    config, tokenizer, plan, _ = open_plans(parsed(config_file), 1)
+    prompts = verify.sample_requests(plan.data, config, held_out=False)
+    served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.arguments))) for p in prompts]
+    return check_prompts(served, prompts, tokenizer)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_length": 20, "on_too_long": "split"}])
+def test_requests_are_the_trained_tokens_in_every_format(
+    tiny_config, tmp_path, chat_rows, settings
+):
+    settings = {f"data__{key}": value for key, value in settings.items()}
+    sources = mix_of_formats(tmp_path, chat_rows)
+    assert "requests" in check_requests(tiny_config(data__train_sources=sources, **settings))
+
+
+TEMPLATE = """{%- for m in messages -%}<|{{ m.role }}|>
+{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }}<|end|>{%- endgeneration -%}
+{%- else -%}{{ m.content }}<|end|>{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>PROMPT{%- endif -%}"""
+
+
+def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
+    """Templates of reasoning models open a block in the prompt; rows without reasoning lack it, and
+    a model trained on them is asked for what it has never seen.
+    """
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE.replace("PROMPT", ""))
+    config = tiny_config(model__chat_template=str(template), data__eval_sources=None)
+    assert "requests give" in check_requests(config), "of another day"
+    no_end = TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}<|end|>", "{{ m.content }}", 1)
+    template.write_text(no_end)
+    assert "requests give" in check_requests(config), "the run adds an end mark"
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    row = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    rows = write_rows(tmp_path / "calls.jsonl", [{"messages": row}] * 20)
+    called = "{{ m.content or m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}"
+    template.write_text(TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}", called, 1))
+    calls = tiny_config(
+        name="calls.yaml",
+        model__chat_template=str(template), data__eval_sources=None,
+        data__train_sources=[str(rows)],
+    )  # fmt: skip
+    assert "requests give" in check_requests(calls), "arguments as JSON"
+    template.write_text(TEMPLATE.replace("PROMPT", "<think>"))
+    with pytest.raises(VerificationFailed, match=r"jsonl:1: the prompt of message \d: served tok"):
+        check_requests(config)
+
+
+def test_the_process_that_verifies_imports_nothing_of_this_repository():
+    body = ast.parse(Path(verify.__file__).read_text()).body
+    imported = [node.module for node in body if isinstance(node, ast.ImportFrom)]
+    imported += [n.name for node in body if isinstance(node, ast.Import) for n in node.names]
+    assert "transformers" in imported and not [n for n in imported if n.startswith("zerotrain")]

@@ -1,0 +1,420 @@
+"""Config: precedence, mistakes in one line, the DeepSpeed config.
+pytest tests/config/test_config.py"""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+import yaml
+from conftest import REPO, run
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from zerotrain.config.ds_config import KEYS, check_machine, resolve_ds_config
+from zerotrain.config.parse import (
+    check_global_batch,
+    check_start,
+    config_keys,
+    dump_config,
+    parse_command_line,
+)
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine
+from zerotrain.training.batch_math import scaled_learning_rate, warmup_steps
+
+DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
+
+
+def parse(config_file, *flags):
+    return parse_command_line(["--config", str(config_file), *flags]).config
+
+
+def complaint(*arguments, of=parse):
+    with pytest.raises(UserError) as caught:
+        of(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_below_yaml_below_flags(tiny_config):
+    flags = ["--train.learning_rate", "1e-5", "--data.max_length=128", "--local_rank=1"]
+    line = parse_command_line([*flags, "--config", str(tiny_config()), "--dry_run"])
+    train = line.config.train
+    assert line.mode == "dry_run" and train.adam_betas == (0.9, 0.999)  # default
+    assert train.global_batch_size == 12  # YAML
+    assert (train.learning_rate, line.config.data.max_length) == (1e-5, 128)  # flags
+    lora = parse(tiny_config(model__lora={"r": 4}), "--model.lora.alpha", "8").model.lora
+    assert (lora.r, lora.alpha) == (4, 8)
+    assert parse(tiny_config(model__lora={"r": 4}), "--model.lora", "null").model.lora is None
+
+
+def test_a_dumped_config_reads_back_equal_but_for_trust(tiny_config, tmp_path):
+    config = parse(tiny_config(train__adam_betas=[0.9, 0.95], data__columns={"prompt": "q"}))
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert parse(tmp_path / "dumped.yaml") == config
+    trusted = parse(tiny_config(), "--model.trust_remote_code", "true")
+    assert trusted.model.trust_remote_code and "trust" not in dump_config(trusted)
+    said = complaint(tiny_config(model__trust_remote_code=True))
+    assert re.search(r"config\.yaml:\d+: model\.trust_remote_code", said)
+    assert "add --model.trust_remote_code true" in said
+
+
+def test_a_file_may_have_a_base(tiny_config, tmp_path):
+    tiny_config("base.yaml", train__steps=3, train__epochs=None)
+    (tmp_path / "middle.yaml").write_text("base: base.yaml\ntrain: {seed: 1, learning_rate: 1}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("base: middle.yaml\ntrain: {seed: 2, steps: null, epochs: 5}\n")
+    train = parse(top).train
+    assert (train.seed, train.learning_rate, train.steps, train.epochs) == (2, 1.0, None, 5)
+    assert "base" not in yaml.safe_load(dump_config(parse(top)))
+    (tmp_path / "middle.yaml").write_text("base: base.yaml\ntrain: {sede: 1}\n")
+    assert f"{tmp_path}/middle.yaml:2: train.sede: unknown key" in complaint(top)
+    (tmp_path / "middle.yaml").write_text("base: top.yaml\n")
+    assert f"{tmp_path}/middle.yaml:1: base" in complaint(top), "not an endless search"
+    (tmp_path / "middle.yaml").write_text("base: nowhere.yaml\n")
+    assert complaint(top).startswith(f"{tmp_path}/middle.yaml: base: cannot read")
+
+
+MISTAKES = {  # changes of the config -> key, part of the problem
+    "unknown key": ({"train__learning_rat": 1}, "train.learning_rat", "mean train.learning_rate?"),
+    "wrong type": ({"train__learning_rate": "fast"}, "train.learning_rate", 'number, got "fast"'),
+    "not one of": ({"data__on_too_long": "cut"}, "data.on_too_long", "'split'"),
+    "epochs and steps": ({"train__steps": 5}, "train", "exactly one"),
+    "no reference batch": ({"train__lr_scaling": "sqrt"}, "train", "reference_global"),
+    "path and hub": ({"data__train_sources": [{"path": "a", "hub": "b/c"}]},
+                     "data.train_sources", "either path or hub"),
+    "key of a source": ({"data__train_sources": [{"path": "a", "spilt": "b"}]},
+                        "data.train_sources", "did you mean split?"),
+    "no sources": ({"data__train_sources": []}, "data.train_sources", "at least 1"),
+    "two hold-outs": ({"data__eval_sources": ["a"], "data__eval_fraction": 0.1}, "data",
+                      "not both"),
+    "a set's name": ({"data__eval_sources": {"a b": ["a"]}}, "data.eval_sources", "pattern"),
+    "a section that is misspelt": ({"trian": {"seed": 1}}, "trian", "did you mean train?"),
+    "one of two betas": ({"train__adam_betas": [0.9]}, "train.adam_betas", "more values than"),
+    "a key of Trainer": ({"learning_rate": 1}, "learning_rate", "mean train.learning_rate?"),
+    "a pattern": ({"model__trainable": ["("]}, "model", "trainable: (: missing )"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line_with_file_and_key(tiny_config, case):
+    changes, key, problem = MISTAKES[case]
+    path = tiny_config(**changes)
+    said = complaint(path)
+    place, _, rest = said.partition(": ")
+    assert rest.startswith(f"{key}: ") and problem in said, said
+    file, _, line = place.rpartition(":")
+    lines = path.read_text().splitlines()
+    if file:  # where the key is, or its section where it is missing
+        assert file == str(path) and key.rpartition(".")[2] in lines[int(line) - 1], said
+
+
+def test_mistakes_on_the_command_line(tiny_config, tmp_path):
+    path = tiny_config()
+    for flags, key, problem in (
+        (["--train.sedd", "3"], "train.sedd", "did you mean train.seed?"),
+        (["--deepspeed_config", "ds_configs/zero2.json"], "deepspeed_config", "mean ds_config?"),
+        (["--train.seed", "x"], "train.seed", "integer"),
+        (["--train.seed"], "--train.seed", "needs a value"),
+        (["--model", "x"], "model", "dictionary"),
+        (["--data.train_sources", "[a"], "data.train_sources", "not YAML"),
+    ):
+        said = complaint(path, *flags)
+        assert said.startswith(f"command line: {key}") and problem in said, said
+    assert "no --config FILE" in complaint([], of=parse_command_line)
+    assert "cannot read" in complaint(tmp_path)
+    assert f"{path}: output_dir: " in complaint(tiny_config(output_dir=None))
+
+
+def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
+    (tmp_path / "file").touch()
+    for changes, problem in (
+        ({"model__name_or_path": "./no"}, "model.name_or_path: no such folder: ./no"),
+        ({"checkpoint__resume": "no"}, "checkpoint.resume: no such folder: no"),
+        ({"output_dir": str(tmp_path / "file" / "run")}, "output_dir: cannot write"),
+    ):
+        assert problem in complaint(parse(tiny_config(**changes)), of=check_start)
+    config = parse(tiny_config(train__global_batch_size=3))
+    check_start(config)
+    check_global_batch(config, 3)
+    assert "train.global_batch_size: 3 is smaller" in complaint(config, 4, of=check_global_batch)
+
+
+def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
+    path = tmp_path / "broken.yaml"
+    for text, problem in {
+        "": "not a run config",
+        "a: &a [x]\nb: [*a, *a]": "alias",
+        "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
+        "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
+        "output_dir: a\ntrain:\n": "train: it has no keys",
+        "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
+    }.items():
+        path.write_text(text)
+        said = complaint(path)
+        assert said.startswith(f"{path}:") and problem in said, said
+    os.mkfifo(tmp_path / "fifo.yaml")
+    path.write_text("base: /dev/zero")
+    for file in (tmp_path / "fifo.yaml", path):
+        assert "it is no regular file" in complaint(file)
+    path.write_text("".join(f"k{i}: 1\n" for i in range(60_000)))
+    assert "k0: unknown key" in complaint(path)
+    path.write_text("a: " + "x" * 2_000_000)
+    assert "it has more than" in complaint(path)
+    path.write_bytes(b"output_dir: \xff")
+    assert str(path) in complaint(path)
+
+
+def test_yaml_is_read_as_written(tiny_config):
+    flags = ["--tracking.project", "off", "--train.seed", "010", "--output_dir", "2026-01-01"]
+    flags += ["--model.revision", "0123456", "--train.lr_schedule", "cosine_with_min_lr"]
+    flags += ["--train.lr_schedule_args", "{min_lr_rate: 1e-1, num_cycles: 2}"]
+    config = parse(tiny_config(), *flags)
+    assert (config.tracking.project, config.train.seed) == ("off", 10)
+    assert (config.output_dir, config.model.revision) == ("2026-01-01", "0123456")
+    assert config.train.lr_schedule_args == {"min_lr_rate": 0.1, "num_cycles": 2}
+
+
+def test_help_has_every_setting_and_imports_no_torch():
+    """Parsing and config errors come before the imports of train.py, which take seconds."""
+    source = (
+        "import runpy, sys\nsys.argv = ['train.py', '--help']\n"
+        "try:\n    runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as ended:\n    assert ended.code == 0\n"
+        "print('IMPORTED', [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    finished = run([sys.executable, "-c", source])
+    assert finished.code == 0 and "IMPORTED []" in finished.output, finished.output
+    assert all(f"  --{key}  " in finished.output for key in config_keys())
+    assert "--train.seed  default 42\n      Seeds weight" in finished.output
+    assert "class " not in finished.output
+    assert len(config_keys()) <= 80
+
+
+def test_learning_rate_and_warm_up_follow_the_batch(tiny_config):
+    for scaling, factor in (("none", 1), ("sqrt", (11 / 3) ** 0.5), ("linear", 11 / 3)):
+        config = parse(
+            tiny_config(train__lr_scaling=scaling, train__reference_global_batch=3,
+                        train__learning_rate=1e-3)
+        )  # fmt: skip
+        assert scaled_learning_rate(config.train, 11) == pytest.approx(factor * 1e-3)
+        assert [warmup_steps(config.train, n) for n in (12, 11.67, 10, 9, 48)] == [2, 2, 2, 3, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# The DeepSpeed config
+
+
+@pytest.fixture
+def resolved(tiny_config, tmp_path):
+    """A function that writes a ds_config of these blocks and resolves a run with it."""
+
+    def resolve(blocks, precision="fp32", **changes):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **blocks}))
+        return resolve_ds_config(
+            parse(tiny_config(ds_config=str(path), **changes)),
+            Machine(1, 1, precision=precision),
+            32,
+        )
+
+    return resolve
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
+def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
+    config = parse(tiny_config(ds_config=str(path)))
+    _, precision, merged = resolve_ds_config(
+        config, Machine(1, 1, precision="bf16"), hidden_size=64
+    )
+    assert '"auto"' not in json.dumps(merged) and precision == "bf16"
+    assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
+    assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
+    # the resolved configs alone give the same run
+    (tmp_path / "resolved.json").write_text(json.dumps(merged))
+    again = parse(tiny_config(ds_config=str(tmp_path / "resolved.json")))
+    assert resolve_ds_config(again, Machine(1, 1), hidden_size=64)[2] == merged
+
+
+CONTRADICTIONS = {
+    "batch": ({"train_batch_size": 64}, "but train.global_batch_size is 12"),
+    "accumulation": ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
+    "clipping": ({"gradient_clipping": 1.0}, "but train.gradient_clipping is 0.5"),
+    "rate": ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "train.learning_rate is"),
+    "OneCycle": ({"scheduler": {"type": "OneCycle"}}, "none of WarmupLR, WarmupDecayLR"),
+    "steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "is 9, but"),
+    "another": ({"scheduler": {"type": "WarmupCosineLR"}}, "but train.lr_schedule is linear"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_contradiction_names_both_places(resolved, case):
+    blocks, problem = CONTRADICTIONS[case]
+    said = complaint(blocks, of=resolved)
+    assert "ds.json: " in said and problem in said, said
+
+
+def test_schedules_of_a_file(resolved):
+    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    for block, expected in (
+        ({"type": "WarmupLR", "params": auto}, "constant_with_warmup"),
+        ({"type": "WarmupDecayLR", "params": {**auto, "total_num_steps": "auto"}}, "linear"),
+        ({"type": "WarmupCosineLR"}, "cosine"),
+        ({}, "cosine"),
+    ):
+        assert (
+            resolved({"scheduler": block}, train__lr_schedule=None)[0].train.lr_schedule == expected
+        )
+    assert resolved({})[0].train.lr_schedule == "linear"
+
+
+def test_precision_is_that_of_either_config(resolved):
+    on, off = {"enabled": True}, {"enabled": False}
+    assert resolved({"bf16": on})[1] == "bf16"
+    assert resolved({"fp16": on}, train__precision="fp16")[1] == "fp16"
+    for blocks in ({"fp16": on}, {"bf16": off}):
+        said = complaint(blocks, of=lambda b: resolved(b, train__precision="bf16"))
+        assert "enabled is" in said and "but the run's precision is bf16" in said
+
+
+def test_fp16_where_deepspeed_has_none_is_refused_before_the_run(resolved):
+    config, _, merged = resolved({"fp16": {"enabled": True}}, train__precision="fp16")
+    assert "set train.precision" in complaint(config, merged, Machine(1, 1), of=check_machine)
+
+
+def test_files_that_are_no_ds_config(tiny_config, tmp_path):
+    for name, text, problem in (
+        ("ds.json", '{"a": 1, "a": 2}', "Duplicate keys"),
+        ("ds.json", "{", "not JSON"),
+        ("ds.json", '{"bf16": true}', "bf16 is true, not an object"),
+        ("ds.json", '{"a": 1,}', "nor commas after the last"),
+        ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "give this file"),
+        ("accelerate.yaml", "deepspeed_config: {deepspeed_config_file: x.json}", "names: x.json"),
+        ("recipe.yaml", "output_dir: x", "--config takes a recipe"),
+    ):
+        (tmp_path / name).write_text(text)
+        config = parse(tiny_config(ds_config=str(tmp_path / name)))
+        said = complaint(config, Machine(1, 1), 32, of=resolve_ds_config)
+        assert problem in said and str(tmp_path / name) in said
+
+
+UNKNOWN = {  # path of the key -> the key that is meant
+    "zero_optimisation.stage": "zero_optimization",
+    "zero_optimization.offload_optimizer.devise": None,
+    "fp16.loss_scal": None,
+    "checkpoint.load_universal": None,
+    "quux": None,
+}
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_an_unknown_key_is_refused_at_every_level(resolved, path):
+    blocks = 1
+    for name in reversed(path.split(".")):
+        blocks = {name: blocks}
+    said = complaint(blocks, of=resolved)
+    assert "ds.json: " in said and path.split(".")[0 if UNKNOWN[path] else -1] in said, said
+    assert UNKNOWN[path] is None or f"did you mean {UNKNOWN[path]}?" in said, said
+
+
+REFUSED_BLOCKS = {
+    "compute_grad_norm": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+    "legacy_stage1": {"zero_optimization": {"stage": 1, "legacy_stage1": True}},
+    "prescale_gradients": {"prescale_gradients": True},
+    "gradient_predivide_factor": {"gradient_predivide_factor": 2.0},
+    "max_grad_norm": {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+    "zenflow": {"zero_optimization": {"stage": 2, "zenflow": {}}},
+    "zero_hpz_partition_size": {
+        "zero_optimization": {
+            "stage": 3,
+            "zero_hpz_partition_size": 2,
+            "offload_param": {"device": "cpu"},
+        }
+    },
+    'partition_size is "2"': {"zero_optimization": {"zero_hpz_partition_size": "2"}},
+    "partition_size needs": {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+    "nvme needs": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+    'offload_param is "cpu"': {"zero_optimization": {"offload_param": "cpu"}},
+    "offload_param needs": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    "weights needs": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
+    "super_offload needs": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"super_offload": True}}
+    },
+    "cpu_offload is true": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+    "optimizer.ratio is 0.5": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    },
+    "compile is null": {"compile": None},
+    "fp16 at": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
+    "FusedAdam": {"optimizer": {"type": "FusedAdam"}},
+    "autotp_size is 0": {"tensor_parallel": {"autotp_size": 0}},
+    "vocab_parallel_lm_head": {"tensor_parallel": {"vocab_parallel_lm_head": True}},
+    "preset_model": {"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}},
+    "set one of them": {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2},
+    "amp": {"amp": {"enabled": True}},
+    "stage": {"zero_optimization": {"stage": "auto"}},
+    'stage is "3"': {"zero_optimization": {"stage": "3"}},
+    "optimizer.params.lr": {"optimizer": {"params": {"lr": 123}}},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BLOCKS)
+def test_what_would_train_wrongly_is_one_line(resolved, case):
+    said = complaint(REFUSED_BLOCKS[case], of=resolved)
+    assert "ds.json: " in said and case in said, said
+
+
+def test_a_file_of_transformers_examples_is_accepted(resolved):
+    resolved({
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2,
+                 "initial_scale_power": 16, "min_loss_scale": 1, "auto_cast": False},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(
+            ("lr", "betas", "eps", "weight_decay"), "auto")},
+        "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "buffer_size": 1e8, "max_in_cpu": 1e9},
+            "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True, "reduce_bucket_size": "auto"},
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+        "steps_per_print": 2000, "wall_clock_breakdown": False,
+    })  # fmt: skip
+
+
+class Watched(dict):
+    """A dictionary that records which keys are read."""
+
+    def __init__(self, *items):
+        super().__init__(*items)
+        self.read = set()
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.read.add(key)
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def keys(self):
+        return self
+
+    def __copy__(self):
+        return self
+
+
+def test_deepspeed_reads_every_supported_key():
+    of_models = {"tensor_parallel"}  # of pydantic
+    blocks = {name: Watched() for name in KEYS if name and name not in of_models}
+    blocks["optimizer"] = Watched({"type": "AdamW", "params": {}})
+    top = Watched({"train_batch_size": 1, **blocks})
+    DeepSpeedConfig(top)
+    ours = {"sequence_parallel_size"}  # read by zerotrain/training/setup.py
+    for name, block in {"": top, **blocks}.items():
+        assert set(KEYS[name].split()) - ours <= block.read, name

@@ -1,0 +1,620 @@
+"""Which text of a row is supervised, over templates in the style of well-known families and over
+generated ones.    pytest tests/data/test_chat.py
+"""
+
+import copy
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from zerotrain.config.schema import CHAT_TEMPLATES
+from zerotrain.data.end_marks import end_answers, fit_template
+from zerotrain.data.options import RenderOptions
+from zerotrain.data.render import encode, find_targets, render
+from zerotrain.data.sources import BadRow
+from zerotrain.model.load import set_chat_template
+from zerotrain.runtime.errors import UserError
+
+OPTIONS = RenderOptions("messages", {}, False, "answers", 10_000, "truncate")
+
+
+def byte_tokenizer(use_regex):
+    """Bytes and a few merges; without the regex these span the boundaries of words and marks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["yes.<|end|>\n<|", "no!</s>\n", '|>\n"', "hello"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+WORDS, CROSSING = byte_tokenizer(True), byte_tokenizer(False)
+
+
+def tokenizer_with(base, template, special=(), eos=None):
+    tokenizer = copy.deepcopy(base)
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    if eos:
+        tokenizer.add_special_tokens({"eos_token": eos})
+    return tokenizer
+
+
+def tokens_of(row, tokenizer, options):
+    """Token ids and mask."""
+    rendered = render(row, tokenizer, options)
+    [encoded] = encode([rendered], tokenizer)
+    return find_targets(rendered, encoded, tokenizer, options)
+
+
+def supervised_turns(tokenizer, row, options=OPTIONS):
+    """The text of each run of supervised tokens."""
+    ids, mask = tokens_of(row, tokenizer, options)
+    turns, before = [], False
+    for token, now in zip(ids, mask, strict=True):
+        if now and not before:
+            turns.append([])
+        if now:
+            turns[-1].append(token)
+        before = now
+    return [tokenizer.decode(turn) for turn in turns]
+
+
+# --------------------------------------------------------------------------------------------------
+# Families
+
+LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
+FAMILIES = {
+    "chatml": (
+        LOOP % "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+        ["<|im_start|>", "<|im_end|>"],
+        ["2<|im_end|>", "4<|im_end|>"],
+    ),
+    "chatml, another eos at the end": (  # OLMo
+        LOOP % "<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}"
+        "<|im_end|>\n{% endif %}"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|endoftext|>",
+        ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+        ["2<|im_end|>", "4<|endoftext|>"],
+    ),
+    "phi-3": (
+        LOOP % "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
+        + "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+        "<|endoftext|>",
+        ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"],
+        ["2<|end|>", "4<|end|>\n<|endoftext|>"],
+    ),
+    "gpt-oss": (
+        "<|start|>system<|message|>You are a model.<|end|>"
+        + LOOP % "{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>"
+        "{{ m.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+        + "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        "<|return|>",
+        ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"],
+        ["<|channel|>final<|message|>2<|end|>", "<|channel|>final<|message|>4<|return|>"],
+    ),
+    "command-a": (
+        "{{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># Preamble\n<|END_OF_TURN_TOKEN|>"
+        + LOOP % "<|START_OF_TURN_TOKEN|>"
+        "{% if m.role == 'assistant' %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content | trim }}"
+        "{% if loop.last %}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>"
+        "{% else %}<|{{ m.role | upper }}_TOKEN|>{{ m.content | trim }}<|END_OF_TURN_TOKEN|>"
+        "{% endif %}"
+        + "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
+        "<|END_OF_TURN_TOKEN|>",
+        ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>",
+         "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
+        ["<|START_RESPONSE|>2<|END_OF_TURN_TOKEN|>",
+         "<|START_RESPONSE|>4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+    ),
+    "deepseek": (
+        "{{ bos_token }}"
+        + LOOP % "{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+        "{% elif m.role == 'assistant' %}"
+        "<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% else %}"
+        "{{ m.content }}{% endif %}"
+        + "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
+        "<｜end▁of▁sentence｜>",
+        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
+        ["2<｜end▁of▁sentence｜>", "4<｜end▁of▁sentence｜>"],
+    ),
+    "llama-3": (
+        LOOP % "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>"
+        + "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+        "{% endif %}",
+        "<|eot_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        ["2<|eot_id|>", "4<|eot_id|>"],
+    ),
+    "qwen3": (
+        "{% set ns = namespace(last=0) %}"
+        + LOOP % "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+        + LOOP % "<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% set text = m.content %}"
+        "{% set thought = m.reasoning_content or '' %}{% if '</think>' in text %}"
+        "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+        "{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+        "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ text }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+        ["<|im_start|>", "<|im_end|>"],
+        ["2<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"],
+    ),
+    "gemma": (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
+        "'\n\n' %}{% set messages = messages[1:] %}{% else %}{% set first = '' %}{% endif %}"
+        + LOOP % "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}<start_of_turn>"
+        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first else '' }}"
+        "{{ m.content | trim }}<end_of_turn>\n"
+        + "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<eos>",
+        ["<start_of_turn>", "<end_of_turn>", "<eos>"],
+        ["2<end_of_turn>", "4<end_of_turn>"],
+    ),
+    "mistral": (  # the system turn goes with the last user's
+        "{% set ns = namespace(last=0) %}"
+        + LOOP % "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+        + LOOP % "{% if m.role == 'user' %}[INST] "
+        "{% if loop.index0 == ns.last and messages[0].role "
+        "== 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}",
+        "</s>",
+        ["</s>"],
+        ["2</s>", "4</s>"],
+    ),
+    "glm-4": (
+        "[gMASK]<sop>" + LOOP % "<|{{ m.role }}|>\n{{ m.content }}"
+        + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "<|endoftext|>",
+        ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"],
+        ["2<|endoftext|>", "4<|endoftext|>"],
+    ),
+    "qwen1.5": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+        + LOOP % "<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{% endif %}"
+        + "{% if add_generation_prompt and messages[-1].role != 'assistant' %}"
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+        ["<|im_start|>", "<|im_end|>"],
+        ["2<|im_end|>", "4<|im_end|>"],
+    ),
+    "marks, no end before the next": (  # as TRL's for DeepSeek-V3
+        LOOP % "{% if m.role == 'assistant' %}<｜Assistant｜>{% generation %}{{ m.content }}"
+        "<｜end▁of▁sentence｜>{% endgeneration %}{% else %}<｜User｜>{{ m.content }}{% endif %}"
+        + "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}",
+        "<｜end▁of▁sentence｜>",
+        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
+        ["2<｜end▁of▁sentence｜>", "4<｜end▁of▁sentence｜>"],
+    ),
+    "words": (
+        LOOP % "{{ m.role | title }}: {{ m.content }}\n"
+        + "{% if add_generation_prompt %}Assistant:{% endif %}",
+        "</s>",
+        ["</s>"],
+        ["2</s>", "4</s>"],
+    ),
+}  # fmt: skip
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+HEADERS = ["assistant", "Assistant", "CHATBOT", "<|model|>", "User", "user"]
+
+
+def without_space(texts):
+    return ["".join(text.split()) for text in texts]
+
+
+# No answer has an end mark, or not the last one.
+NO_ENDS = {"glm-4", "qwen1.5", "words"}
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
+    template, eos, special, (first, last) = FAMILIES[family]
+    tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
+    second = first.replace("2", "4")
+    alternate = "must alternate" not in template
+    if family in NO_ENDS:
+        with pytest.raises(BadRow, match="has no end mark, or another"):
+            supervised_turns(tokenizer, {"messages": CHAT})
+    end_answers(tokenizer)
+    assert (tokenizer.chat_template == template) == (family not in NO_ENDS)
+    for messages, expected in (
+        (CHAT, [first, last]),
+        ([SYSTEM, *CHAT], [first, last]),
+        ([*CHAT[:2], {"role": "user", "content": ""}, CHAT[3]], [first, last]),
+        ([*CHAT, *CHAT], [first, second, first, last]),
+    ):
+        turns = supervised_turns(tokenizer, {"messages": messages})
+        assert without_space(turns) == without_space(expected)
+    two = supervised_turns(tokenizer, {"messages": [*CHAT[:2], *CHAT[1:2]]}) if alternate else []
+    assert not any(word in text for text in two for word in HEADERS)
+    unanswered = supervised_turns(tokenizer, {"messages": [*CHAT, CHAT[0]]})
+    assert without_space(unanswered) in (
+        without_space([first, second]),
+        without_space([first, last]),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Tool calls, reasoning, weights
+
+CALLS = (
+    LOOP % "{% if m.role == 'user' %}<|user|>{{ m.content }}"
+    "{% elif m.role == 'tool' %}<out>{{ m.content }}</out>"
+    "{% elif m.tool_calls %}<|bot|><calls>{% for c in m.tool_calls %}"
+    "{{ c.type ~ ' ' ~ c.function.name ~ ' ' ~ c.function.arguments | tojson ~ ';' }}{% endfor %}"
+    "</calls>{{ eos_token }}{% else %}<|bot|>{{ m.content }}{{ eos_token }}{% endif %}"
+    + "{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+
+
+def row_with_calls(*arguments):
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": a}}
+        for name, a in zip(("add", "sub"), arguments, strict=False)
+    ]
+    return {
+        "messages": [
+            CHAT[0],
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "content": '{"sum": 2}'},
+            CHAT[1],
+        ]
+    }
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": "x y"}, '{"a": 1, "b": "x y"}', {}])
+def test_tool_calls_are_supervised(arguments, as_text):
+    """Functionary's templates concatenate arguments, so that these have to be strings."""
+    template = CALLS.replace("c.function.arguments | tojson ~", "(c.function.arguments + '') ~")
+    tokenizer = tokenizer_with(WORDS, template if as_text else CALLS, ["</s>"], "</s>")
+    shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    assert supervised_turns(tokenizer, row_with_calls(arguments, arguments)) == [
+        f"<calls>function add {shown};function sub {shown};</calls></s>",
+        "2</s>",
+    ]
+
+
+LOST = {
+    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2"),
+    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2"),
+    "the result": ("<out>{{ m.content }}", "<out>", "message 3"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_a_template_loses_of_tool_calls_is_named(lost):
+    before, after, message = LOST[lost]
+    assert before in CALLS
+    tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
+    with pytest.raises(BadRow, match=f"{message}.*is not complete"):
+        supervised_turns(tokenizer, row_with_calls({"b": "x"}, {"b": "y"}))
+
+
+def test_reasoning_of_another_key_is_supervised():
+    template, eos, special, _ = FAMILIES["qwen3"]
+    tokenizer = tokenizer_with(WORDS, template, special, eos)
+    for key in ("reasoning_content", "thinking"):
+        thought = [CHAT[0], {**CHAT[1], key: "easy"}]
+        assert supervised_turns(tokenizer, {"messages": thought}) == [
+            "<think>\neasy\n</think>\n\n2<|im_end|>"
+        ]
+    early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
+    with pytest.raises(BadRow, match=r"message 2 .*is not complete.*data.supervise: last"):
+        supervised_turns(tokenizer, {"messages": early})
+    last = dataclasses.replace(OPTIONS, supervise="last")
+    assert supervised_turns(tokenizer, {"messages": early}, last) == [
+        "<think>\n\n</think>\n\n4<|im_end|>"
+    ]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_turn_of_weight_0_is_context(marked):
+    content = "{{ m.content }}<|im_end|>"
+    template, eos, special, _ = FAMILIES["chatml"]
+    if marked:
+        template = template.replace(
+            content,
+            f"{{% if m.role == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
+            f"{{% else %}}{content}{{% endif %}}{{{{ m.weight }}}}",
+        )
+    tokenizer = tokenizer_with(WORDS, template, special, eos)
+    first, second = ({**CHAT[1], "weight": w} for w in (0, 1))
+    rows = [{"messages": [CHAT[0], m, *CHAT[2:]]} for m in (first, second)]
+    assert supervised_turns(tokenizer, rows[0]) == ["4<|im_end|>"]
+    assert supervised_turns(tokenizer, rows[1]) == ["2<|im_end|>", "4<|im_end|>"]
+    row = {"messages": [*CHAT[:3], {**CHAT[3], "weight": 0}]}
+    assert supervised_turns(tokenizer, row) == ["2<|im_end|>"]
+    text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    every_other = supervised_turns(
+        tokenizer, rows[0], dataclasses.replace(OPTIONS, supervise="all")
+    )
+    assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
+
+
+MARKED = FAMILIES["chatml"][0].replace(
+    "{{ m.content }}<|im_end|>\n",
+    "{% if m.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}{{ m.content }}"
+    "<|im_end|>\n{% endif %}",
+)
+
+
+def test_marks_that_leave_out_part_of_an_answer_are_refused():
+    body = "{% endgeneration %}{{ m.reasoning_content }}{% generation %}{{ m.content }}<|im_end|>"
+    tokenizer = tokenizer_with(WORDS, MARKED.replace("BODY", body), *FAMILIES["chatml"][2:0:-1])
+    thought = {**CHAT[1], "reasoning_content": "easy"}
+    with pytest.raises(BadRow, match=r"message 2 .*is not what the generation marks cover"):
+        supervised_turns(tokenizer, {"messages": [CHAT[0], thought, *CHAT[2:]]})
+
+
+def test_every_generation_block_is_supervised():
+    """Also those without text of the row, such as TRL's diffusion_gemma_training has."""
+    body = (
+        "{% generation %}{{ '<think>\n' }}{% endgeneration %}{% generation %}"
+        "{{ m.reasoning_content }}{% endgeneration %}{% generation %}{{ '\n</think>\n\n' }}"
+        "{% endgeneration %}{{ '(not said)' }}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% generation %}{{ '<|im_end|>\n' }}{% endgeneration %}"
+    )
+    template = MARKED.replace("{% generation %}BODY{% endgeneration %}", body)
+    tokenizer = tokenizer_with(WORDS, template, *FAMILIES["chatml"][2:0:-1])
+    thought = {**CHAT[1], "reasoning_content": "easy"}
+    turns = supervised_turns(tokenizer, {"messages": [CHAT[0], thought, CHAT[2], thought]})
+    assert without_space(turns) == ["<think>easy</think>", "2<|im_end|>"] * 2
+
+
+def test_the_next_users_header_is_not_supervised():
+    """TRL's glm4moe_training writes nothing else after an answer, so there it is the end mark."""
+    header = "{{ '<|im_start|>user\n' }}"
+    ended = MARKED.replace("BODY", "{{ m.content }}<|im_end|>{{ '\n' }}" + header)
+    special = FAMILIES["chatml"][2]
+    for template, expected in (
+        (ended, ["2<|im_end|>", "4<|im_end|>"]),
+        (ended.replace("<|im_end|>{{ '\n' }}" + header, header), None),
+        (
+            LOOP % "{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}{{ '\n' ~ "
+            "m.content }}{% else %}<|assistant|>{% generation %}{{ '\n' ~ m.content }}<|user|>"
+            "{% endgeneration %}{% endif %}"
+            + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            ["2<|user|>", "4<|user|>"],
+        ),
+    ):
+        tokenizer = tokenizer_with(WORDS, template, [*special, "<|user|>", "<|assistant|>"])
+        if expected is None:
+            with pytest.raises(BadRow, match="ends with the header of the user's next turn"):
+                supervised_turns(tokenizer, {"messages": CHAT})
+        else:
+            turns = supervised_turns(tokenizer, {"messages": CHAT})
+            assert without_space(turns) == without_space(expected)
+
+
+def test_a_block_of_thoughts_beside_another_generation_prompt_begins_after_the_header():
+    """As Laguna's: the prompt ends with </think>, answers begin with <think>."""
+    template = MARKED.replace(
+        "<|im_start|>{{ m.role }}\n",
+        "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n<think>"
+        "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{% endif %}",
+    ).replace("BODY", "{{ m.content }}<|im_end|>")
+    template = template.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n</think>{% endif %}"
+    )
+    tokenizer = tokenizer_with(WORDS, template, FAMILIES["chatml"][2])
+    turns = supervised_turns(tokenizer, {"messages": CHAT})
+    assert without_space(turns) == ["<think>2<|im_end|>", "<think>4<|im_end|>"]
+
+
+NAMED = {
+    "alpaca": "2</s>", "chatml": "2<|im_end|>", "deepseek": "2</s>", "gemma": "2<end_of_turn>",
+    "gpt-oss": "<|channel|>final<|message|>2<|return|>", "llama3": "2<|eot_id|>",
+    "mistral": "2</s>", "olmo": "2</s>", "phi": "2<|end|>", "plain": "2</s>",
+    "qwen": "2<|im_end|>", "zephyr": "2</s>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_templates(name):
+    """In a tokenizer without their end marks, the eos token takes their place."""
+    source = (CHAT_TEMPLATES / f"{name}.jinja").read_text()
+    assert NAMED.keys() == {file.stem for file in CHAT_TEMPLATES.glob("*.jinja")}
+    mark = NAMED[name].partition("2")[2]
+    tokenizer = tokenizer_with(WORDS, None, [mark], "</s>")
+    for end in (mark, mark if name == "gpt-oss" else "</s>"):
+        tokenizer.chat_template = fit_template(source, tokenizer)
+        for messages in (CHAT[:2], [SYSTEM, *CHAT[:2]]):
+            turns = supervised_turns(tokenizer, {"messages": messages})
+            assert without_space(turns) == [NAMED[name].replace(mark, end)]
+        tokenizer = tokenizer_with(WORDS, None, [], "</s>")
+
+
+def test_an_unknown_name_of_a_template_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"mistrall is no .*alpaca, .*, or did you mean mistral\?"):
+        set_chat_template(copy.deepcopy(WORDS), "mistrall")
+
+
+# --------------------------------------------------------------------------------------------------
+# Special tokens in text, rows without a template
+
+
+@pytest.mark.parametrize("role", range(3))
+def test_special_tokens_in_a_row_are_refused(role):
+    template, eos, special, _ = FAMILIES["chatml"]
+    tokenizer = tokenizer_with(WORDS, template, special, eos)
+    messages = [SYSTEM, *CHAT[:2]]
+    messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
+    with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
+        supervised_turns(tokenizer, {"messages": messages})
+
+
+def test_rows_without_a_template():
+    tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
+    row = {"prompt": "1+1? ", "completion": "2"}
+    options = dataclasses.replace(OPTIONS, format="prompt_completion")
+    ids, mask = tokens_of(row, tokenizer, options)
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
+    assert tokenizer.decode(ids) == "1+1? 2</s>"
+    with pytest.raises(BadRow, match="special token"):
+        render({**row, "prompt": "<s>1+1?"}, tokenizer, options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Generated templates
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """A template, written in Jinja and in Python that tracks the origin of each text."""
+
+    opener: str
+    end_of_user: str
+    end_of_turn: str
+    end_of_row: str
+    separator: str
+    preamble: str
+    prompts: str
+    trims: bool
+    cuts_thoughts: bool
+    marks: bool
+
+    def header(self, role):
+        return self.opener.replace("ROLE", role)
+
+    @property
+    def template(self):
+        def text(value):  # an expression, since Jinja removes line breaks after tags
+            return "{{ " + json.dumps(value) + " }}"
+
+        def header(role):
+            return "{{ " + json.dumps(self.opener).replace("ROLE", f'" ~ {role} ~ "') + " }}"
+
+        cut = (
+            "{% if m.role == 'assistant' and not loop.last and '</think>' in c %}"
+            "{% set c = c.split('</think>')[-1] %}{% endif %}"
+        )
+        content = "{{ c | trim }}" if self.trims else "{{ c }}"
+        start, stop = ("{% generation %}", "{% endgeneration %}") if self.marks else ("", "")
+        prompt, thought = header("'assistant'"), text("<think>\n")
+        return (
+            f"{text(self.preamble)}{{% for m in messages %}}{{% set c = m.content %}}"
+            f"{cut if self.cuts_thoughts else ''}{header('m.role')}"
+            f"{{% if m.role == 'assistant' %}}{start}{content}"
+            f"{{% if loop.last %}}{text(self.end_of_row)}{{% else %}}{text(self.end_of_turn)}"
+            f"{{% endif %}}{stop}{{% else %}}{content}{text(self.end_of_user)}{{% endif %}}"
+            f"{text(self.separator)}{{% endfor %}}"
+            + {
+                "asked": f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}",
+                "always": prompt,
+                "never": "",
+                "thinking": f"{{% if add_generation_prompt %}}{prompt}{thought}{{% endif %}}",
+            }[self.prompts]
+        )
+
+    def turns(self, messages):
+        """(whole text, the assistant's texts), or None if one is cut."""
+        text, answers = self.preamble, []
+        for i, message in enumerate(messages):
+            role, content = message["role"], message["content"]
+            earlier = role == "assistant" and i < len(messages) - 1
+            if earlier and self.cuts_thoughts and "</think>" in content:
+                *cut, content = content.split("</think>")
+                if re.sub(r"</?\S+?>|[\s\\\\]", "", "".join(cut)):
+                    return None
+            content = whole = content.strip() if self.trims else content
+            end = self.end_of_user
+            if role == "assistant":
+                end = self.end_of_row if i == len(messages) - 1 else self.end_of_turn
+                answers.append(content + end)
+            text += self.header(role) + whole + end + self.separator
+        return text + (self.header("assistant") if self.prompts == "always" else ""), answers
+
+
+ENDS = ["<|end|>", "</s>", "<|eot|>", "<|return|>"]
+CONTENTS = st.lists(
+    st.sampled_from(
+        ["yes.", "no!", "hello", "user", "assistant", "2", '"', "'", "é", "👍", "|>", "<|", "\n",
+         " ", "<|end|>", "</s>", "<|user|>\n", "<|assistant|>\n", "<think>", "</think>",
+         "{", "}", "\\", "[INST]", "\U00020000"]
+    ),
+    min_size=1, max_size=5,
+).map("".join).filter(str.strip)  # fmt: skip
+STYLES = st.builds(
+    Style,
+    opener=st.sampled_from(
+        ["<|ROLE|>\n", "<|ROLE|>", "<|start|>ROLE\n", "<|h|>ROLE<|/h|>\n\n", "[ROLE] ", "ROLE: "]
+    ),
+    end_of_user=st.sampled_from(["", *ENDS]),
+    end_of_turn=st.sampled_from(["", *ENDS]),
+    end_of_row=st.sampled_from(["", *ENDS, "<|end|>\n<|last|>"]),
+    separator=st.sampled_from(["", "\n"]),
+    preamble=st.sampled_from(["", "<s>", "<|start|>system\nBe kind.<|end|>\n"]),
+    prompts=st.sampled_from(["asked", "always", "never", "thinking"]),
+    trims=st.booleans(),
+    cuts_thoughts=st.booleans(),
+    marks=st.booleans(),
+)
+SPECIAL = ["<|end|>", "</s>", "<|eot|>", "<|last|>", "<|return|>", "<|start|>", "<|user|>",
+           "<|assistant|>", "<|h|>", "<|/h|>", "<think>", "</think>"]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@example(  # whose first answer has no end as the last message, and a mark within the row
+    style=Style("<|ROLE|>\n", "", "<|end|>", "", "", "", "asked", False, True, False),
+    contents=["yes.", '</think>yes."', "yes.", "yes."],
+    as_tokens=False,
+    base=WORDS,
+)
+@given(
+    style=STYLES,
+    contents=st.lists(CONTENTS, min_size=2, max_size=6),
+    as_tokens=st.booleans(),
+    base=st.sampled_from([WORDS, CROSSING]),
+)
+def test_no_generated_template_supervises_another_turn(style, contents, as_tokens, base):
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": c}
+        for i, c in enumerate(contents[: len(contents) // 2 * 2])
+    ]
+    tokenizer = tokenizer_with(base, style.template, SPECIAL if as_tokens else ())
+    expected = style.turns(messages)
+    try:
+        turns = supervised_turns(tokenizer, {"messages": messages})
+    except BadRow:
+        ordinary = (
+            as_tokens
+            and base is WORDS
+            and style.prompts == "asked"
+            and style.end_of_turn
+            and style.end_of_row == style.end_of_turn
+            and style.opener.endswith("\n")
+            and not any(special in content for content in contents for special in SPECIAL)
+        )
+        assert not ordinary or style.marks
+        return
+    assert expected is not None, "a turn was cut"
+    text, answers = expected
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
+    assert without_space(["".join(turns)]) == without_space(["".join(answers)])

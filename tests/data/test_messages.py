@@ -1,0 +1,204 @@
+"""Rows of every format in one form; every key is used, meta-data or refused.
+pytest tests/data/test_messages.py
+"""
+
+import json
+
+import pytest
+
+from zerotrain.data.messages import METADATA, canonical_row
+from zerotrain.data.options import RenderOptions
+from zerotrain.data.readers import RawRow
+from zerotrain.data.sources import BadRow, detect_format, parse_row
+
+
+def canonical(row, as_chat=False, **options):
+    """As in a run: from JSON, with the format detected from the keys."""
+    found = parse_row(RawRow(1, json.dumps(row)), {}, options.get("ignore_keys", ()))
+    format = options.pop("format", None) or detect_format(found)
+    base = RenderOptions(format, {}, as_chat, "answers", 1000, "truncate", **options)
+    return canonical_row(found, base)
+
+
+def refused(row, **options):
+    with pytest.raises(BadRow) as caught:
+        canonical(row, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = [user("1+1?"), assistant("2")]
+CALL = {"name": "add", "arguments": {"a": 1, "b": 1}}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+# --------------------------------------------------------------------------------------------------
+# Formats found in practice
+
+AS_THEY_ARE = {
+    "messages": ({"messages": ASKED}, "messages", {"messages": ASKED}),
+    "content lists": (
+        {
+            "messages": [
+                user([{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]),
+                assistant([{"type": "text", "text": "2", "image_url": None}]),
+            ]
+        },
+        "messages",
+        {"messages": ASKED},
+    ),
+    "ShareGPT": (
+        {
+            "id": "x_0",
+            "conversations": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "human", "value": "1+1?"},
+                {"from": "gpt", "value": "2"},
+            ],
+        },
+        "sharegpt",
+        {"messages": [SYSTEM, *ASKED]},
+    ),
+    "ShareGPT with tools": (
+        {
+            "tools": json.dumps(TOOLS),
+            "system": "Be brief.",
+            "conversations": [
+                {"from": "human", "value": "1+1?"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "2"},
+            ],
+        },
+        "sharegpt",
+        {
+            "messages": [
+                SYSTEM,
+                ASKED[0],
+                assistant("", tool_calls=[CALL]),
+                {"role": "tool", "content": "2"},
+                ASKED[1],
+            ],
+            "tools": TOOLS,
+        },
+    ),
+    "TRL": (
+        {"prompt": [*ASKED, user("2+2?")], "completion": [assistant("4")]},
+        "conversational",
+        {"messages": [ASKED[0], assistant("2", weight=0), user("2+2?"), assistant("4")]},
+    ),
+    "prompt and completion": (
+        {"prompt": "1+1?", "completion": "2"},
+        "prompt_completion",
+        {"prompt": "1+1?", "completion": "2"},
+    ),
+    "Alpaca": (
+        {
+            "instruction": "Add.",
+            "input": "1 1",
+            "output": "2",
+            "text": "Below is an instruction.\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n2",
+        },
+        "instruction",
+        {"prompt": "Add.\n\n1 1\n\n", "completion": "2"},
+    ),
+    "calls as OpenAI has them": (
+        {
+            "messages": [
+                ASKED[0],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "annotations": [],
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
+                assistant("2", reasoning_content="easy"),
+            ],
+            "parallel_tool_calls": False,
+        },
+        "messages",
+        {
+            "messages": [
+                ASKED[0],
+                assistant("", tool_calls=[{"id": "c1", "type": "function", "function": CALL}]),
+                {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
+                assistant("2", reasoning_content="easy"),
+            ]
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AS_THEY_ARE)
+def test_rows_as_they_are_found(case):
+    row, format, expected = AS_THEY_ARE[case]
+    assert detect_format(row) == format
+    assert canonical(row) == expected
+
+
+# Each with what its message must name: the key, or the fix
+REFUSED = {
+    "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
+    "KTO": ({"prompt": "a", "completion": "b", "label": False}, "label"),
+    "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
+    "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "data.roles"),
+    "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
+    "an empty text": ({"text": " \n"}, "empty"),
+    "a call of no object": (
+        {"messages": [user("a"), {"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+        "'function'",
+    ),
+    "a tool of no object": (
+        {"messages": [user("a"), assistant("b")], "tools": [{"function": '{"name": "f"}'}]},
+        "tool",
+    ),
+    "the wrong type": ({"prompt": ["a"], "completion": "b"}, "'prompt'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_on_is_refused_with_the_fix(case):
+    row, named = REFUSED[case]
+    assert named in refused(row)
+
+
+def test_fixes_that_the_messages_name_work():
+    columns = {"role": "speaker", "content": "text"}
+    turns = [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]
+    options = RenderOptions("messages", columns, False, "answers", 99, "error")
+    row = parse_row(RawRow(1, json.dumps({"messages": turns})), columns)
+    assert canonical_row(row, options) == {"messages": ASKED}
+    judged = {"messages": [user("1+1?"), {"role": "judge", "content": "2"}]}
+    assert canonical(judged, roles={"judge": "assistant"}) == {"messages": ASKED}
+    assert canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"]) == {"text": "a"}
+    pair = {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS}
+    assert canonical(pair, as_chat=True) == {"messages": [SYSTEM, *ASKED], "tools": TOOLS}
+
+
+def test_every_key_is_used_or_refused():
+    """Any key with a value, at each level: in the result, metadata, or refused by its name."""
+    for key in ("annotation", "audio", "Answer2", "label", "thoughts"):
+        assert key in refused({"messages": ASKED, key: "something"})
+        assert key in refused({"messages": [user("a"), {**assistant("b"), key: "something"}]})
+        call = {**CALL, key: "something"}
+        assert key in refused({"messages": [user("a"), assistant("", tool_calls=[call])]})
+        part = {"type": "text", "text": "a", key: "something"}
+        assert key in refused({"messages": [user([part]), assistant("b")]})
+    for key in METADATA:
+        assert canonical({"messages": ASKED, key: "something"}) == {"messages": ASKED}

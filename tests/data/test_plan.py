@@ -1,0 +1,217 @@
+"""The step plan: examples of each step, and their ranks.    pytest tests/data/test_plan.py"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute
+from zerotrain.data.plan import Budget, plan_step
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.open_plans import open_plans
+
+LENGTHS = np.random.default_rng(0).lognormal(4, 1, 1003).astype(np.int32).clip(2, 900)
+SUPERVISED = (LENGTHS // 2).astype(np.int32)
+
+
+def epoch_of(order, epoch=0):
+    return [order.examples(epoch, step) for step in range(order.steps_per_epoch)]
+
+
+def groups_of(step_plan):
+    return [group for micro_step in step_plan.micro_batches for group in micro_step]
+
+
+def slowest_costs(step_plan, lengths, budget):
+    """Sum over micro-steps of the slowest rank's cost."""
+    total = 0
+    for micro_step in step_plan.micro_batches:
+        costs = [0]
+        for group in micro_step:
+            size = lengths[group].astype(np.int64)
+            if len(group) and budget.packed:
+                costs.append(int(budget.cost(size).sum()))
+            elif len(group):
+                costs.append(len(group) * int(budget.cost(size.max())))
+        total += max(costs)
+    return total
+
+
+# --------------------------------------------------------------------------------------------------
+# The examples of each step
+
+ORDERS = {
+    "examples": {"global_batch_size": 96},
+    "tokens": {"global_batch_tokens": 9000},
+    "in order": {"global_batch_size": 96, "shuffle": False},
+}
+GOLDEN = {
+    "examples": [2129882, 2084669],
+    "tokens": [2469861, 3183095],
+    "in order": [251160, 632086],
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 64), min_size=1, max_size=200),
+    batch=st.integers(1, 70),
+    by_tokens=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 1000),
+)
+def test_any_epoch_has_every_example_once(lengths, batch, by_tokens, seed, epoch):
+    size = {"global_batch_tokens": 30 * batch} if by_tokens else {"global_batch_size": batch}
+    order = EpochOrder(np.array(lengths, np.int32), seed, **size)
+    steps = epoch_of(order, epoch)
+    assert sorted(np.concatenate(steps)) == list(range(len(lengths)))
+    assert min(map(len, steps)) > 0
+    if not by_tokens:
+        sizes = [len(rows) for rows in steps]
+        assert max(sizes) - min(sizes) <= 1 and max(sizes) <= batch
+
+
+def test_the_examples_of_a_step_are_those_of_plan_version():
+    """A change here makes resumed runs lose and repeat examples: increase the version with it."""
+    assert PLAN_VERSION == 4
+    sums = {
+        name: [int((rows * (np.arange(len(rows)) + 1)).sum()) for rows in epoch_of(order, 2)[:2]]
+        for name, order in {n: EpochOrder(LENGTHS, 5, **ORDERS[n]) for n in ORDERS}.items()
+    }
+    assert sums == GOLDEN
+
+
+def test_order_depend_on_seed_epoch_and_step():
+    base = epoch_of(EpochOrder(LENGTHS, 1, 96))
+    assert all(
+        (a == b).all() for a, b in zip(base, epoch_of(EpochOrder(LENGTHS, 1, 96)), strict=True)
+    )
+    for other in (
+        epoch_of(EpochOrder(LENGTHS, 2, 96)),
+        epoch_of(EpochOrder(LENGTHS, 1, 96), epoch=1),
+    ):
+        assert sorted(other[0]) != sorted(base[0])
+
+
+# The actual mean global batch
+
+
+def test_the_mean_batch_is_that_of_the_steps(tiny_config):
+    for batch, steps, mean in ((12, 6, 70 / 6), (40, 2, 35), (70, 1, 70), (7, 10, 7)):
+        *_, plan, _ = open_plans(config_of(tiny_config(train__global_batch_size=batch)), 2)
+        assert (plan.steps_per_epoch, plan.mean_batch) == (steps, mean)
+    by_tokens = {"train__global_batch_size": None, "train__warmup_examples": None}
+    config = config_of(tiny_config(train__global_batch_tokens=900, **by_tokens))
+    *_, plan, _ = open_plans(config, 2)
+    tokens = [plan.step(k).tokens for k in range(plan.steps_per_epoch)]
+    assert plan.mean_batch == np.mean(tokens) < 900
+
+    with pytest.raises(UserError, match=r"is more than an epoch has"):
+        open_plans(config_of(tiny_config(train__global_batch_size=71)), 2)
+
+
+def config_of(path):
+    return parse_command_line(["--config", str(path)]).config
+
+
+# The permutation
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_permute_is_a_permutation(size):
+    index = np.arange(size, dtype=np.int64)
+    assert sorted(permute(index, size, key=7)) == list(range(size))
+
+
+def test_every_first_place_is_equally_likely():
+    """Chi-square over 10,000 keys of the image of 0 in 20: 19 degrees of freedom, 0.1 % > 43.8."""
+    places = [int(permute(np.zeros(1, np.int64), 20, derive_key(0, e))[0]) for e in range(10_000)]
+    counts = np.bincount(places, minlength=20)
+    assert ((counts - 500) ** 2 / 500).sum() < 43.8
+
+
+# --------------------------------------------------------------------------------------------------
+# Assignment to ranks
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=150),
+    world_size=st.integers(1, 9),
+    cap=st.integers(64, 300),
+    packed=st.booleans(),
+    k=st.sampled_from([1, 100, 24_576]),
+)
+def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, packed, k):
+    lengths = np.array(lengths, np.int32)
+    rows = np.arange(len(lengths))
+    step_plan = plan_step(rows, lengths, lengths, Budget(world_size, cap, k, packed))
+    assert all(len(micro_step) == world_size for micro_step in step_plan.micro_batches)
+    groups = groups_of(step_plan)
+    assert sorted(np.concatenate(groups)) == sorted(rows)
+    if packed:
+        held = [int(lengths[g].sum()) for g in groups]
+    else:
+        held = [len(g) * (-(-int(lengths[g].max(initial=0)) // 8) * 8) for g in groups]
+    assert max(held) <= cap and sum(held) == step_plan.padded_tokens
+    assert step_plan.supervised_tokens == step_plan.tokens == lengths.sum()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_assignment_does_not_depend_on_the_order_of_the_examples(packed):
+    rows = EpochOrder(LENGTHS, 1, 96).examples(0, 0)
+    budget = Budget(3, 1024, packed=packed)
+    step_plans = [plan_step(r, LENGTHS, SUPERVISED, budget) for r in (rows, rows[::-1])]
+    for a, b in zip(*map(groups_of, step_plans), strict=True):
+        assert a.tolist() == b.tolist()
+
+
+def test_ranks_that_wait_for_each_other_do_equal_work():
+    """Useful cost over ranks x the slowest of each micro-step, against equal numbers per rank."""
+    order = EpochOrder(LENGTHS, 1, 500)
+    efficiency = {}
+    for name, packed in (("bucketed", False), ("packed", True)):
+        budget = Budget(4, 4096, packed=packed)
+        useful = waited = by_number = 0
+        for rows in epoch_of(order):
+            step_plan = plan_step(rows, LENGTHS, SUPERVISED, budget)
+            useful += sum(int(n) * (24_576 + int(n)) for n in LENGTHS[rows])
+            waited += 4 * slowest_costs(step_plan, LENGTHS, budget)
+            longest_first = -np.sort(-LENGTHS[rows].astype(np.int64))
+            for part in np.array_split(longest_first, len(step_plan.micro_batches)):
+                groups = np.array_split(part, 4)
+                by_number += 4 * len(groups[0]) * int(budget.cost(groups[0][0]))
+        efficiency[name], efficiency["by number"] = useful / waited, useful / by_number
+    assert efficiency["packed"] > 0.99
+    assert efficiency["bucketed"] > 1.5 * efficiency["by number"]
+
+
+def test_fewest_micro_steps_that_fit_the_budget():
+    lengths = np.full(64, 96, np.int32)
+    for packed in (False, True):
+        for budget, micro_steps in ((6144, 1), (3072, 1), (1536, 2), (768, 4), (96, 32)):
+            step_plan = plan_step(np.arange(64), lengths, lengths, Budget(2, budget, packed=packed))
+            assert len(step_plan.micro_batches) == micro_steps
+
+
+def test_packed_bins_are_the_same_for_every_world_size_that_divides_them():
+    rows = EpochOrder(LENGTHS, 1, 900).examples(0, 0)
+    tokens = int(LENGTHS[rows].sum())
+    for budget in (1024, 2048, 9000):
+        bins = {}
+        for world_size in (1, 2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 64):
+            step_plan = plan_step(rows, LENGTHS, LENGTHS, Budget(world_size, budget, packed=True))
+            bins[world_size] = [g.tolist() for g in groups_of(step_plan)]
+        canonical = bins[1]
+        assert len(canonical) * budget >= tokens
+        for world_size, groups in bins.items():
+            assert len(groups) % world_size == 0
+            if len(canonical) % world_size == 0:
+                assert groups == canonical, f"{world_size} ranks, {len(canonical)} bins"
+        assert sum(len(canonical) % w == 0 for w in bins) >= 2
+
+
+def test_an_example_over_the_budget_is_refused(tiny_config):
+    with pytest.raises(UserError, match=r"train.jsonl:\d+: .*data.micro_batch_tokens \(40\)"):
+        open_plans(config_of(tiny_config(data__micro_batch_tokens=40)), 1)

@@ -1,0 +1,241 @@
+"""Reading rows: files, formats of files, damaged files, bounds.
+pytest tests/data/test_sources.py"""
+
+import bz2
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import write_rows
+
+from zerotrain.config.schema import Source
+from zerotrain.data import readers
+from zerotrain.data.readers import RawRow
+from zerotrain.data.sources import BadRow, count_rows, local_files, parse_row, read_rows
+from zerotrain.runtime.errors import UserError
+
+ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
+
+
+def rows_in(path, columns=None):
+    return [parse_row(row, columns or {}) for _, row in read_rows(Source(path=str(path)))]
+
+
+def refusal(path):
+    with pytest.raises(UserError) as error:
+        rows_in(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def as_csv(rows, delimiter=","):
+    def cell(text):
+        return '"' + text.replace('"', '""') + '"'
+
+    lines = [delimiter.join(rows[0]), *(delimiter.join(map(cell, r.values())) for r in rows)]
+    return "\r\n".join(lines) + "\r\n"
+
+
+def save(folder, name):
+    """ROWS in the format of the file name's extension."""
+    path = folder / name
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS)
+    table = pa.Table.from_pylist(ROWS)
+    if ".json" in name and ".jsonl" not in name:
+        text = json.dumps(ROWS, indent=1)
+    elif ".csv" in name:
+        text = as_csv(ROWS)
+    elif name.endswith(".tsv"):
+        text = as_csv(ROWS, "\t")
+    if name.endswith(".parquet"):
+        pq.write_table(table, path)
+    elif name.endswith(".arrow"):
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    elif name.endswith(".bz2"):
+        path.write_bytes(bz2.compress(text.encode()))
+    elif name.endswith(".zst"):
+        with pa.output_stream(path, compression="zstd") as out:
+            out.write(text.encode())
+    else:
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    return path
+
+
+def test_row_groups_of_parquet_end_anywhere(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"{i}"}]} for i in range(250)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=70)
+    assert rows_in(tmp_path / "a.parquet") == rows
+
+
+NAMES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.arrow", "a.jsonl.gz",
+         "a.json.zst", "a.csv.bz2", "lines.json"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    path = save(tmp_path, name)
+    if name == "lines.json":  # one object per line in spite of the name
+        write_rows(path, ROWS)
+    assert rows_in(path) == ROWS
+
+
+def test_rows_are_counted_where_they_need_not_be_parsed(tmp_path):
+    for name in ("a.parquet", "b.parquet"):
+        save(tmp_path, name)
+    assert count_rows(Source(path=str(tmp_path))) == 2 * len(ROWS)
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    assert count_rows(Source(path=str(tmp_path))) == 3 * len(ROWS)
+    for name in ("a.csv", "a.jsonl.gz"):
+        assert count_rows(Source(path=str(save(tmp_path, name)))) is None
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert count_rows(Source(path=str(tmp_path / "a.parquet"))) is None
+
+
+def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
+    import datasets
+
+    (tmp_path / "deep").mkdir()
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    write_rows(tmp_path / "deep/b.jsonl", ROWS[:2])
+    write_rows(tmp_path / ".hidden.jsonl", ROWS)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "deep/up").symlink_to(tmp_path)
+    saved = str(tmp_path / "saved/data-00000-of-00001.arrow")
+    assert local_files(str(tmp_path)) == [str(tmp_path / "deep/b.jsonl"), saved]
+    assert rows_in(tmp_path) == ROWS[:2] + ROWS
+    (tmp_path / "deep/up").unlink()
+    assert rows_in(tmp_path / "**/*.jsonl") == ROWS[:2]
+    assert "no such file" in refusal(tmp_path / "none.jsonl")
+    (tmp_path / "x.txt").touch()
+    assert "unknown file extension" in refusal(tmp_path / "x.txt")
+    (tmp_path / "dataset_dict.json").touch()
+    assert "several splits" in refusal(tmp_path)
+
+
+def test_bad_files_say_what_is_wrong(tmp_path):
+    (tmp_path / "x.json").write_text('[{"text": "a"} {"text": "b"}]')
+    assert "Expecting ',' delimiter" in refusal(tmp_path / "x.json")
+    (tmp_path / "x.csv").write_text('a,b\n1,2\n3,"4" 5\n')
+    assert "not CSV after line 2" in refusal(tmp_path / "x.csv")
+    table = pa.table({"text": ["a"]})
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    os.truncate(tmp_path / "x.arrow", (tmp_path / "x.arrow").stat().st_size - 1)
+    assert "cannot be read" in refusal(tmp_path / "x.arrow")
+
+
+BAD_ROWS = {
+    "not JSON": "{'a': 1}",
+    "not an object": "[1]",
+    "not UTF-8": '{"a": "\\ud83d"}',
+    "over the limit of a row": '{"a": "' + "x" * 8_000_000 + '"}',
+}
+
+
+@pytest.mark.parametrize("reason", BAD_ROWS)
+def test_rows_that_cannot_be_used(reason):
+    with pytest.raises(BadRow) as error:
+        parse_row(RawRow(1, BAD_ROWS[reason]), {})
+    assert error.value.reason == reason
+
+
+def test_columns_rename_keys():
+    row = RawRow(1, '{"question": "x", "prompt": "y"}')
+    with pytest.raises(BadRow, match="both 'prompt' and 'question'"):
+        parse_row(row, {"prompt": "question"})
+    assert parse_row(row, {"prompt": "question"}, ["prompt"]) == {"prompt": "x"}
+
+
+PEAK = """
+import sys, resource, json
+from zerotrain.config.schema import Source
+from zerotrain.data.readers import MAX_ROW_CHARACTERS
+from zerotrain.data.sources import read_rows
+from zerotrain.runtime.errors import UserError
+import pyarrow.parquet, pyarrow.compute
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    found = [len(row.text) > MAX_ROW_CHARACTERS for _, row in read_rows(Source(path=sys.argv[1]))]
+except UserError as error:
+    found = ["refused"]
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps([peak / 1024, len(found), sorted(set(found))]))
+"""
+MANY, HUGE = 300, "x" * 4_000_000
+
+
+def giants(path):
+    """A small file whose rows take up to 1.2 GB."""
+    indices = pa.array([0] * MANY, pa.int32())
+    column = pa.DictionaryArray.from_arrays(indices, pa.array([HUGE]))
+    if path.name == "rows.parquet":  # one value in a dictionary, and a run of references to it
+        pq.write_table(pa.table({"text": column}), path, compression="zstd")
+    elif path.name == "nested.parquet":  # all in one row
+        nested = pa.ListArray.from_arrays(pa.array([0, MANY], pa.int32()), column)
+        pq.write_table(pa.table({"text": nested}), path, compression="zstd")
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_file(path, pa.schema({"text": column.type})) as writer:
+            writer.write_batch(pa.record_batch({"text": column}))
+    elif path.name == "rows.csv.gz":  # one row of short cells with line breaks
+        path.write_bytes(gzip.compress(b"a,b\n" + b'"x\n",' * 20_000_000, 1))
+    else:  # a row longer than the limit
+        text = "\n".join(json.dumps({"text": HUGE * n}) for n in (1, 3, 1))
+        path.write_bytes(gzip.compress(text.encode(), 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rows.parquet", [MANY, [False]]),
+        ("nested.parquet", [1, [True]]),
+        ("rows.arrow", [MANY, [False]]),
+        ("a.jsonl.gz", [3, [False, True]]),
+        ("rows.csv.gz", [1, ["refused"]]),
+    ],
+)
+def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected):
+    giants(tmp_path / name)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / name)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    peak_mib, *found = json.loads(out.splitlines()[-1])
+    assert found == expected and peak_mib < 700
+
+
+def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_path, monkeypatch):
+    """In a row group of Parquet, and in a JSON list under gzip."""
+    monkeypatch.setattr(readers, "MAX_CHUNK_VALUES", 1 << 20)
+    count = readers.MAX_CHUNK_VALUES + 1
+    column = pa.ListArray.from_arrays(
+        pa.array([0, count], pa.int32()), pa.array(np.zeros(count, np.int8))
+    )
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["a"], "x": column}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    assert "values in a row group" in refusal(path)
+    many = b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(many))
+    assert "row 1 of the list is not JSON, or too long" in refusal(tmp_path / "rows.json.gz")
+
+
+def test_a_json_list_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "TEXT_AT_ONCE", 7)
+    text = json.dumps([{"text": "a,]" * n, "ü": [n, {}]} for n in range(20)], indent=1)
+    path = tmp_path / "rows.json"
+    path.write_text(f" \n{text}\n", encoding="utf-8-sig")
+    assert rows_in(path) == json.loads(text)
+    path.write_text(text[:-5])
+    assert "is not JSON" in refusal(path)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    assert "has no file of rows" in refusal(tmp_path)

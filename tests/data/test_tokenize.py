@@ -1,0 +1,332 @@
+"""From sources to the cache.    pytest tests/data/test_tokenize.py"""
+
+import copy
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from conftest import write_rows
+
+from zerotrain.config.schema import DataConfig, Source
+from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
+from zerotrain.runtime.errors import UserError
+
+
+def data_config(tmp_path, rows, **changes):
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    base = {"train_sources": [str(file)], "cache_dir": str(tmp_path / "cache"), "max_length": 64}
+    return DataConfig(**{**base, **changes})
+
+
+def tokenize(config, tokenizer):
+    return tokenize_sources(config.sources("train_sources"), tokenizer, config)
+
+
+def path_of(config, tokenizer):
+    return cache_path(config.sources("train_sources"), tokenizer, config)
+
+
+def build(tmp_path, tokenizer, rows, **changes):
+    return open_cache(tokenize(data_config(tmp_path, rows, **changes), tokenizer))
+
+
+LONG = {"prompt": "p" * 10, "completion": "c" * 100}  # 111 tokens with the end
+SHORT = {"prompt": "p" * 10, "completion": "c" * 5}
+
+
+@pytest.mark.parametrize(
+    ("on_too_long", "lengths", "supervised", "count"),
+    [
+        ("truncate", [64, 16], [54, 6], {"truncated": 1}),
+        # 111 tokens as 64 + 48: the second piece starts with the first one's last token as context
+        ("split", [64, 48, 16], [54, 47, 6], {"split": 2}),
+        ("drop", [16], [6], {"dropped": 1}),
+    ],
+)
+def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, supervised, count):
+    data = build(tmp_path, sample_tokenizer, [LONG, SHORT], on_too_long=on_too_long)
+    assert data.lengths.tolist() == lengths
+    assert data.supervised.tolist() == supervised
+    assert {k: data.meta[k] for k in count} == count and data.meta["rows_read"] == 2
+    assert data.supervised.tolist() == [int(mask.sum()) for mask in data.rows["loss_mask"][:]]
+
+
+BAD_ROWS = {
+    "too long": (json.dumps(LONG), {"on_too_long": "error"}, ":1: 111 tokens"),
+    "not JSON": ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', {}, ":2: not JSON"),
+    "missing key": ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', {}, ":2: key 'compl"),
+    "an unknown key": (json.dumps({**SHORT, "images": 0}), {}, "data.ignore_keys: [images]"),
+    "nothing left": ('{"text": 1}', {"on_bad_row": "skip"}, "none of its rows is left"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_named_by_file_and_line(tmp_path, sample_tokenizer, case):
+    text, changes, message = BAD_ROWS[case]
+    config = data_config(tmp_path, [], **changes)
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError) as caught:
+        tokenize(config, sample_tokenizer)
+    assert message in str(caught.value) and "rows.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"], "half a cache"
+
+
+PRETTY = json.dumps(SHORT, indent=1) + json.dumps(SHORT, indent=1)
+GOOD_AND_BAD = [{**SHORT, "completion": "good"}, {**SHORT, "completion": "bad"}]
+CURES = {  # the file as it is, and the answers that are left after the command of the message
+    "several lines": (PRETTY.encode(), ["ccccc", "ccccc"]),
+    "a list": (json.dumps([SHORT, SHORT], indent=1).encode(), ["ccccc", "ccccc"]),
+    "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
+    "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
+    "pairs": (json.dumps({"prompt": "p", "chosen": "good", "rejected": "bad"}).encode(), ["good"]),
+    **{
+        f"{key}: {values}": (
+            "\n".join(
+                json.dumps({**row, key: value})
+                for row, value in zip(GOOD_AND_BAD, values, strict=True)
+            ).encode(),
+            ["good"],
+        )
+        for key, values in (("label", (True, False)), ("label", (1, 0)), ("train", (True, False)))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+@pytest.mark.parametrize("case", CURES)
+def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokenizer, case):
+    content, answers = CURES[case]
+    config = data_config(tmp_path, [])
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        tokenize(config, sample_tokenizer)
+    found = re.search(r"((?:jq|iconv) .*?) OLD(?:\.jsonl)? > NEW", str(caught.value))
+    mended = subprocess.run(f"{found[1]} {file}", shell=True, capture_output=True, check=True)
+    file.write_bytes(mended.stdout)
+    data = open_cache(tokenize(config, sample_tokenizer))
+    texts = [
+        sample_tokenizer.decode(ids[mask], skip_special_tokens=True)
+        for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True)
+    ]
+    assert texts == answers
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+def test_turns_that_ask_for_no_loss_have_none(tmp_path, sample_tokenizer, key):
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "bad"}]
+    turns += [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "good"}]
+    for off, on in ((False, True), (0, 1)):
+        turns[0][key] = turns[1][key] = off
+        turns[3][key] = on
+        data = build(tmp_path, sample_tokenizer, [{"messages": turns}])
+        [ids], [mask] = data.fetch(np.arange(1))
+        assert sample_tokenizer.decode(ids[mask]) == "good<|end|>"
+    turns[2][key] = 1
+    with pytest.raises(UserError, match=rf"message 3 .*: {key} is 1, but only turns of the ass"):
+        build(tmp_path, sample_tokenizer, [{"messages": turns}])
+
+
+def test_a_source_decides_on_its_own_bad_rows(tmp_path, sample_tokenizer):
+    """Not the recipe that a run is based on: rows of one's own are used or refused."""
+    bad = write_rows(tmp_path / "bad.jsonl", [SHORT, {**SHORT, "completion": ""}])
+    good = write_rows(tmp_path / "good.jsonl", [SHORT])
+    sources = [str(good), Source(str(bad), on_bad_row="skip")]
+    data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
+    assert len(data) == 2 and data.meta["rejected"] == {"empty answer": 1}
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: the answer is empty"):
+        build(tmp_path, sample_tokenizer, [], train_sources=[Source(str(bad))])
+
+
+def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):
+    config = data_config(tmp_path, [SHORT])
+    path = tokenize(config, sample_tokenizer)
+    before = (path / "meta.json").stat().st_mtime_ns
+    assert tokenize(config, sample_tokenizer) == path
+    assert (path / "meta.json").stat().st_mtime_ns == before
+
+    for change in ({"max_length": 12}, {"ignore_keys": ["a"]}, {"roles": {"a": "user"}}):
+        assert path_of(dataclasses.replace(config, **change), sample_tokenizer) != path
+    budget = dataclasses.replace(config, micro_batch_tokens=99999)
+    assert path_of(budget, sample_tokenizer) == path
+    write_rows(tmp_path / "rows.jsonl", [SHORT, SHORT])
+    os.utime(tmp_path / "rows.jsonl", ns=(1, 1))
+    assert path_of(config, sample_tokenizer) != path
+
+
+def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
+    """Mapping a truncated file and reading behind its end would end the process with SIGBUS."""
+    folder = build(tmp_path, sample_tokenizer, chat_rows).folder
+    for path in (folder / "meta.json", folder / "examples.arrow"):
+        content = path.read_bytes()
+        for damaged in (content[: len(content) // 2], None):
+            path.unlink(missing_ok=True)
+            if damaged is not None:
+                path.write_bytes(damaged)
+            with pytest.raises(UserError, match=r"is damaged \(.*\); delete it, and the rows"):
+                open_cache(folder)
+        path.write_bytes(content)
+    assert len(open_cache(folder)) == 70
+
+
+def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer, monkeypatch):
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(2000)]
+    one = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "one"))
+    monkeypatch.setattr("zerotrain.data.tokenize.MIN_POOL_BATCHES", 2)
+    two = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "two"))
+    assert one.meta["content"] == two.meta["content"] and two.folder != one.folder
+
+
+def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
+    data = build(tmp_path, sample_tokenizer, [{"text": f"{i}"} for i in range(200)])
+    train, held = hold_out(data, 0.1, seed=3)
+    lines = train.rows["row"][:].tolist(), held.rows["row"][:].tolist()
+    assert len(held) == 20 and sorted(lines[0] + lines[1]) == list(range(200))
+    assert train.meta["content"] != data.meta["content"]
+    for part in (train, held):
+        assert [len(ids) for ids in part.rows["input_ids"][:]] == np.asarray(part.lengths).tolist()
+
+
+GOOD_AND_BAD = (
+    b'\xef\xbb\xbf{"text": "first"}\r\n'
+    b'{"text": "not utf-8 \xff"}\n'
+    b'{"text": 3}\n'
+    b'{"text": "a", "b": 1}\n'
+    b"\n"
+    b'{"text": "a\0b"}\n'
+    b'{"text": "half\n'
+    b'{"text": ""}\n'
+    b'{"text": "last"}'
+)
+
+
+def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
+    config = data_config(tmp_path, [], on_bad_row="skip")
+    (tmp_path / "rows.jsonl").write_bytes(GOOD_AND_BAD)
+    data = open_cache(tokenize(config, sample_tokenizer))
+    texts = [sample_tokenizer.decode(ids) for ids in data.rows["input_ids"][:]]
+    assert texts == ["first<|end|>", "last<|end|>"]
+    assert data.meta["rejected"] == {
+        "not UTF-8": 1, "wrong type": 1, "unknown key": 1, "not JSON": 2, "empty answer": 1,
+    }  # fmt: skip
+    assert data.meta["rows_read"] == 8 and len(data) == 2
+    listed = [json.loads(line) for line in data.rejected_rows.read_text().splitlines()]
+    assert [line["place"] for line in listed] == [2, 3, 4, 6, 7, 8]
+    assert all(line["file"].endswith("rows.jsonl") and line["problem"] for line in listed)
+    assert listed[1] == {**listed[1], "reason": "wrong type", "text": '{"text": 3}'}
+
+
+def test_each_source_has_its_own_format_and_columns(tmp_path, sample_tokenizer):
+    write_rows(tmp_path / "a.jsonl", [{"text": "one"}] * 3)
+    write_rows(tmp_path / "b.jsonl", [{"q": "two", "a": "2"}] * 2)
+    sources = [
+        str(tmp_path / "a.jsonl"),
+        Source(path=str(tmp_path / "b.jsonl"), columns={"prompt": "q", "completion": "a"}),
+    ]
+    data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
+    assert data.meta["source_examples"] == [3, 2]
+    assert data.meta["formats"] == ["text", "prompt_completion"]
+    assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
+
+
+def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
+    """That of earlier turns is one too, also if another source ends otherwise."""
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    tokenizer.eos_token = "<|tool|>"
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    write_rows(tmp_path / "chat.jsonl", [{"messages": turns}])
+    write_rows(tmp_path / "text.jsonl", [{"text": "one"}])
+    sources = [str(tmp_path / "chat.jsonl"), str(tmp_path / "text.jsonl")]
+    data = build(tmp_path, tokenizer, [], train_sources=sources)
+    ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
+    assert sorted(ends) == ["<|end|>", "<|tool|>"]
+
+
+GPT_OSS = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<|call|>{% else %}{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+
+
+def tokenizer_with(sample_tokenizer, template):
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    tokenizer.add_tokens(["<|return|>", "<|call|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
+    tokenizer = tokenizer_with(sample_tokenizer, GPT_OSS)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    rows = [{"messages": TURNS}, {"messages": [TURNS[0], call, *TURNS[:2]]}]
+    whole = build(tmp_path, tokenizer, rows)
+    ends = tokenizer.convert_ids_to_tokens(whole.meta["end_tokens"])
+    assert {*ends} == {"<|call|>", "<|end|>", "<|return|>"}
+    length = int(whole.lengths[0]) - 2  # ends in <|assistant|>
+    cut = build(tmp_path, tokenizer, rows[:1], max_length=length, cache_dir=str(tmp_path / "cut"))
+    assert tokenizer.convert_ids_to_tokens(cut.meta["end_tokens"]) == ["<|end|>"]
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_rows_without_what_the_generation_prompt_ends_with_are_counted(
+    tmp_path, sample_tokenizer, thinks
+):
+    thought = "<think>\n" if thinks else ""
+    template = GPT_OSS.replace("<|assistant|>{% endif", "<|assistant|>" + thought + "{% endif")
+    data = build(tmp_path, tokenizer_with(sample_tokenizer, template), [{"messages": TURNS}] * 3)
+    assert data.meta["unprompted"] == ({thought: 3} if thinks else {})
+
+
+def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(tmp_path, sample_tokenizer):
+    tokenizer = tokenizer_with(sample_tokenizer, "{% for m in messages %}\n{{ m.content }\n")
+    for on_bad_row in ("error", "skip"):
+        with pytest.raises(UserError, match="not valid Jinja: line 2:") as error:
+            build(tmp_path, tokenizer, [{"messages": TURNS}] * 3, on_bad_row=on_bad_row)
+        assert "rows.jsonl" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed and concurrent processes
+
+
+def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer, monkeypatch):
+    """Two that start at the same time then share one cache."""
+    rows = [{"text": f"row {i} " * 40} for i in range(4_000)]
+    config, cache = data_config(tmp_path, rows, max_length=2048), tmp_path / "cache"
+    # as many batches as make a pool are needed: without one, a killed process leaves no other
+    monkeypatch.setattr("zerotrain.data.tokenize.MIN_POOL_BATCHES", 10**6)
+
+    def start():
+        process = multiprocessing.get_context("fork").Process(
+            target=tokenize, args=(config, sample_tokenizer)
+        )
+        process.start()
+        return process
+
+    killed, deadline = start(), time.monotonic() + 200
+    while not list(cache.glob(".*.tmp/examples.arrow")):
+        assert killed.is_alive() and time.monotonic() < deadline
+    killed.kill()
+    killed.join()
+    [draft] = cache.glob(".*.tmp")
+    assert not list(cache.glob("*/meta.json")), "killed before it was whole"
+    name = draft.name.split(".")[1]
+    both = [start() for _ in range(2)]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    assert {p.name for p in cache.glob("[!.]*")} == {name, f"{name}.lock"}
+    data = open_cache(cache / name)
+    assert len(data) == 4_000
+    assert sample_tokenizer.decode(data.rows[17]["input_ids"]).startswith("row 17 row 17")

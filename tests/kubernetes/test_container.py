@@ -1,0 +1,162 @@
+"""The container: what goes into it, and that it works.    pytest tests/kubernetes/test_container.py
+
+CONTAINER_BASE=debian:12 pytest test_container.py    also builds it, which takes minutes
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import REPO, free_port, wait_until
+
+DOCKERFILE = REPO / "deploy" / "Dockerfile"
+LEFT_OUT = {"benchmarks", "docs", "tests"}
+"""Folders that a run does not need."""
+SECRET = "hunter2hunter2"
+SECRETS = (
+    ".env", ".git/config", ".deepspeed_env", ".netrc", "hostfile", "id_ed25519", "prod.env",
+    "my_rows.jsonl", "runs/a/metrics.jsonl", "wandb/debug.log", "ssh/host_key", "pip.conf",
+    "scripts/.env", "deploy/prod.env", "deploy/tls.key", "deploy/tls.pem", "config/id_rsa",
+    "data/.cache/tokens.arrow", "zerotrain/wandb/run.log", "zerotrain/__pycache__/x.pyc",
+)  # fmt: skip
+"""Where a checkout may hold secrets, data or what only this machine needs."""
+
+
+def tracked():
+    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout: cannot tell the repository's files from others")
+    return listed.stdout.split()
+
+
+@pytest.fixture
+def buildah(tmp_path):
+    """A function that runs buildah with a storage of its own and returns what it prints."""
+    if not shutil.which("buildah") or os.geteuid() != 0:
+        pytest.skip("needs root and buildah: apt install buildah")
+    storage = "--root", tmp_path / "root", "--runroot", tmp_path / "runroot"
+    options = ["--storage-driver", "vfs", *storage]
+
+    def run(*args, timeout=300):
+        done = subprocess.run(
+            ["buildah", *options, *args], cwd=REPO, capture_output=True, text=True, timeout=timeout
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return done.stdout.strip()
+
+    yield run
+    run("rm", "--all")
+
+
+def test_the_image_gets_the_code_and_no_secrets(buildah, tmp_path):
+    """Of a checkout with everything that it may hold, by .dockerignore as the builder reads it."""
+    files, context = tracked(), tmp_path / "context"
+    for name in files:
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, context / name, follow_symlinks=False)
+    for name in SECRETS:
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        (context / name).write_text(SECRET)
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY . /\n")
+    buildah("bud", "-q", "-f", str(tmp_path / "Dockerfile"), "-t", "context", str(context))
+    container = buildah("from", "localhost/context")
+    image = Path(buildah("mount", container))
+    files_inside = (path for path in image.rglob("*") if path.is_file() or path.is_symlink())
+    inside = {str(path.relative_to(image)) for path in files_inside}
+    buildah("umount", container)
+    code = {name for name in files if "/" in name and name[0] != "."}
+    code = {name for name in code if name.split("/")[0] not in LEFT_OUT}
+    top = {name for name in inside if "/" not in name}
+    assert inside - top == code, sorted((inside - top) ^ code)
+    assert {"train.py", "requirements.txt", "requirements.lock"} <= top <= set(files), top
+
+
+def test_what_the_dockerfile_copies_exists():
+    text = DOCKERFILE.read_text()
+    for sources in re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", text, re.MULTILINE):
+        for source in sources.split():
+            assert (REPO / source).exists(), source
+    assert text.rindex("\nUSER ") > text.rindex("\nRUN "), "it runs as the user that it ends with"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """The folder of the job's keys, made by the commands of docs/containers.md."""
+    text = (REPO / "docs" / "containers.md").read_text()
+    block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "home").mkdir()
+    subprocess.run(["bash", "-euc", block[1]], cwd=tmp_path / "home", check=True)
+    (tmp_path / "home" / "ssh").rename(tmp_path / "home" / ".ssh")
+    return tmp_path / "home" / ".ssh"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: /run/sshd")
+@pytest.mark.skipif(not shutil.which("sshd", path="/usr/sbin"), reason="apt install openssh-server")
+def test_ssh_on_a_port_of_its_own_with_the_image_s_environment(keys):
+    """With the documented keys and config; without a key that it has not, nobody enters."""
+    Path("/run/sshd").mkdir(exist_ok=True)  # for root only
+    port = free_port()
+    (keys / "config").write_text((keys / "config").read_text().replace("2222", port))
+    env = {"HOME": str(keys.parent), "PATH": f"/here:{os.environ['PATH']}", "SSH_PORT": port,
+           "LD_LIBRARY_PATH": "/driver"}  # fmt: skip
+    script = REPO / "deploy" / "sshd.sh"
+    nowhere = {**env, "HOME": "/nowhere"}
+    missing = subprocess.run([script], env=nowhere, capture_output=True, text=True)
+    assert missing.returncode == 2 and "cannot read /nowhere/.ssh/authorized_keys" in missing.stderr
+    log = keys.parent / "log"
+    with log.open("w") as file:
+        sshd = subprocess.Popen([script], env=env, stderr=file)
+    try:
+        wait_until(lambda: f"port {port}" in log.read_text(), sshd)
+        ssh = [
+            "ssh", "-F", keys / "config", "-o", f"UserKnownHostsFile={keys / 'known_hosts'}",
+            "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes",
+        ]  # fmt: skip
+
+        def entered(key):
+            command = [*ssh, "-i", keys / key, "localhost", "echo $PATH $LD_LIBRARY_PATH"]
+            return subprocess.run(command, capture_output=True, text=True)
+
+        inside = entered("id_ed25519")
+        assert "/here:" in inside.stdout and inside.stdout.endswith(" /driver\n"), inside
+        assert "Permission denied (publickey)" in entered("host_key").stderr
+    finally:
+        sshd.terminate()
+        sshd.wait()
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    "CONTAINER_BASE" not in os.environ,
+    reason="takes 10 minutes: set CONTAINER_BASE, to debian:12 for example",
+)
+def test_the_built_image_runs_the_demo():
+    """With buildah's usual storage. CONTAINER_BUILD_ARGS: more arguments of `buildah bud`, such as
+    --build-arg TORCH_INDEX=... or --secret id=pip_conf,src=...
+    """
+    arguments = shlex.split(os.environ.get("CONTAINER_BUILD_ARGS", ""))
+    base = f"BASE={os.environ['CONTAINER_BASE']}"
+    isolation = "--isolation", "chroot"  # works where there is no systemd, as in containers
+    subprocess.run(
+        ["buildah", "bud", *isolation, "-f", DOCKERFILE, "-t", "tried", "--build-arg", base,
+         *arguments, REPO], check=True,
+    )  # fmt: skip
+    made = subprocess.run(["buildah", "from", "localhost/tried"], capture_output=True, text=True)
+    name = made.stdout.strip()
+
+    try:
+        commands = "id -un; ls /etc/ssh /etc/pip.conf; ./scripts/demo.sh --train.steps 110"
+        command = ["buildah", "run", *isolation, name, "--", "bash", "-c", commands]
+        demo = subprocess.run(command, capture_output=True, text=True)
+        assert demo.returncode == 0, demo.stdout + demo.stderr
+        assert demo.stdout.startswith("trainer\n") and "ssh_host" not in demo.stdout
+        assert "cannot access '/etc/pip.conf'" in demo.stderr
+        assert re.search(r"^  checkpoint +runs/demo_\S+/step_00000110$", demo.stdout, re.MULTILINE)
+
+    finally:
+        subprocess.run(["buildah", "rm", name], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,165 @@
+"""deploy/: the manifests and the SkyPilot task are valid, and what they run is run, on two hosts.
+
+pytest tests/kubernetes/test_orchestrators.py
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import namespaces
+import yaml
+from conftest import REPO, determined, environment
+from kubeflow_trainer_api import models
+from namespaces import needs_hosts
+
+from zerotrain.config.schema import DistributedConfig
+from zerotrain.runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE
+
+pytest_plugins = ["namespaces"]
+DEPLOY = REPO / "deploy"
+CLAIM, JOB_SET = (
+    yaml.safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text())
+    for name in ("storage", "jobset")
+)
+MODELS = {
+    "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
+    "JobSet": models.JobsetV1alpha2JobSet,
+}
+SKYPILOT = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+JOB = JOB_SET["spec"]["replicatedJobs"][0]["template"]["spec"]
+POD = JOB["template"]["spec"]
+CONTAINER = POD["containers"][0]
+WORDS = [*CONTAINER["command"], *CONTAINER["args"]]
+
+
+def option(name, words=WORDS) -> str:
+    return next(value for flag, value in pairwise(words) if flag == name)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the files say
+
+
+def differs(document) -> bool:
+    """Whether the API has no such object: its models refuse it, or lose some of it."""
+    try:
+        return MODELS[document["kind"]].from_dict(document).to_dict() != document
+    except ValueError:
+        return True
+
+
+def test_the_manifests_are_objects_of_their_apis():
+    assert not differs(CLAIM) and not differs(JOB_SET)
+
+
+def test_the_pods_have_what_training_needs_and_no_rights_that_it_does_not():
+    assert POD["terminationGracePeriodSeconds"] > DistributedConfig().preempt_grace_seconds + 30
+    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in CONTAINER["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    claim = {"claimName": CLAIM["metadata"]["name"]}
+    assert mounts["/mnt/train"]["persistentVolumeClaim"] == claim
+    assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert option("--nodes") == str(JOB["completions"]) == str(JOB["parallelism"])
+    gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    assert option("--ranks_per_node") == str(gpus)
+    name = JOB_SET["metadata"]["name"]
+    assert option("--master_addr") == f"{name}-node-0-0.{name}"
+
+
+def test_exit_codes_lead_to_a_restart_or_not():
+    rules = [r.get("onExitCodes", {}).get("values") for r in JOB["podFailurePolicy"]["rules"]]
+    assert [EXIT_PREEMPTED] in rules and [EXIT_USER_MISTAKE] in rules, rules
+    actions = [rule["action"] for rule in JOB_SET["spec"]["failurePolicy"]["rules"]]
+    assert set(actions) >= {"RestartJobSetAndIgnoreMaxRestarts", "FailJobSet"}, actions
+    recovery = SKYPILOT["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [EXIT_PREEMPTED]
+
+
+# --------------------------------------------------------------------------------------------------
+# What they run, on two hosts
+
+
+class Nodes:
+    """Two pods or virtual machines: hosts with a disk at /mnt/train and a home of their own."""
+
+    def __init__(self, hosts, config, folder) -> None:
+        self.hosts, self.disk, self.log = hosts, folder / "disk", folder / "log"
+        home = folder / "home"
+        for made in (self.disk, home):
+            made.mkdir(exist_ok=True)
+        with (hosts.folder / "hosts").open("a") as names:  # as the DNS of the cluster has it
+            names.write(f"{namespaces.PREFIX}.1 {option('--master_addr')}\n")
+        for i in (1, 2):
+            hosts.boot(i)
+            hosts.run(
+                i,
+                f"mount -t tmpfs tmpfs /mnt && mkdir /mnt/train && mount --bind {self.disk} "
+                f"/mnt/train && mount -t tmpfs tmpfs {home} "
+                f"&& mount --bind {config} {REPO}/{option('--config')}",
+            )
+        kept = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+        self.environment = {name: environment()[name] for name in kept} | {
+            "HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }  # fmt: skip
+
+    def start(self, command, environments) -> list[subprocess.Popen]:
+        """Run a command in the repository on each host, with its own environment."""
+        started = []
+        with self.log.open("a") as log:
+            for i, variables in enumerate(environments, start=1):
+                pairs = [f"{k}={v}" for k, v in {**self.environment, **variables}.items()]
+                words = [word.replace("$(NODE_RANK)", str(i - 1)) for word in command]
+                line = shlex.join(["env", "-i", "-C", str(REPO), *pairs, *words])
+                run = subprocess.Popen(self.hosts.ssh(i, line), stdout=log, stderr=log)
+                started.append(run)
+        return started
+
+    def until(self, happened, seconds=240) -> None:
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+
+@needs_hosts
+def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_path):
+    """The pods' command is preempted and resumed, and then bit for bit what it would have been. So
+    is the task's.
+    """
+    config = tiny_config(
+        train__epochs=None, train__steps=50, checkpoint={"every_steps": 10},
+        ds_config="ds_configs/zero1.json",
+    )  # fmt: skip
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert whole.code == 0, whole.output
+    nodes = Nodes(hosts, config, tmp_path)
+
+    # Kubernetes: SIGTERM to the second pod. Both save and exit with 75, and JobSet starts both.
+    one_rank = [*WORDS]
+    one_rank[one_rank.index("--ranks_per_node") + 1] = "1"
+    variables = {v["name"]: v["value"] for v in CONTAINER["env"] if "value" in v}
+    pods = nodes.start(one_rank, [variables, variables])
+    folder = nodes.disk / Path(option("--output_dir")).relative_to("/mnt/train")
+    nodes.until((folder / "checkpoints" / "step_00000010" / "COMPLETE").exists)
+    hosts.run(2, "pkill -TERM -f '^[^ ]*python -u -m zerotrain.launch.node'")
+    assert [pod.wait(240) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
+    resumed = forks.train(config, "--output_dir", folder, ranks=2)  # quicker to start
+    assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
+    assert determined(folder) == determined(tmp_path / "whole")
+
+    # SkyPilot: each node has its own folder of the bucket as its disk.
+    addresses = "\n".join(f"{namespaces.PREFIX}.{i}" for i in (1, 2))
+    environments = [
+        {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": addresses,
+         "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
+        for rank in range(2)
+    ]  # fmt: skip
+    started = nodes.start(["bash", "-c", SKYPILOT["run"]], environments)
+    assert [node.wait(240) for node in started] == [0, 0], nodes.log.read_text()
+    assert determined(nodes.disk / "node_0" / "demo") == determined(tmp_path / "whole")

@@ -1,0 +1,400 @@
+"""Launching on real hosts: environment, exit codes, lost hosts.
+pytest tests/launch/test_launch.py"""
+
+import json
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import namespaces
+import numpy as np
+import pytest
+from conftest import REPO, environment, read_metrics, run, wait_until
+from namespaces import left_on, needs_hosts, start
+
+from zerotrain.launch import node
+from zerotrain.launch.environment import environment_of_job
+from zerotrain.launch.hostfile import read_hostfile, select_hosts
+from zerotrain.runtime.errors import EnvironmentFailure, UserError
+
+pytest_plugins = ["namespaces"]
+LAUNCH = REPO / "scripts/launch.sh"
+
+# --------------------------------------------------------------------------------------------------
+# Hostfile, environment and node wrapper, without hosts
+
+BAD_HOSTFILES = {  # text: line that is named
+    "node-1": 1,
+    "node-1 slots=2x": 1,
+    "a slots=1\n\n# b\nb slots=0": 4,
+    "a slots=1 # first\nb slots=2\na slots=3": 3,
+    "fe80::1 slots=2": 1,
+    "a,b slots=2": 1,
+    "-oProxyCommand=x slots=1": 1,
+    "# nothing\n": None,
+    "a slots=1\n# caf\xe9": None,  # written as Latin-1
+}
+
+
+@pytest.mark.parametrize("text", BAD_HOSTFILES)
+def test_a_bad_hostfile_is_refused_by_line(tmp_path, text):
+    path = tmp_path / "hostfile"
+    path.write_bytes(text.encode("latin-1" if "\xe9" in text else "utf-8"))
+    with pytest.raises(UserError) as error:
+        read_hostfile(path)
+    line = BAD_HOSTFILES[text]
+    assert (f"{path}:{line}: " if line else str(path)) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hostfiles_are_read_as_deepspeed_reads_them(tmp_path):
+    """The example, and the forms of DeepSpeed's tests/unit/launcher/test_run.py, with CRLF."""
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    path = tmp_path / "hostfile"
+    path.write_text(
+        "\n    worker-1 slots=2\n    worker-2 slots=2 # b\n\n    localhost slots=1\n"
+        "    #w slots=3\n123.23.12.10 slots=8 max_slots=8\nn1\tslots=8   max-slots=16\r\n"
+    )
+    for file in (path, REPO / "hostfile.example"):
+        ours = {host.name: len(host.slots) for host in read_hostfile(file)}
+        assert ours == dict(fetch_hostfile(str(file)))
+
+
+def test_include_and_exclude_choose_as_deepspeed_does(tmp_path):
+    from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
+
+    path = tmp_path / "hostfile"
+    path.write_text("a slots=4\nb slots=4\nc slots=2\n")
+    pool, known = fetch_hostfile(str(path)), read_hostfile(path)
+    for include, exclude in (
+        ("", ""), ("a@c:1", ""), ("b:1,0@a:2", ""), ("a:1@a:0", ""), ("", "b"), ("", "a:0,1@c"),
+    ):  # fmt: skip
+        expected = parse_inclusion_exclusion(pool, include, exclude)
+        selected = select_hosts(known, include, exclude)
+        assert [(h.name, list(h.slots)) for h in selected] == list(expected.items())
+    for include, exclude in (("d", ""), ("a:4", ""), ("a:x", ""), ("a", "b"), ("", "a@b@c")):
+        with pytest.raises(UserError):
+            select_hosts(known, include, exclude)
+
+
+def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
+    here = {
+        "NCCL_DEBUG": "INFO", "HF_TOKEN": "s3cret", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3",
+        "MINE": "a b", "AWS_SECRET": "x",
+    }  # fmt: skip
+    file = tmp_path / "env"
+    file.write_text("# a comment\n\nNCCL_DEBUG=WARN\nexport A=b=c d\n")
+    job = environment_of_job(here, ["MINE", "B=$x"], [file])
+    assert job == {"NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "A": "b=c d", "MINE": "a b",
+                   "B": "$x"}  # fmt: skip
+    for added in ("AWS_SECRET=x", "URI=https://me:x@host", "NOT_THERE"):
+        with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):
+            environment_of_job(here, [added])
+    file.write_text("A=1\ns3cret, the rest of a value\n")
+    with pytest.raises(UserError, match=str(file)) as error:
+        environment_of_job(here, [], [file])
+    assert "s3cret" not in str(error.value)
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path):
+    (tmp_path / "hostfile").write_text("node-1 slots=1\n")
+    hostfile = ["--hostfile", tmp_path / "hostfile"]
+    script = ["--", "train.py", "--config", "recipes/demo.yaml"]
+    for command, named in (
+        ([LAUNCH, *hostfile, "--", "--config", "x"], "-- train.py --config x"),
+        ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
+    ):
+        done = subprocess.run(
+            [str(word) for word in command], env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 2, done
+        assert len(done.stderr.splitlines()) == 1 and named in done.stderr, done.stderr
+
+
+RANK = """
+import os, pathlib, signal, subprocess, sys, time
+folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+subprocess.Popen(["sleep", "1234.5"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+(folder / f"started_{kind}_{rank}").touch()
+while not (folder / f"started_{kind}_1").exists() or not (folder / f"started_{kind}_0").exists():
+    time.sleep(0.01)
+if rank == "1" and kind == "killed":
+    os.kill(os.getpid(), 9)
+time.sleep(0 if kind == "done" else 100)
+"""
+
+
+@pytest.mark.parametrize("kind, code", [("killed", 137), ("done", 0), ("term", 75)])
+def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_path, kind, code):
+    """As under SLURM and Kubernetes. A rank's child in a session of its own is ended too."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    options = ["--nodes=1", "--node_rank=0", "--ranks_per_node=2", "--master_addr=localhost"]
+    command = [sys.executable, "-m", "zerotrain.launch.node", *options, script, tmp_path, kind]
+    wrapper = subprocess.Popen(
+        list(map(str, command)), cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    if kind == "term":
+        wait_until((tmp_path / "started_term_1").exists, wrapper)
+        time.sleep(0.5)
+        wrapper.terminate()
+    output, _ = wrapper.communicate(timeout=200)
+    assert wrapper.returncode == code
+    assert ("rank 1 ended with exit code" in output) == (kind == "killed")
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(script) not in listed and "sleep 1234.5" not in listed
+
+
+JOB = {"command": ["-c", "import time; time.sleep(100)"], "environment": {}, "devices": None,
+       "ranks": 1, "first_rank": 0, "world_size": 1, "master_addr": "localhost", "master_port": 1,
+       "silence_seconds": 100, "grace_seconds": 10}  # fmt: skip
+
+
+def test_a_signal_that_arrives_with_the_job_is_forwarded():
+    wrapper = subprocess.Popen(
+        [sys.executable, "-m", "zerotrain.launch.node"], cwd=REPO, env=environment(),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wrapper.stdin.write(f"{json.dumps(JOB)}\nSIGTERM\n")
+    wrapper.stdin.flush()  # and stays open: its end would stop the ranks too
+    assert wrapper.wait(90) == 143
+    assert "rank 0 ended with exit code 143" in wrapper.stdout.read()
+
+
+def test_an_address_that_cannot_be_resolved_is_a_failure_unless_it_is_not_needed(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(node, "RESOLVE_SECONDS", 0)
+    with pytest.raises(EnvironmentFailure, match=r"nosuch\.invalid"):
+        node.interface_towards("nosuch.invalid", queue.SimpleQueue())
+    (tmp_path / "nothing.py").touch()
+    options = ["--nodes=2", "--node_rank=0", "--ranks_per_node=1", "--master_addr=nosuch.invalid"]
+    finished = run(
+        ["env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m", "zerotrain.launch.node", *options,
+         tmp_path / "nothing.py"]
+    )  # fmt: skip
+    assert finished.code == 0, finished.output
+
+
+# --------------------------------------------------------------------------------------------------
+# Real hosts
+
+# Writes down what a rank sees; without torch, so that it takes seconds.
+LOOK = """
+import json, os, pathlib, sys
+lines = []
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines.append(path.read_bytes().decode(errors="replace"))
+    except OSError:
+        pass
+sys.stdout.write(f"hello from rank {os.environ['RANK']}\\n")  # at once, beside another rank
+pathlib.Path(sys.argv[1], f"rank_{os.environ['RANK']}.json").write_text(json.dumps({
+    "environment": dict(os.environ), "arguments": sys.argv[2:], "command_lines": lines,
+    "host": os.uname().nodename,
+}))
+"""
+AWKWARD = ["two words", 'a "quoted" word', "$HOME", "it's", "a;b&c|d", "{x: [1, *]}", "%h", "", "ü",
+           "back\\slash", "`ls`", "x=y=z"]  # fmt: skip
+
+
+@needs_hosts
+def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_path):
+    script, noise, hostfile = tmp_path / "look.py", tmp_path / "bashrc", tmp_path / "hostfile"
+    script.write_text(LOOK)
+    noise.write_text("echo welcome\n")
+    hostfile.write_text("node-1 slots=3\nnode-2 slots=3\n")
+    hosts.boot(2, environment={"BASH_ENV": noise})  # its shell prints, as a ~/.bashrc may
+    variables = {f"NCCL_TEST_{i}": text for i, text in enumerate(AWKWARD)}
+    done = namespaces.run(
+        hosts, tmp_path / "log", LAUNCH, "--hostfile", hostfile, "--include", "node-1:1@node-2:0,2",
+        "--env", "MINE=a $b", "--env", "MY_PASSWORD", "--", script, tmp_path, *AWKWARD,
+        WANDB_API_KEY="s3cret-1", MY_PASSWORD="s3cret-2", MLFLOW_TRACKING_TOKEN="s3cret-3",
+        NOT_FOR_THEM="x", CUDA_VISIBLE_DEVICES="7", **variables,
+    )  # fmt: skip
+    hosts.boot(2)
+    assert done.code == 0, done.output
+    assert "s3cret" not in done.output
+    assert "node-1: hello from rank 0\n" in done.output
+    assert "node-2: hello from rank 2\n" in done.output
+    for rank, local_rank, host, devices in ((0, 0, 1, "1"), (1, 0, 2, "0,2"), (2, 1, 2, "0,2")):
+        seen = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        there = seen["environment"]
+        assert seen["arguments"] == AWKWARD
+        assert {name: there.get(name) for name in variables} == variables
+        assert (there["WANDB_API_KEY"], there["MY_PASSWORD"]) == ("s3cret-1", "s3cret-2")
+        assert there["MINE"] == "a $b" and "NOT_FOR_THEM" not in there
+        assert not any("s3cret" in line for line in seen["command_lines"])
+        assert seen["host"] == f"node-{host}"
+        assert there["MASTER_ADDR"] == f"{namespaces.PREFIX}.1", "not docker0's, the first"
+        assert there["GLOO_SOCKET_IFNAME"] == "eth0"
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+        expected = [str(rank), str(local_rank), "3", str(len(devices.split(","))), devices]
+        assert [there[name] for name in names] == expected
+    assert not left_on(hosts, str(script))
+
+
+SLEEP = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], f"started_{os.environ['RANK']}").touch()
+time.sleep(1000)
+"""
+
+
+def kill(pattern):
+    return f"pkill -KILL -f {shlex.quote(pattern)}"
+
+
+def interrupt_twice(hosts, process):
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+
+
+ENDINGS = {  # action, exit code, printed line
+    "a rank is killed": (
+        lambda hosts, process: hosts.run(2, kill("[s]leep.py")),
+        137, "launch: node-2: rank 1 ended with exit code 137 (SIGKILL; out of memory?"),
+    "a link is cut": (lambda hosts, process: hosts.cut(2), 1, "launch: node-2 is lost"),
+    "launch.sh is killed": (lambda hosts, process: process.kill(), -9, ""),
+    "Ctrl-C, twice": (interrupt_twice, 130, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+@needs_hosts
+def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
+    hosts, hostfile, tmp_path, case
+):
+    """Within --heartbeat_seconds, although the ranks ignore SIGTERM."""
+    script, log = tmp_path / "sleep.py", tmp_path / "log"
+    script.write_text(SLEEP)
+    other = subprocess.Popen(hosts.ssh(1, "exec -a 'python -u train.py' sleep 300"))
+    options = ["--hostfile", hostfile, "--heartbeat_seconds", "10"]
+    process = start(hosts, log, LAUNCH, *options, "--", script, tmp_path)
+    try:
+        wait_until(lambda: len([*tmp_path.glob("started_?")]) == 2, process)
+        act, expected, line = ENDINGS[case]
+        began = time.monotonic()
+        act(hosts, process)
+        assert process.wait(200) == expected, log.read_text()
+        time.sleep(max(0, began + 10 - time.monotonic()) if case == "a link is cut" else 0)
+        hosts.mend(2)
+        assert line in log.read_text()
+        looked = time.monotonic()
+        while left := left_on(hosts, str(script)):
+            assert looked < began + 14, left  # 10, and some for signals
+            looked = time.monotonic()
+        assert other.poll() is None, "another job's process"
+    finally:
+        process.kill()
+        other.kill()
+
+
+# --------------------------------------------------------------------------------------------------
+# Training: stop, resume, lose a host, restart
+
+
+def losses_of(folder):
+    return [(step["step"], step["loss"], step["grad_norm"]) for step in read_metrics(folder)]
+
+
+def at_step(folder, step):
+    return (folder / "checkpoints" / f"step_{step:08d}" / "COMPLETE").exists
+
+
+@needs_hosts
+def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
+    forks, hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
+):
+    """DeepSpeed's launcher from the first host, as in its README."""
+    config = tiny_config(
+        model=tiny_model_with_dropout, train__epochs=None, train__steps=30,
+        eval__every_steps=7, checkpoint={"every_steps": 5},
+        ds_config="ds_configs/zero1.json",
+    )  # fmt: skip
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert whole.code == 0, whole.output
+    log = tmp_path / "log"
+    process = start(
+        hosts, log, LAUNCH, "--hostfile", hostfile, "--", "train.py", "--config", config
+    )
+    wait_until(at_step(tmp_path / "run", 10), process)
+    process.terminate()
+    assert process.wait(200) == 75, log.read_text()
+    done = losses_of(tmp_path / "run")[-1][0]
+    assert 10 <= done < 30 and at_step(tmp_path / "run", done)()
+    assert not left_on(hosts, str(config))
+
+    (tmp_path / "env").write_text(
+        "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"
+    )
+    deepspeed = [
+        "env", "-C", REPO, f"PDSH_SSH_ARGS_APPEND=-F {hosts.ssh_config}", "DS_ACCELERATOR=cpu",
+        f"DS_ENV_FILE={tmp_path}/env", sys.executable.replace("python", "deepspeed"),
+        "--hostfile", hostfile, "--master_addr", "node-1", "--master_port", "29572",
+        "--no_ssh_check", "train.py", "--config", config,
+    ]  # fmt: skip
+    command = hosts.ssh(1, shlex.join(map(str, deepspeed)))
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming from" in resumed.stdout
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole"), "bit for bit"
+    assert not left_on(hosts, str(config))
+
+
+@needs_hosts
+def test_a_run_continues_without_a_lost_host_and_takes_it_back(
+    forks, hosts, hostfile, tiny_config, tmp_path
+):
+    """A link is cut and every process behind it killed, so nothing reports it. The job stops on the
+    other host and continues there alone; the lost host comes back, and the next restart uses both.
+    """
+    config = tiny_config(train__epochs=None, train__steps=90, checkpoint={"every_steps": 5})
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert whole.code == 0, whole.output
+    log, run = tmp_path / "log", tmp_path / "run"
+    options = ["--heartbeat_seconds", "30", "--max_restarts", "1", "--restart_wait_seconds", "0"]
+    process = start(
+        hosts, log, LAUNCH, "--hostfile", hostfile, *options, "--", "train.py", "--config", config
+    )
+
+    def ranks_of_node_1():
+        lines = hosts.run(1, "ps -eo pid,args").splitlines()
+        return {line.split()[0] for line in lines if f"train.py --config {config}" in line}
+
+    def printed(text):
+        return lambda: text in log.read_text()
+
+    try:
+        wait_until(at_step(run, 10), process)
+        first = ranks_of_node_1()  # a restart follows at once
+        hosts.cut(2)
+        hosts.kill(2)
+        lost_at = time.monotonic()
+        wait_until(printed("launch: node-2 is lost"), process)
+        looked = time.monotonic()
+        while first & ranks_of_node_1():
+            assert looked - lost_at < 30 + 3, "--heartbeat_seconds, and some for signals"
+            looked = time.monotonic()
+        wait_until(printed("launch: continuing on node-1"), process)
+        hosts.mend(2)
+        hosts.boot(2)
+        wait_until(printed("launch: restart from step_"), process)
+        alone = read_metrics(run)[-1]["step"]
+        wait_until(at_step(run, alone // 5 * 5 + 10), process)
+        hosts.run(1, kill("[t]rain.py --config"))
+        assert process.wait(300) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert log.read_text().count("launch: restart from step_") == 2, "two, each after progress"
+    curves = [np.array(losses_of(tmp_path / name)) for name in ("run", "whole")]
+    assert curves[0].shape == curves[1].shape == (90, 3), "each step once"
+    np.testing.assert_allclose(curves[0][:40], curves[1][:40], rtol=1e-5)
+    assert not left_on(hosts, str(config))

@@ -1,0 +1,84 @@
+"""scripts/preflight.py on two hosts, one of which gets faults.
+pytest tests/launch/test_preflight.py"""
+
+import json
+import sys
+
+import namespaces
+import pytest
+from conftest import REPO, SAMPLE
+from namespaces import needs_hosts
+
+from zerotrain.launch.checks import check_clock, check_gpus, check_limits
+
+pytest_plugins = ["namespaces"]
+GOOD = {
+    "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0, "throttle": []}] * 2,
+    "cores": 64, "shm_bytes": 8 << 30, "open_files": 1 << 20, "locked_bytes": -1,
+    "infiniband": True, "ahead_seconds": 0.01, "slots": 2,
+}  # fmt: skip
+
+
+def gpus(**changes):
+    return {"gpus": [GOOD["gpus"][0], {**GOOD["gpus"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    "check, changes",
+    [
+        (check_gpus, {"gpus": GOOD["gpus"][:1]}),
+        (check_gpus, gpus(used_bytes=4 << 30)),
+        (check_gpus, gpus(ecc_errors=2)),
+        (check_gpus, gpus(name="A100")),
+        (check_limits, {"shm_bytes": 64 << 20}),
+        (check_clock, {"ahead_seconds": -3.0}),
+    ],
+)
+def test_a_host_with_a_fault_is_named(check, changes):
+    reports = {"a": GOOD, "b": {**GOOD, **changes}, "c": GOOD}
+    found = list(check(reports))
+    assert found and {host for host, _ in found} == {"b"}, found
+    assert not list(check(dict.fromkeys(reports, GOOD)))
+
+
+@needs_hosts
+def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, tmp_path):
+    """Over ssh: other code, other rows, no run folder. Without them, the job on all ranks; and a
+    firewall, which only that can find.
+    """
+    rows, code, output = tmp_path / "rows.jsonl", tmp_path / "train.py", tmp_path / "runs"
+    eval_rows = SAMPLE / "eval.jsonl"
+    rows.write_text(eval_rows.read_text() + "\n")
+    code.write_text((REPO / "train.py").read_text() + "\n")
+    output.mkdir()
+    config = tiny_config(output_dir=str(output / "run"), data__eval_sources=[str(eval_rows)])
+
+    def preflight(*options, command=("train.py", "--config", config)):
+        return namespaces.run(
+            hosts, tmp_path / "log", sys.executable, REPO / "scripts/preflight.py",
+            "--hostfile", hostfile, *options, "--", *command,
+        )  # fmt: skip
+
+    faults = {code: REPO / "train.py", rows: eval_rows}
+    hosts.boot(2, binds=faults, read_only=(output,))
+    found = preflight()
+    assert found.code == 1, found.output
+    failed = {line.split()[2] for line in found.output.splitlines() if line.startswith("FAIL")}
+    assert failed == {"code:", "data:", "disk:"}, found.output
+    assert "node-1:" not in found.output and "train.py" in found.output
+    hosts.boot(2)
+    links = tmp_path / "links.json"
+    good = preflight("--timeout", "200", "--links", links)
+    assert good.code == 0, good.output
+    assert json.loads(links.read_text())["network_gb_per_s"] > 0
+    for measured in ("all ranks:", "node-1 - node-2:", "matmul of rank 1 on node-2:"):
+        assert measured in good.output, good.output
+    other_script = preflight("--hosts_only", command=["scripts/preflight.py"])
+    assert other_script.code == 0, other_script.output
+    hosts.block(1, "tcp dport 1024-65535 drop")
+    try:
+        blocked = preflight("--timeout", "10")
+    finally:
+        hosts.unblock(1)
+    assert blocked.code == 1 and "error: ports: node-2 cannot connect to" in blocked.output
+    assert not namespaces.left_on(hosts, "zerotrain.launch.bandwidth")

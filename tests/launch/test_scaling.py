@@ -1,0 +1,68 @@
+"""scripts/scaling_test.py: how speed grows with nodes.    pytest tests/launch/test_scaling.py"""
+
+import re
+import signal
+import sys
+
+import namespaces
+import pytest
+from conftest import REPO, wait_until
+from namespaces import needs_hosts
+
+from zerotrain.launch.hostfile import Host
+from zerotrain.launch.job import Job
+from zerotrain.launch.launch import launch
+from zerotrain.runtime.errors import UserError
+
+pytest_plugins = ["namespaces"]
+SCRIPT = REPO / "scripts" / "scaling_test.py"
+
+
+@needs_hosts
+def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_config):
+    """Two hosts that send 4 Mbit/s, so that the gradients of a step, 0.2 MB, take 0.4 s and more;
+    and a third one that does not exist.
+    """
+    for i in (1, 2):
+        namespaces.sh(
+            f"ip netns exec {namespaces.TAG}{i} tc qdisc add dev eth0 root tbf rate 4mbit "
+            "burst 32kbit latency 400ms"
+        )
+    (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\nnode-9 slots=1\n")
+    weights_of = {"resume": str(tmp_path / "other_run"), "weights_only": True}
+    done = namespaces.run(
+        hosts, tmp_path / "log", sys.executable, SCRIPT, "--hostfile", tmp_path / "hostfile",
+        "--nodes", "1,2,3", "--steps", "15", "--output", tmp_path / "out", "--",
+        "train.py", "--config", tiny_config(checkpoint=weights_of),
+    )  # fmt: skip
+    assert done.code == 1, done.output
+    assert "3 nodes: node-9" in done.output, done.output
+    two = re.search(r"^2 nodes  2 ranks .* efficiency ([\d.]+)%.*$", done.output, re.MULTILINE)
+    assert float(two[1]) < 70, done.output
+    assert re.search("grown most: (forward|backward|optimizer)", two[0]), done.output
+    assert not [*(tmp_path / "out").glob("*/checkpoints/step_*")]
+
+
+@needs_hosts
+def test_ctrl_c_ends_it(hosts, hostfile, tmp_path, tiny_config):
+    process = namespaces.start(
+        hosts, tmp_path / "log", sys.executable, SCRIPT, "--hostfile", hostfile, "--nodes", "1,2",
+        "--steps", "1000", "--output", tmp_path / "out", "--", "train.py", "--config",
+        tiny_config(),
+    )  # fmt: skip
+    try:
+        wait_until((tmp_path / "out" / "nodes_1" / "metrics.jsonl").exists, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(200) == 1, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    assert "2 nodes" not in (tmp_path / "log").read_text()
+    assert not (tmp_path / "out" / "nodes_2").exists()
+
+
+def test_a_launch_leaves_the_signal_handlers_as_they_were():
+    job = Job(hosts=[Host("nowhere", (0,))], command=["x.py"], environment={}, ssh=["false"])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(UserError, match="nowhere"):
+        launch(job)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,20 @@
+"""train.py for test_blocks.py and test_router_loss.py: torch.compile without generating
+code, which takes 20 s.
+"""
+
+import torch
+
+import train
+from zerotrain.config.schema import Config
+
+compile_fully = torch.compile
+
+
+def without_code(*args, **kwargs):
+    return compile_fully(*args, **kwargs, backend="aot_eager")
+
+
+def main(config: Config, mode: str) -> None:
+    """As train.main."""
+    torch.compile = without_code
+    train.main(config, mode)

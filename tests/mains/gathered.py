@@ -1,0 +1,47 @@
+"""train.py under ZeRO 3, with a count of the elements of partitioned parameters that a rank holds,
+for test_lora.py.
+"""
+
+import json
+from pathlib import Path
+
+from torch.nn.modules.module import register_module_forward_hook
+
+import train
+from zerotrain.config.schema import Config
+
+
+def main(config: Config, mode: str) -> None:
+    """As train.main; each rank leaves output_dir/gathered_RANK.json."""
+    counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
+    take_step = train.train_step
+
+    def step(run, batch):
+        engine, ranks = run.engine, run.ranks
+        parameters = [p for p in engine.module.parameters() if not p.ds_persist]
+        counts["largest"] = max(p.ds_numel for p in parameters)
+        counts["whole"] = sum(p.ds_numel for p in parameters)
+
+        def count(name):
+            counts[name] = max(counts[name], sum(p.numel() for p in parameters))
+
+        backward = engine.backward
+
+        def backward_and_count(*args, **options):
+            backward(*args, **options)
+            count("after_backward")
+
+        engine.backward = backward_and_count
+        hook = register_module_forward_hook(lambda *_: count("in_a_pass"))
+        try:
+            values = take_step(run, batch)
+        finally:
+            hook.remove()
+            engine.backward = backward
+        count("after_a_step")
+        file = Path(config.output_dir) / f"gathered_{ranks.rank}.json"
+        file.write_text(json.dumps(counts))
+        return values
+
+    train.train_step = step
+    train.main(config, mode)

@@ -1,0 +1,20 @@
+"""train.py with the hub's cache in another folder than the process started with, for
+test_hub.py.
+"""
+
+import os
+from pathlib import Path
+
+import datasets
+from huggingface_hub import constants
+
+from zerotrain.config.schema import Config
+
+
+def main(config: Config, mode: str) -> None:
+    """As train.main."""
+    import train
+
+    constants.HF_HUB_CACHE = os.environ["HUB_CACHE"]
+    datasets.config.HF_DATASETS_CACHE = Path(os.environ["DATASETS_CACHE"])
+    train.main(config, mode)

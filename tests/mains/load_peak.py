@@ -1,0 +1,87 @@
+"""The most elements that a rank holds while a model is loaded under ZeRO 3, for
+test_training.py.
+"""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerotrain.config.ds_config import resolve_ds_config
+from zerotrain.config.schema import Config
+from zerotrain.model.load import load_model, load_model_config
+from zerotrain.runtime.machine import Machine
+from zerotrain.runtime.process_group import process_group
+
+
+class PeakBytes(TorchDispatchMode):
+    """Bytes of all storages that are alive at once, sampled at every operation on a tensor and for
+    every parameter that a module is given. Files that are mapped do not count, nor what waits for
+    garbage collection.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __enter__(self):
+        # a parameter that a thread has read is not an operand until it is used
+        self._hook = register_module_parameter_registration_hook(
+            lambda module, name, parameter: self._sample(parameter)
+        )
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._hook.remove()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self._sample((args, kwargs, result))
+        return result
+
+    def _sample(self, values) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+                storage = value.untyped_storage()
+                if storage.filename is None:
+                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self._now() > self.peak_bytes:
+            gc.collect()
+            self.peak_bytes = max(self.peak_bytes, self._now())
+
+    def _now(self) -> int:
+        self._alive = {k: held for k, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+
+def main(config: Config, mode: str) -> None:
+    """Loads the model, pretrained and from its config; each rank writes the elements held."""
+    with process_group(config.distributed.timeout_seconds) as ranks:
+        gc.freeze()  # modules need not be looked through at every collection
+        for from_config in (False, True):
+            config = replace(config, model=replace(config.model, from_config=from_config))
+            model_config = load_model_config(config)
+            config, _, ds_config = resolve_ds_config(
+                config, Machine(1, 1), model_config.hidden_size
+            )
+            with PeakBytes() as held:
+                model = load_model(config, model_config, ds_config).model
+            sizes = [p.ds_shape.numel() for p in model.parameters()]
+            measured = {
+                "rank": ranks.rank,
+                "from_config": from_config,
+                "whole": sum(sizes),
+                "largest": max(sizes),
+                "kept": sum(p.numel() + p.ds_tensor.numel() for p in model.parameters()),
+                "peak": held.peak_bytes // 4,
+            }
+            path = Path(config.output_dir).parent / f"held_{ranks.rank}_{from_config}.json"
+            path.write_text(json.dumps(measured))

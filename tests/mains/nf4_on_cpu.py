@@ -1,0 +1,18 @@
+"""train.py with model.quantization on CPU, where it is refused, for test_lora.py. What packs
+weights for evaluation, on CPUs with AVX-512, is left out.
+"""
+
+from bitsandbytes.nn import modules
+
+from zerotrain.config.schema import Config
+
+
+def main(config: Config, mode: str) -> None:
+    """As engine_logits.main."""
+    import engine_logits
+
+    from zerotrain.training import setup
+
+    setup.check_quantization = lambda config, device: None
+    modules.has_avx512bf16 = lambda: False
+    engine_logits.main(config, mode)

@@ -1,0 +1,75 @@
+"""Model FLOPs against what torch counts.    pytest tests/model/test_flops.py"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from zerotrain.config.schema import LoraConfig, ModelConfig
+from zerotrain.model.architecture import count_flops, meta_model
+from zerotrain.model.trained import choose_trained
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 48}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=16, layer_types=[
+        "sliding_attention", "sliding_attention", "full_attention"]),
+    "mixtral": MixtralConfig(**SIZES, **EXPERTS, num_local_experts=6),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_experts=6, head_dim=8, moe_intermediate_size=24
+    ),
+}  # fmt: skip
+ALL = ModelConfig(name_or_path="")
+EXAMPLES, LENGTH = 3, 40
+
+
+def flops_of(options, architecture):
+    skeleton = meta_model(architecture, False)
+    with torch.device("meta"):
+        choose_trained(skeleton, options)
+    return count_flops(skeleton)
+
+
+def counted_by_torch(architecture, options) -> float:
+    """Forward and backward with eager attention, which computes the whole square of scores."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation="eager")
+    choose_trained(model, options)
+    ids = torch.arange(EXAMPLES * LENGTH).view(EXAMPLES, LENGTH)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def counted_here(architecture, options) -> float:
+    """With the whole square too, and all tokens supervised."""
+    flops, tokens = flops_of(options, architecture), EXAMPLES * LENGTH
+    return tokens * (flops.token + flops.supervised_token + LENGTH * flops.pair)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_is_trained_as_a_whole(family):
+    architecture = FAMILIES[family]
+    assert counted_here(architecture, ALL) == counted_by_torch(architecture, ALL)
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    """4 FLOPs for a frozen weight, 6 for a trained one."""
+    architecture = FAMILIES["llama"]
+    layer = flops_of(ModelConfig("", trainable=[r"layers\.1\."]), architecture)
+    whole = flops_of(ALL, architecture)
+    of_layer = 6 * 2 * 32 * (32 + 16) + 6 * 3 * 32 * 48  # whole; of three layers
+    assert whole.token == 3 * of_layer
+    assert layer.token == of_layer / 6 * (4 + 6 + 4)
+    adapters = flops_of(ModelConfig("", lora=LoraConfig(r=4)), architecture)
+    assert 2 / 3 * whole.token < adapters.token < whole.token

@@ -1,0 +1,82 @@
+"""What is taken from the hub, and code that comes with models.    pytest tests/model/test_hub.py"""
+
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from conftest import copy_with_code, strategy
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Source
+from zerotrain.data.sources import loaded_commit
+from zerotrain.model.load import load_model_config
+from zerotrain.runtime.errors import UserError
+
+COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20
+
+
+@pytest.fixture
+def hub(tmp_path, tiny_model, chat_rows):
+    """Environment variables of a cache with the model org/tiny and the data set org/rows."""
+    repo = tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(tiny_model, repo / "snapshots" / COMMIT)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    prepared = tmp_path / "datasets" / "org___rows" / "default" / "0.0.0" / ROWS_COMMIT
+    rows = datasets.Dataset.from_list(chat_rows)
+    rows.save_to_disk(tmp_path / "saved")
+    prepared.mkdir(parents=True)
+    [arrow] = (tmp_path / "saved").glob("*.arrow")
+    shutil.copy(arrow, prepared / "rows-train.arrow")
+    info = json.loads((tmp_path / "saved" / "dataset_info.json").read_text())
+    split = {"name": "train", "num_examples": len(rows), "dataset_name": "rows"}
+    info |= {"config_name": "default", "dataset_name": "rows", "version": "0.0.0",
+             "splits": {"train": split}}  # fmt: skip
+    (prepared / "dataset_info.json").write_text(json.dumps(info))
+    return {"HUB_CACHE": str(tmp_path / "hub"), "DATASETS_CACHE": str(tmp_path / "datasets")}
+
+
+def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):
+    path = tiny_config(
+        model="org/tiny", model__revision="main", model__tokenizer="org/tiny@main",
+        train__epochs=None, train__steps=1,
+        data__train_sources=[{"hub": "org/rows", "revision": "main"}],
+        ds_config=str(strategy(tmp_path, "zero1")),
+    )  # fmt: skip
+
+    def train():
+        return forks.train(path, module="hub_cache", ranks=2, **hub)
+
+    finished = train()
+    assert finished.code == 0, finished.output
+    resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
+    assert resolved["model"]["revision"] == COMMIT
+    assert resolved["model"]["tokenizer"] == f"org/tiny@{COMMIT}"
+    assert resolved["data"]["train_sources"][0]["revision"] == ROWS_COMMIT
+    finished = train()  # `main` in the config, a commit in the checkpoint
+    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+
+
+def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
+    """Without network `datasets` takes the newest commit that it has."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path(hub["DATASETS_CACHE"]))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    for revision in (None, "main", ROWS_COMMIT):
+        assert loaded_commit(Source(hub="org/rows", revision=revision)) == ROWS_COMMIT
+    with pytest.raises(UserError, match=f"newest commit in the cache is {ROWS_COMMIT}; connect"):
+        loaded_commit(Source(hub="org/rows", revision="b" * 40))
+
+
+def test_code_that_comes_with_a_model_never_runs_nor_asks(
+    tmp_path, tiny_config, tiny_model, monkeypatch
+):
+    """Standard input is a terminal's, where transformers would ask."""
+    folder = copy_with_code(tiny_model, tmp_path / "evil", tmp_path / "ran")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
+    with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:
+        load_model_config(config)
+    assert "\n" not in str(said.value) and not (tmp_path / "ran").exists()

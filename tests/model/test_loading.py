@@ -1,0 +1,138 @@
+"""Pretrained weights: what is missing, left over or of another shape is said before any step, and
+what the ranks hold is what the files have.    pytest tests/model/test_loading.py
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import strategy
+from engine_logits import TOKENS
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.load import load_model, load_model_config
+from zerotrain.runtime.errors import UserError
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}  # fmt: skip
+TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
+EXPERTS = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+EMBEDDINGS = "model.embed_tokens.weight"
+NORM, HEAD, GATE = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.gate_proj.weight"
+
+
+def save_model(folder, config=None, **options):
+    """A folder with random weights of a small Llama, or of another architecture."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES))
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def edit_weights(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def check(tiny_config):
+    """Loads the model of a folder."""
+
+    def of(folder):
+        config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
+        ds_config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+        load_model(config, load_model_config(config), ds_config)
+
+    return of
+
+
+def refusal(check, folder):
+    with pytest.raises(UserError) as refused:
+        check(folder)
+    assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
+    return str(refused.value)
+
+
+WRONG = {
+    "one removed": (lambda t: t.pop(NORM), f"no weights for 1 of .*: {NORM}"),
+    "head of an untied model": (lambda t: t.pop(HEAD), f"no weights for 1 .*: {HEAD}"),
+    "shape": (
+        lambda t: t.update({GATE: t[GATE][:40].clone()}),
+        rf"{GATE} has shape \[40, 32\] in its files, but \[48, 32\] in its config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_weights_that_do_not_fit_are_refused_by_name(name, check, tmp_path):
+    change, problem = WRONG[name]
+    folder = save_model(tmp_path / "model")
+    check(folder)
+    assert re.search(problem, refusal(check, edit_weights(folder, change)))
+
+
+def test_what_is_left_over_is_one_line(check, tmp_path, capsys):
+    tied = save_model(tmp_path / "tied", TIED)
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    check(edit_weights(tied, lambda t: t.update(rotary)))
+    assert "are not used" not in capsys.readouterr().err, "no weight"
+    value_head = {"v_head.summary.weight": torch.ones(1, 32)}
+    check(edit_weights(tied, lambda t: t.update(value_head)))
+    assert "1 tensors in its files are not used: v_head.summary" in capsys.readouterr().err
+
+
+def test_files_of_every_kind_are_read(check, tmp_path):
+    folder = save_model(tmp_path / "split", max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    check(folder)
+    pickled = save_model(tmp_path / "pickled")
+    tensors = load_file(pickled / "model.safetensors")
+    (pickled / "model.safetensors").unlink()
+    torch.save(tensors, pickled / "pytorch_model.bin")
+    check(pickled)
+    experts = save_model(tmp_path / "experts", EXPERTS)
+    check(experts)
+    expert = next(n for n in load_file(experts / "model.safetensors") if "experts.3." in n)
+    refusal(check, edit_weights(experts, lambda t: t.pop(expert)))
+
+
+def test_a_head_of_its_own_contradicts_a_tie(check, tmp_path):
+    """transformers trains that head, and under ZeRO-3 the embeddings instead."""
+    folder = save_model(tmp_path / "tied", TIED)
+    edit_weights(folder, lambda t: t.update({HEAD: t[EMBEDDINGS] + 1}))
+    assert f"ties {HEAD} to {EMBEDDINGS}" in refusal(check, folder)
+
+
+def test_quantized_weights_are_refused(check, tmp_path):
+    folder = save_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "quantized" in refusal(check, folder)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("model, stage", [(TIED, 2), (EXPERTS, 3)])
+def test_ranks_hold_the_weights_of_the_files(
+    forks, tiny_config, tmp_path, sample_tokenizer, model, stage
+):
+    """After a step at a learning rate of 0, whatever loading, partitioning and fp32 copies did."""
+    folder = save_model(tmp_path / "model", model, max_shard_size="20KB")
+    sample_tokenizer.save_pretrained(folder)
+    config = tiny_config(
+        model=folder, ds_config=str(strategy(tmp_path, f"zero{stage}")), train__epochs=None,
+        train__steps=1, train__learning_rate=0.0, train__precision="fp32",
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2, module="engine_logits")
+    assert finished.code == 0, finished.output
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = read(input_ids=TOKENS, use_cache=False).logits
+    held = torch.load(tmp_path / "run" / "logits.pt")
+    torch.testing.assert_close(held, expected, rtol=1e-6, atol=1e-6)

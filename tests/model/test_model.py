@@ -1,0 +1,101 @@
+"""Which models are accepted: weights, causality, sizes.    pytest tests/model/test_model.py"""
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    RobertaConfig,
+    RoFormerConfig,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.architecture import (
+    check_model_fits,
+    count_flops,
+    linear_cost,
+    meta_model,
+)
+from zerotrain.model.packing import resolve_batching
+from zerotrain.model.probes import check_causal
+from zerotrain.runtime.errors import UserError
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2,
+         "max_position_embeddings": 64}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Causality
+
+BERT = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 300}  # fmt: skip
+CAUSAL = {
+    "llama": LlamaConfig(**SIZES),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "bert, decoder": BertConfig(**BERT, is_decoder=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "mamba": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+}  # fmt: skip
+SEES_AHEAD = {
+    "bert": BertConfig(**BERT),
+    "roberta": RobertaConfig(**BERT),
+    "roformer": RoFormerConfig(**BERT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*CAUSAL, *SEES_AHEAD])
+def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
+    torch.manual_seed(0)
+    architecture = (CAUSAL | SEES_AHEAD)[name]
+    model = AutoModelForCausalLM.from_config(architecture, dtype=dtype).train()
+    if name in CAUSAL:
+        check_causal(model, range(5, 64), CPU)
+    else:
+        with pytest.raises(UserError, match=rf"{type(model).__name__} is not causal .*is_decoder"):
+            check_causal(model, range(5, 64), CPU)
+    assert model.training
+
+
+# --------------------------------------------------------------------------------------------------
+# Families
+
+REFUSED = {"musicgen": "not a causal language model", "prophetnet": "ProphetNet's logits depend"}
+HARD = [*REFUSED, "gemma4", "gemma4_text", "gemma4_unified_text", "dots3_note_text", "gemma3n_text",
+        "openelm", "mamba", "bloom", "xlnet", "deepseek_v3", "falcon_h1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [f for f in HARD if f in CONFIG_MAPPING_NAMES])
+def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenizer):
+    """No exception but UserError, whatever attributes a config has."""
+    architecture = AutoConfig.for_model(family)
+    config = parse_command_line(["--config", str(tiny_config(data__max_length=64))]).config
+    try:
+        skeleton = meta_model(architecture, False)
+        assert linear_cost(skeleton) > 0
+        count_flops(skeleton)
+        check_model_fits(config, skeleton, sample_tokenizer)
+        _, why = resolve_batching(config, skeleton, "cpu", "fp32")
+        assert why
+    except UserError as error:
+        assert REFUSED[family] in str(error)
+    else:
+        assert family not in REFUSED
+
+
+def test_a_model_that_is_no_language_model_is_refused_in_one_line(
+    forks, tiny_config, sample_tokenizer, tmp_path
+):
+    sample_tokenizer.save_pretrained(tmp_path / "model")
+    AutoConfig.for_model("resnet").save_pretrained(tmp_path / "model")
+    refused = forks.train(tiny_config(model=tmp_path / "model"), "--dry_run")
+    assert refused.code == 2 and "not a causal language model" in refused.errors[0], refused.output

@@ -1,0 +1,161 @@
+"""Preemption at any moment, by a signal to one rank.    pytest tests/runtime/test_preemption.py"""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import (
+    determined,
+    is_saving,
+    logged,
+    read_metrics,
+    start,
+    strategy,
+    wait_until,
+    write_rows,
+)
+
+from zerotrain.checkpoint.manifest import checkpoint_problem
+from zerotrain.checkpoint.run_folder import list_complete
+
+
+@pytest.fixture
+def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
+    """Evaluations take half a second, so that a signal can arrive during one."""
+    many = write_rows(tmp_path / "many.jsonl", chat_rows * 6)
+    return tiny_config(
+        model=tiny_model_with_dropout, data__eval_sources=[str(many)],
+        train__epochs=None, train__steps=12, eval__every_steps=6,
+        checkpoint={"every_steps": 1},
+    )  # fmt: skip
+
+
+def curves(folder):
+    evals = [(e["step"], e["eval_loss"]) for e in read_metrics(folder, "eval")]
+    return determined(folder), evals
+
+
+# When to send the signal.
+MOMENTS = {
+    "at the start": lambda folder, began: (folder / "metrics.jsonl").exists(),
+    "in the first step": lambda folder, began: logged(folder, "eval"),
+    "in a save": lambda folder, began: is_saving(folder / "checkpoints", began),
+    "in an evaluation": lambda folder, began: (
+        len(logged(folder, "train")) == 6 and len(logged(folder, "eval")) == 1
+    ),
+}
+
+
+def test_preempted_at_any_moment(forks, config, tmp_path):
+    """All ranks save the same step and exit with code 75; the resumed run completes the curve."""
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert whole.code == 0, whole.output
+    for number, (moment, has_come) in enumerate(MOMENTS.items()):
+        folder, began = tmp_path / moment, time.time()
+        run = forks.start(config, "--output_dir", folder, ranks=2)
+        run.until(lambda f=folder, b=began, h=has_come: h(f, b))
+        run.kill(number % 2, (signal.SIGTERM, signal.SIGUSR1)[number // 2])
+        finished = run.wait()
+        steps, evals = len(logged(folder, "train")), len(logged(folder, "eval"))
+        if moment == "at the start":  # 143: just before the loop began
+            assert finished.code in (75, 143), finished.output
+            assert finished.code == 143 or "preempted: step 0, " in finished.output
+            assert steps == 0 and not list_complete(folder / "checkpoints")
+        else:
+            assert finished.code == 75, f"{moment}\n{finished.output}"
+            saved = list_complete(folder / "checkpoints")
+            assert saved[-1].name == f"step_{steps:08d}" and checkpoint_problem(saved[-1]) is None
+            assert f"preempted: step {steps}, " in finished.output
+        if moment == "in an evaluation":
+            assert (steps, evals) == (6, 1), "it is interrupted and followed by no step"
+        else:
+            assert steps < 6, moment
+        finished = forks.train(config, "--output_dir", folder, ranks=2)
+        assert finished.code == 0, finished.output
+        assert curves(folder) == curves(tmp_path / "whole"), moment
+
+
+def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_config, tmp_path):
+    """One rank is stopped; the other waits for it in a collective and cannot act on a signal."""
+    config = tiny_config(
+        train__epochs=None, train__steps=5000, distributed={"preempt_grace_seconds": 2}
+    )  # fmt: skip
+    run = forks.start(config, ranks=2)
+    run.until(lambda: logged(tmp_path / "run", "train"))
+    run.kill(1, signal.SIGSTOP)
+    run.until(lambda: is_waiting(run.pids[0]))
+    assert {int(line.split()[0]) for line in left_running()} == set(run.pids)
+    began = time.monotonic()
+    run.kill(0, signal.SIGTERM)
+    run.kill(0, signal.SIGTERM)  # launchers may forward it more than once
+    run.until(lambda: "exiting without another save" in run.log.read_text(), 200)
+    assert time.monotonic() - began >= 2
+    run.kill(1)
+    assert run.wait().code == 143
+    assert not left_running()
+
+
+def is_waiting(pid):
+    """Whether the process is idle: it uses no CPU time for a quarter of a second."""
+    before = psutil.Process(pid).cpu_times()
+    time.sleep(0.25)
+    return psutil.Process(pid).cpu_times()[:2] == before[:2]
+
+
+# --------------------------------------------------------------------------------------------------
+# Resuming in the same layout, bit for bit
+
+LAYOUTS = {
+    "zero2_offload bf16": ("zero2_offload", "bf16", "false"),
+    "zero3 bf16 async": ("zero3", "bf16", "true"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropout, layout):
+    """In mid-epoch and mid-schedule, with dropout. test_training.py covers fp32 with ZeRO 0
+    and 3, and bf16 with 0, 1 and 3 with offload; test_checkpoints.py fp32 with ZeRO 2.
+    """
+    name, precision, is_async = LAYOUTS[layout]
+    config = tiny_config(
+        model=tiny_model_with_dropout, ds_config=str(strategy(tmp_path, name)),
+        train__precision=precision, eval__every_steps=2,
+    )  # fmt: skip
+    flags = ["--checkpoint.async_save", is_async]
+    whole = forks.train(config, "--output_dir", tmp_path / "whole", *flags, ranks=2)
+    assert whole.code == 0, whole.output
+    run = forks.start(config, *flags, ranks=2)
+    run.until(lambda: len(logged(tmp_path / "run", "train")) >= 3)
+    run.kill(1, signal.SIGTERM)
+    assert (finished := run.wait()).code == 75, finished.output
+    finished = forks.train(config, *flags, ranks=2)
+    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+    assert curves(tmp_path / "run") == curves(tmp_path / "whole")
+
+
+# --------------------------------------------------------------------------------------------------
+# Launchers
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, tmp_path, launcher):
+    """They would train on for ever, with the GPUs and the lock of the folder."""
+    folder = tmp_path / "run"
+    config = tiny_config(train__epochs=None, train__steps=100_000)
+    started = start(config, ranks=2, launcher=launcher)
+    wait_until(lambda: logged(folder, "train"), started)
+    processes = [psutil.Process(int(line.split()[0])) for line in left_running()]
+    ranks = [process for process in processes if "RANK" in process.environ()]
+    assert len(ranks) == 2
+    [parent] = {rank.ppid() for rank in ranks}
+    os.kill(parent, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, 120)
+    assert not alive
+    started.wait(120)
+    [saved] = list_complete(folder / "checkpoints")
+    assert checkpoint_problem(saved) is None
+    assert saved.name == f"step_{len(logged(folder, 'train')):08d}"
+    assert not (folder / "run.lock").exists()

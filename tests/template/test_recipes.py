@@ -1,0 +1,150 @@
+"""The recipes: they fit, and each family, shrunk, trains with its recipe's settings.
+pytest tests/template/test_recipes.py
+"""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from conftest import REPO, SAMPLE, read_metrics, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from scripts import plan
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.architecture import meta_model
+from zerotrain.training.states import GIB
+
+TABLE = (REPO / "recipes" / "README.md").read_text()
+ROWS = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \| (\d+) \|$", TABLE, re.MULTILINE)
+SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())
+PUBLISHED = {  # "Safetensors, model size" on the hub
+    "Qwen/Qwen3-0.6B": 596_049_920,  # 751,632,384 with the tied head counted twice
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "unsloth/gpt-oss-20b-BF16": 20_914_757_184,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "microsoft/phi-4": 14_659_507_200,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/gemma-3-4b-it": 4_300_079_472,
+    "google/gemma-3-12b-it": 12_187_325_040,
+    "google/gemma-3-27b-it": 27_432_406_640,
+}
+ASSUMED = plan.ASSUMED | {"peak_flops_per_s": 312e12}
+SMALL = {  # in place of the size of that name, where a shape has one
+    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 384, "sliding_window": 64,
+    "query_pre_attn_scalar": 8, "image_size": 28, "mm_tokens_per_image": 4,
+    "image_token_index": 383, "boi_token_index": 382, "eoi_token_index": 381,
+}  # fmt: skip
+FAMILIES = (
+    "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.2-1b", "llama-3.2-1b-pretraining",
+    "llama-3.3-70b-lora", "mistral-7b", "phi-4", "gemma-3-1b", "gemma-3-27b",
+)  # fmt: skip
+
+
+def config_of(name, *flags):
+    return parse_command_line(["--config", str(REPO / "recipes" / name), *flags]).config
+
+
+def test_every_recipe_is_in_the_table_and_every_shape_is_as_published():
+    folder = REPO / "recipes"
+    named = {name for name, *_ in ROWS} | {"demo.yaml"}
+    files = [*folder.glob("*.yaml"), *folder.glob("debug/*.yaml")]
+    assert {str(file.relative_to(folder)) for file in files} == named
+    assert {config_of(name).model.name_or_path for name, *_ in ROWS} == set(PUBLISHED)
+    for name, parameters in PUBLISHED.items():
+        skeleton = meta_model(AutoConfig.for_model(**SHAPES[name]), trust_remote_code=False)
+        assert sum(p.numel() for p in skeleton.parameters()) == parameters, name
+
+
+@pytest.mark.parametrize("name, cluster, gib", ROWS, ids=lambda value: str(value))
+def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
+    text = (REPO / "recipes" / name).read_text()
+    stated = plan.cluster_of(text, ASSUMED)
+    described = f"{stated.nodes} x {stated.gpus} GPUs, {stated.gpu_memory_gib} GB"
+    assert described == cluster and f"recipes/{name}" in text.split("command")[1].split("\n")[0]
+    config = config_of(name)
+    planner = plan.make_planner(config, stated, mean_tokens=500)
+    row = planner.row(config.ds_config, stated.nodes)
+    assert round(row.memory.peak / GIB) == int(gib)
+    assert row.fits and row.largest_budget >= config.data.micro_batch_tokens
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """The folder of a model of the same family, shrunk, with weights and the sample's tokenizer."""
+
+    def folder(name):
+        def shrunk(shape):
+            small = {key: SMALL.get(key, value) for key, value in shape.items()}
+            return small | {k: shrunk(v) for k, v in shape.items() if k.endswith("_config")}
+
+        path = tmp_path_factory.mktemp("model")
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**shrunk(SHAPES[name]), pad_token_id=0, eos_token_id=1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        AutoTokenizer.from_pretrained(SAMPLE / "model").save_pretrained(path)
+        return path
+
+    return folder
+
+
+def local(name, model, rows, tmp_path):
+    """Flags that put local rows and a local model in place of those of the hub."""
+    values = {
+        "output_dir": tmp_path / "run", "data.cache_dir": tmp_path / "cache",
+        "model.name_or_path": model, "data.train_sources": f"[{rows}]", "data.eval_fraction": 0,
+        "data.eval_sources": f"[{rows}]" if config_of(name).eval.every_steps else "[]",
+        "tracking.wandb": "disabled",
+    }  # fmt: skip
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.mark.parametrize("name", [f"{name}.yaml" for name in FAMILIES])
+def test_a_family_trains_two_steps_with_its_recipe(forks, small_model, chat_rows, tmp_path, name):
+    config = config_of(name)
+    rows = [{"messages": row["messages"][:2]} for row in chat_rows]
+    if "pretraining" in name:
+        rows = [{"text": "\n".join(m["content"] for m in row["messages"])} for row in rows]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    batch = ("tokens", 2048) if config.train.global_batch_tokens else ("size", 16)
+    flags = local(name, small_model(config.model.name_or_path), file, tmp_path)
+    finished = forks.train(
+        REPO / "recipes" / name, *flags, f"--train.global_batch_{batch[0]}", batch[1],
+        "--train.epochs", "null", "--train.steps", 2, "--train.warmup_examples", 0,
+        "--data.max_length", 256, "--data.micro_batch_tokens", 1024,
+        ranks=2 if "zero3" in config.ds_config else 1,
+    )  # fmt: skip
+    assert finished.code == 0, finished.output
+    steps = read_metrics(tmp_path / "run")
+    assert [step["step"] for step in steps] == [1, 2] and steps[1]["loss"] < steps[0]["loss"] + 1
+
+
+def test_one_batch_is_memorized(forks, small_model, tmp_path):
+    """At 200 times the rate: the shrunk model has 1/20,000 of the weights. Each answer is six
+    random digits, which nothing but the row tells.
+    """
+    digits = random.Random(0)
+    rows = [
+        {"question": f"Under {i}?", "answer": str(digits.randrange(10**5, 10**6))}
+        for i in range(16)
+    ]
+    name = "debug/overfit-one-batch.yaml"
+    flags = local(
+        name, small_model("Qwen/Qwen3-0.6B"), write_rows(tmp_path / "rows.jsonl", rows), tmp_path
+    )
+    finished = forks.train(REPO / "recipes" / name, *flags, "--train.learning_rate", "1e-2")
+    assert finished.code == 0, finished.output
+    losses = [step["loss"] for step in read_metrics(tmp_path / "run")]
+    assert len(losses) == 60 and losses[0] > 4 and losses[-1] < 0.7, losses

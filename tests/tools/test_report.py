@@ -1,0 +1,163 @@
+"""Runs drawn as one page.    pytest tests/tools/test_report.py"""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scripts import compare_runs, report
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.report import MAX_POINTS, read_run, report_page, thin
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror=alert(1)> {{7*7}}"
+
+
+def write_run(folder, steps, hostile="", seed=0):
+    """A run folder with every kind of record, once resumed on fewer ranks; returns it."""
+    folder.mkdir(parents=True)
+    (folder / "resolved_config.yaml").write_text(f"train:\n  seed: {seed}\n  x: {hostile}\n")
+    (folder / "resolved_ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
+    noise = np.random.default_rng(seed).standard_normal(steps + 1)
+    start = {"kind": "start", "step": 0, "hosts": ["node-0"], "world_size": 8,
+             "devices": {"x" + hostile: 8}}  # fmt: skip
+    records = [start]
+    for step in range(1, steps + 1):
+        if step == steps // 2:
+            records.append({**start, "step": step - 1, "world_size": 4})
+        records.append({
+            "kind": "train", "step": step, "loss": 5 / step**0.3 + 0.1 * noise[step], "lr": 1e-4,
+            "grad_norm": math.exp(noise[step]), "tokens_per_s": 8000.0, "mfu": 0.4,
+            "padding_efficiency": 0.95, "step_seconds": 0.5, "data_seconds": 0.00025,
+            "forward_seconds": 0.15, "backward_seconds": 0.25, "memory_peak_gib": 64.0,
+        })  # fmt: skip
+        if step % max(1, steps // 10) == 0:
+            answer = {"prompt": "1+1?" + hostile, "answer": "\ud800" + hostile, "score": 0.5}
+            records += [
+                {"kind": "eval", "step": step, "loss/math" + hostile: 3.0, "exact_match/b": 0.5},
+                {"kind": "generations", "step": step, "set": "b" + hostile, "rows": [answer] * 3},
+                {"kind": "ranks", "step": step, "probe_seconds": [0.004] * 7 + [0.006],
+                 "data_seconds": [0.00025] * 8, "step_seconds": 0.5, "gpu": [None] * 8,
+                 "hosts": [f"node-{i // 4}{hostile}" for i in range(8)]},
+            ]  # fmt: skip
+    records.append({"kind": "event", "step": steps, "name": "x" + hostile, "text": hostile})
+    lines = [json.dumps({"time": 1.8e9 + r["step"] / 2, **r}) + "\n" for r in records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def draw(*arguments):
+    """scripts/report.py, in this process."""
+    before, sys.argv = sys.argv, ["report.py", *map(str, arguments)]
+    try:
+        report.main()
+    finally:
+        sys.argv = before
+
+
+def test_a_run_is_drawn_with_all_that_it_has_recorded(tmp_path, capsys):
+    draw(write_run(tmp_path / "run", 200))
+    assert capsys.readouterr().out == f"{tmp_path}/run/report.html\n"
+    page = (tmp_path / "run" / "report.html").read_text().partition("<h1>")[2]
+    for text in (
+        "0:01:40", "restarts", "loss/math", "Learning rate", "Gradient norm", "MFU",
+        "no padding", "Peak memory", "Seconds of a step", "Matrix products", "Waiting for data",
+        "7 node-1", "Incidents", "Answers at step 200", "1+1?", "Starts", "seed: 0",
+    ):  # fmt: skip
+        assert text in page, text
+
+
+def test_thinning_keeps_every_spike():
+    y = pd.Series(np.sin(np.arange(100_000) / 9_000), index=np.arange(1, 100_001))
+    y.iloc[[7, 31_415, 99_990]] = [9, -9, 8]
+    kept = thin(y)
+    assert len(kept) <= MAX_POINTS + 10 and kept.index.is_monotonic_increasing
+    assert {9.0, -9.0, 8.0} <= set(kept) and (kept == y[kept.index]).all()
+
+
+INCOMPLETE = {
+    "empty": ("", "no step is recorded"),
+    "broken lines": (
+        '{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "train", "step": 2, "lo\n[]\n7\n\xff\n'
+        '{"kind": "train", "step": -1}\n{"kind": "train", "step": true}\n' + "[" * 10_000,
+        "metrics.jsonl: 7 lines cannot be read",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_an_incomplete_run_is_drawn_and_says_what_is_missing(tmp_path, case):
+    text, problem = INCOMPLETE[case]
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode("latin-1"))
+    assert problem in report_page([tmp_path])
+    if case == "broken lines":
+        assert read_run(tmp_path).series["loss"].tolist() == [2.0]
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    with pytest.raises(UserError, match="not a run folder"):
+        draw(tmp_path)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match="not a regular file"):
+        draw(tmp_path)
+    run = write_run(tmp_path / "run", 2)
+    (tmp_path / "secret").write_text("hunter2")
+    (run / "resolved_config.yaml").unlink()
+    (run / "resolved_config.yaml").symlink_to(tmp_path / "secret")
+    assert "hunter2" not in report_page([run])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt install chromium")
+def test_the_page_in_a_browser_is_drawn_and_runs_no_text_of_a_run(tmp_path):
+    """20,000 steps over another run, on a telephone: all charts are there, none scrolls sideways,
+    and the title is the runs' names.
+    """
+    runs = [write_run(tmp_path / n / "run<b>", k, HOSTILE, k) for n, k in (("a", 20_000), ("b", 9))]
+    page = tmp_path / "page.html"
+    draw(*runs, "--output", page)
+    assert page.stat().st_size < 10e6, "4.8 MB of it are plotly"
+    measure = "setTimeout(() => { document.body.dataset.width = document.body.scrollWidth }, 9000)"
+    narrow = "max-width: 388px; margin: 0;"  # and its padding: 420
+    assert "max-width: 80rem; margin: 0 auto;" in page.read_text()
+    drawn = page.read_text().replace("max-width: 80rem; margin: 0 auto;", narrow)
+    page.write_text(f"{drawn}<script>{measure}</script>")
+    shown = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
+         f"--user-data-dir={tmp_path}/profile", "--dump-dom",
+         f"file://{page}"],
+        capture_output=True, text=True, timeout=500, check=True,
+    ).stdout  # fmt: skip
+    assert f"<title>{tmp_path}/a/run&lt;b&gt; · {tmp_path}/b/run&lt;b&gt;</title>" in shown
+    assert shown.count('class="main-svg"') >= 5 and "<img" not in shown.partition("<h1>")[2]
+    assert "train.x" not in shown and "-  seed: 20000" in shown, "the configs' difference"
+    assert int(re.search(r'data-width="(\d+)"', shown)[1]) <= 420
+
+
+def test_curves_are_compared(tmp_path, monkeypatch, capsys):
+    before, after = (write_run(tmp_path / name, 20) for name in ("before", "after"))
+    other = write_run(tmp_path / "other", 20, seed=1)
+    shorter, diverged, with_gap = (write_run(tmp_path / name, 20) for name in ("s", "d", "g"))
+    records = [json.loads(line) for line in (before / "metrics.jsonl").read_text().splitlines()]
+
+    def rewrite(folder, change):
+        lines = [json.dumps(change(r)) for r in records if change(r)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+    rewrite(shorter, lambda r: r if r["step"] <= 15 else None)
+    rewrite(diverged, lambda r: r | {"loss": math.nan} if r["step"] > 15 else r)
+    rewrite(with_gap, lambda r: r if r["step"] != 15 else None)
+    for second, code in ((after, 0), (shorter, 0), (diverged, 1), (with_gap, 1), (other, 1)):
+        monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(before), str(second)])
+        with pytest.raises(SystemExit) as ended:
+            compare_runs.main()
+        assert ended.value.code == code, capsys.readouterr().out
+    (other / "metrics.jsonl").write_text("[]")
+    with pytest.raises(UserError, match="no steps"):
+        compare_runs.main()

@@ -1,0 +1,85 @@
+"""What is measured of steps: phases, slow ranks, hangs, profiles.
+pytest tests/tracking/test_steps.py"""
+
+import gzip
+import json
+import re
+import socket
+
+import numpy as np
+import pytest
+import torch
+from conftest import logged, read_metrics
+
+from zerotrain.tracking.steps import WINDOWS, PhaseTimer, gpu_health, probe_seconds, slow_ranks
+
+
+@pytest.mark.parametrize("ranks, slow", [(2, 1), (64, 63)])
+def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
+    rng = np.random.default_rng(0)
+
+    def window(probe=1.0, wait=0.0):
+        probes, waits = rng.uniform(0.9, 1.1, ranks), np.full(ranks, 0.001)
+        probes[slow] *= probe
+        waits[slow] += wait
+        return slow_ranks(probes.tolist(), waits.tolist(), 1.0)
+
+    for _ in range(200):
+        assert window() == window(wait=0.02) == []
+        assert window(probe=1.6) == window(wait=0.1) == [slow]
+
+
+def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
+    """Rank 1 comes late to its fourth step, and waits for its batches from then on."""
+    config, run = (
+        tiny_config(train__epochs=None, train__steps=20, profile__start=2),
+        tmp_path / "run",
+    )
+    ranks = forks.start(config, ranks=2, module="slow_rank")
+    name = f"rank 1 @ {socket.gethostname()} (local rank 1)"
+
+    def events(kind):
+        return [e for e in logged(run, "event") if e["name"] == kind]
+
+    here = socket.gethostname()
+    late = rf"\[rank 1 @ {here}\] no step has ended for 2 s(.*\n)+?.*rank 1 @ {here}.*in load_late"
+    ranks.until(lambda: re.search(late, ranks.log.read_text()))
+    (run / "go_on").touch()
+    finished = ranks.wait()
+    assert finished.code == 0, finished.output
+    [slow] = events("slow_rank")
+    assert slow["ranks"] == [1] and name in slow["text"] and slow["step"] == 4 * WINDOWS
+    windows = read_metrics(run, "ranks")
+    assert [w["step"] for w in windows] == [4, 8, 12, 16, 20]
+    waits = windows[-1]["data_seconds"]
+    assert waits[1] > 0.05 and waits[1] > waits[0]
+    for step in read_metrics(run):
+        phases = ("data", "forward", "backward", "optimizer")
+        parts = sum(step[f"{phase}_seconds"] for phase in phases)
+        assert 0.5 * step["step_seconds"] < parts <= step["step_seconds"]
+        assert step["tokens_per_s"] == pytest.approx(step["tokens"] / step["step_seconds"])
+
+    [file] = (run / "profile").glob("*.pt.trace.json.gz")
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::embedding", "ProfilerStep#1", "ProfilerStep#3"} <= names
+    assert "ProfilerStep#4" not in names
+
+
+def test_timers_on_this_device():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    timer = PhaseTimer(device)
+    timer.mark("step")
+    for _ in range(2):
+        torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+        timer.mark("forward")
+    assert 0 < timer.take()["forward_seconds"] < 10 and timer.take() == {}
+    assert 0 < probe_seconds(device) < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_health_of_a_gpu():
+    health = gpu_health()
+    assert 10 < health["temperature_celsius"] < 110 and health["sm_clock_mhz"] > 100
+    assert health["power_watts"] > 10

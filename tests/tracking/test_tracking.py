@@ -1,0 +1,198 @@
+"""What a run records: metrics.jsonl and W&B.    pytest tests/tracking/test_tracking.py"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+
+import pytest
+from conftest import logged, read_metrics, start, wait_until
+
+from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete
+from zerotrain.checkpoint.state import Progress
+from zerotrain.config.parse import parse_command_line
+from zerotrain.runtime.errors import UserError
+from zerotrain.tracking import wandb as wandb_sink
+from zerotrain.tracking.metrics import JsonlSink, Metrics
+from zerotrain.tracking.wandb import FINISH_SECONDS, WandbSink
+
+SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_neverWriteThis"}
+ANSWER = {"prompt": "1 + 1", "expected": "2", "answer": "</script>", "score": 0.0}
+
+
+def starts_of(run_folder):
+    """Of each start of a run, oldest first: W&B's id and the rows, as W&B reads its own files."""
+    starts = []
+    for file in sorted((run_folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        records = records_of(file)
+        [run] = [record["run"] for record in records if record["type"] == "run"][:1]
+        rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+        starts.append((run["run_id"], rows))
+    return starts
+
+
+def records_of(file):
+    """The records of a file of W&B."""
+    from wandb.util import get_core_path
+
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
+    command += ["--run-file", file, file.parent.parent]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def assert_no_secret_in(folder):
+    for file in folder.rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        assert not any(secret.encode() in content for secret in SECRETS.values()), file
+
+
+def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_config, tmp_path):
+    """Killed between two saves and resumed. W&B has the steps before the kill, whatever was saved,
+    and the same run has the repeated ones. No file of the run has a key in it.
+    """
+    folder = tmp_path / "run"
+    config = tiny_config(
+        train__epochs=None, train__steps=300, checkpoint={"every_steps": 8},
+        eval={"every_steps": 8}, tracking={"wandb": "offline"},
+    )  # fmt: skip
+
+    def last_step():
+        text = (folder / METRICS).read_text() if (folder / METRICS).is_file() else ""
+        return max(map(int, re.findall(r'"train".*?"step": (\d+)', text)), default=0)
+
+    process = forks.start(config, **SECRETS)
+    process.until(lambda: last_step() >= 12)
+    time.sleep(4)  # W&B writes every 2 s
+    process.kill(0)
+    process.wait()
+    [(name, rows)] = starts_of(folder)
+    saved = int(list_complete(folder / "checkpoints")[-1].name.removeprefix("step_"))
+    assert rows[-1]["step"] >= 12 and rows[-1]["_step"] == rows[-1]["step"]
+
+    last = saved + 10
+    finished = forks.train(config, "--train.steps", last, **SECRETS)
+    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+    _, (again, rows) = starts_of(folder)
+    losses = {step["step"]: step["loss"] for step in read_metrics(folder)}
+    assert again == name and list(losses) == list(range(1, last + 1))
+    shown = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert shown == {step: loss for step, loss in losses.items() if step > saved}
+    assert any("eval/eval_loss" in row for row in rows)
+    starts = [(s["step"], s["world_size"]) for s in read_metrics(folder, "start")]
+    assert starts == [(0, 1), (saved, 1)]
+    assert_no_secret_in(folder)
+
+
+@pytest.mark.launch
+def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
+    """Its launcher also sends SIGTERM to the rank and its children. No rank prints a traceback."""
+    folder = tmp_path / "run"
+    config = tiny_config(train__epochs=None, train__steps=100_000, tracking={"wandb": "offline"})
+    with (tmp_path / "log").open("w+") as log:
+        run = start(config, ranks=2, stdout=log)
+        wait_until(lambda: len(logged(folder)) > 4, run)
+        os.killpg(run.pid, signal.SIGINT)
+        run.wait(120)
+    output = (tmp_path / "log").read_text()
+    assert re.findall(r"^interrupted; .*", output, re.MULTILINE)
+    assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output
+    [(_, rows)] = starts_of(folder)
+    assert rows[-1]["step"] == read_metrics(folder)[-1]["step"]
+    [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    assert "exit" in {record["type"] for record in records_of(file)}
+
+
+@pytest.mark.parametrize("answers", ["refuses", "is silent"])
+def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
+    tiny_config, tmp_path, monkeypatch, answers
+):
+    """Tracking is offline after INIT_SECONDS, here 1 s for each attempt, and has every step."""
+    import wandb
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / RESOLVED_DS_CONFIG).write_text("{}")
+    config = parse_command_line(["--config", str(tiny_config(tracking__wandb="online"))]).config
+    monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 1)
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers == "is silent":
+            server.listen()  # the kernel accepts
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        began = time.monotonic()
+        resumed = Progress(step=2, wandb_id="earlier")
+        sink = WandbSink(config, resumed, {"hosts": ["host-1"]})
+        assert time.monotonic() - began < 200, "offline mode takes seconds to start too"
+        began = time.monotonic()
+        for step in (3, 4):
+            sink.log("train", {"step": step, "loss": 1 / step})
+        sink.log("event", {"step": 4, "name": "skipped_step", "text": "loss 9"})
+        sink.log("generations", {"step": 4, "set": "dev", "rows": [ANSWER]})
+        assert time.monotonic() - began < 1
+        sink.close(0)
+        assert time.monotonic() - began < FINISH_SECONDS + 3
+        wandb.teardown()
+    [(name, rows)] = starts_of(folder)
+    assert name == "earlier" and [row["step"] for row in rows] == [3, 4]
+    assert rows[1]["train/loss"] == 0.25 and rows[1]["event/skipped_step"] == 1
+    [file] = folder.rglob("media/html/**/*.html")
+    assert "&lt;/script&gt;" in file.read_text()
+    assert_no_secret_in(folder)
+
+
+def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
+    changes = {"wandb": "offline", "project": "a/b"}
+    config = parse_command_line(["--config", str(tiny_config(tracking=changes))]).config
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RESOLVED_DS_CONFIG).write_text("{}")
+    with pytest.raises(UserError, match=r"^tracking: ") as refused:
+        WandbSink(config, Progress(), {})
+    assert "\n" not in str(refused.value)
+
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+
+
+@NEEDS_ROOT
+def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
+    """One warning while the disk is full; every record is there afterwards, in order."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
+    try:
+        metrics = Metrics([JsonlSink(tmp_path / "metrics.jsonl", 0, RunLock(tmp_path))])
+        metrics.log("train", {"step": 1})
+        ballast = tmp_path / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        for step in range(2, 200):
+            metrics.log("train", {"step": step, "text": "x" * 50})
+        assert capsys.readouterr().out.count("WARNING: JsonlSink has failed") == 1
+        ballast.unlink()
+        metrics.log("train", {"step": 200})
+        metrics.close(0)
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 201))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('[1]\n{"step": "x"}\n{"kind": "train"}\n7\n{"step": 2}\n{"step": 5}\n{"st')
+    JsonlSink(path, 3, RunLock(tmp_path)).close(0)
+    assert path.read_text() == '{"step": 2}\n'
+
+
+def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
+    config = tiny_config(train__epochs=None, train__steps=2)
+    finished = forks.train(config, module="without_trackers")
+    assert finished.code == 0, finished.output

@@ -1,0 +1,122 @@
+"""Held-out sets, answers, early stop and the best checkpoint.
+pytest tests/training/test_evaluation.py"""
+
+import json
+import math
+import signal
+import time
+
+import pytest
+from conftest import logged, read_metrics, write_rows
+
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.data.scorers import exact_match
+
+
+@pytest.fixture
+def sets(tmp_path, chat_rows):
+    short = sorted(chat_rows, key=lambda row: len(json.dumps(row)))
+    return {
+        "first": [str(write_rows(tmp_path / "first.jsonl", chat_rows[:9]))],
+        "second": [str(write_rows(tmp_path / "second.jsonl", short[:5]))],
+    }
+
+
+def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, tmp_path, sets):
+    config = tiny_config(
+        data__eval_sources=sets, train__epochs=None, train__steps=3, train__learning_rate=0.02,
+        eval={"every_steps": 9, "generate": 3, "max_new_tokens": 12},
+    )  # fmt: skip
+    found = {}
+    for ranks, stage in ((1, 0), (2, 3)):
+        folder = tmp_path / f"on_{ranks}"
+        flags = ["--output_dir", folder, "--ds_config", f"ds_configs/zero{stage}.json"]
+        finished = forks.train(config, *flags, ranks=ranks)
+        assert finished.code == 0, finished.output
+        found[ranks] = read_metrics(folder, "eval"), read_metrics(folder, "generations")
+    (alone, alone_texts), (shared, shared_texts) = found.values()
+    names = [f"{kind}/{name}" for name in sets for kind in ("loss", "perplexity", "exact_match")]
+    assert [e["step"] for e in alone] == [e["step"] for e in shared] == [0, 3]
+    for one, other in zip(alone, shared, strict=True):
+        assert [key for key in one if "/" in key] == names
+        for name in names:
+            assert one[name] == pytest.approx(other[name], rel=1e-5)
+        assert one["eval_loss"] == one["loss/first"] != one["loss/second"]
+        assert one["perplexity/second"] == pytest.approx(math.exp(one["loss/second"]))
+    assert [line["rows"] for line in alone_texts] == [line["rows"] for line in shared_texts]
+    assert [t["set"] for t in alone_texts] == [*sets, *sets]
+
+
+def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
+    """One short row, many times: exact match goes from 0 to 1."""
+    row = min(chat_rows, key=lambda row: len(json.dumps(row)))
+    file = str(write_rows(tmp_path / "one.jsonl", [row]))
+    config = tiny_config(
+        data__train_sources=[file], data__eval_sources=[file], train__epochs=60,
+        train__global_batch_size=1, train__warmup_examples=0, train__learning_rate=0.01,
+        eval={"every_steps": 60, "generate": 1},
+    )  # fmt: skip
+    finished = forks.train(config)
+    assert finished.code == 0, finished.output
+    assert [e["exact_match/held_out"] for e in read_metrics(tmp_path / "run", "eval")] == [0, 1]
+    [last] = read_metrics(tmp_path / "run", "generations")[-1]["rows"]
+    assert exact_match("", row["messages"][-1]["content"], last["answer"]) == 1
+
+
+def test_early_stop_is_the_end_and_the_best_is_kept(forks, tiny_config, tmp_path):
+    """At a learning rate of 0 no evaluation is better than the first."""
+    config = tiny_config(
+        train__epochs=None, train__steps=20, train__learning_rate=0.0,
+        checkpoint={"keep_best": True, "every_steps": 2}, eval={"every_steps": 2, "patience": 2},
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    finished = forks.train(config)
+    assert finished.code == 0, finished.output
+    assert "finished: step 4, " in finished.output and "early stop: " in finished.output
+    [event] = read_metrics(folder, "event")
+    assert (event["step"], event["name"]) == (4, "early_stop")
+    finished = forks.train(config, "--eval.patience", "3")
+    assert finished.code == 0 and "finished: step 6, " in finished.output, finished.output
+
+    better = tmp_path / "better"
+    flags = ["--output_dir", better, "--train.learning_rate", "3e-3", "--eval.patience", "0"]
+    finished = forks.train(config, *flags, "--train.steps", "6", "--checkpoint.every_steps", "0")
+    assert finished.code == 0, finished.output
+    evals = {e["step"]: e["eval_loss"] for e in read_metrics(better, "eval") if e["step"]}
+    best = min(evals, key=evals.__getitem__)
+    checkpoint = better / "checkpoints" / f"step_{best:08d}"
+    assert checkpoint in list_complete(better / "checkpoints")
+
+
+def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
+    """One of two ranks: all stop after the same token, save, and the resumed run begins with the
+    evaluation.
+    """
+    one = str(write_rows(tmp_path / "one.jsonl", chat_rows[:1]))
+    config = tiny_config(
+        data__eval_sources=[one], train__epochs=None, train__steps=2,
+        eval={"generate": 1, "max_new_tokens": 400}, ds_config="ds_configs/zero3.json",
+    )  # fmt: skip
+    process, folder = forks.start(config, ranks=2), tmp_path / "run"
+    process.until(lambda: len(logged(folder)) == 2)
+    time.sleep(0.1)  # the evaluation of one row takes a hundredth
+    process.kill(1, signal.SIGTERM)
+    finished = process.wait()
+    assert finished.code == 75 and "preempted: step 2, " in finished.output, finished.output
+    assert str(folder / "checkpoints" / "step_00000002") in finished.output
+    assert not read_metrics(folder, "eval") and not read_metrics(folder, "generations")
+    finished = forks.train(config, "--eval.max_new_tokens", "4", ranks=2)
+    assert finished.code == 0 and "finished: step 2, " in finished.output, finished.output
+    assert [line["step"] for line in read_metrics(folder, "generations")] == [2]
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2]
+
+
+def test_ctrl_c_says_what_is_saved_and_how_to_continue(forks, tiny_config, tmp_path):
+    """A terminal interrupts all ranks."""
+    config, folder = tiny_config(train__epochs=None, train__steps=10_000), tmp_path / "run"
+    run = forks.start(config, "--checkpoint.every_steps", 4, ranks=2)
+    run.until(lambda: list_complete(folder / "checkpoints"))
+    for rank in (0, 1):
+        run.kill(rank, signal.SIGINT)
+    lines = [line for line in run.wait().output.splitlines() if "interrupted" in line]
+    assert len(lines) == 1 and f"last checkpoint: {folder}/checkpoints/step_" in lines[0], lines

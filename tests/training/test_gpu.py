@@ -1,0 +1,114 @@
+"""What needs a GPU.    pytest -m gpu tests/training/test_gpu.py"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, environment
+from transformers import AutoModelForCausalLM
+
+from zerotrain.config.schema import ModelConfig
+from zerotrain.data.loader import MicroBatch
+from zerotrain.model.blocks import change_blocks
+from zerotrain.model.packing import PACKED_EXAMPLES
+from zerotrain.runtime.seeding import rng_state, seed_everything, set_rng_state
+from zerotrain.training.loss import SupervisedLoss
+
+
+def on_gpu(test):
+    missing = not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_random_numbers_of_a_gpu_are_not_restored_without_one():
+    state = rng_state()
+    assert set_rng_state(state) and state["cuda"] is None
+    first = torch.rand(9)
+    assert not set_rng_state({**state, "cuda": torch.get_rng_state()})
+    assert not torch.equal(torch.rand(9), first), "left alone"
+
+
+@on_gpu
+def test_random_numbers_continue_on_the_gpu(tmp_path):
+    torch.cuda.set_device(0)  # as in a run
+    seed_everything(3)
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    first = torch.rand(9, device="cuda")
+    assert set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert torch.equal(torch.rand(9, device="cuda"), first)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_loss_is_that_of_the_cpu(tiny_model, dtype, tolerance):
+    torch.manual_seed(0)
+    ids = np.random.default_rng(0).integers(2, 320, (4, 60))
+    is_target = (ids > 100) & (np.arange(60) > 0)
+    batch = MicroBatch.of(ids, is_target, attention_mask=np.ones_like(ids))
+
+    def loss_on(device, dtype):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype).to(device)
+        loss = SupervisedLoss(model)(model, batch.pin_memory().to(device)).cross_entropy
+        loss.backward()
+        return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
+
+    value, gradient = loss_on("cuda", dtype)
+    exact, exact_gradient = loss_on("cpu", torch.float32)
+    assert value == pytest.approx(exact, rel=tolerance)
+    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5 * tolerance
+
+
+BLOCKS = (
+    {"activation_checkpointing": True},
+    {"compile": True, "activation_checkpointing": True},
+)
+
+
+def loss_of_packed(model_folder, device, dtype, **options):
+    """The loss of three packed examples with changed blocks, and a gradient."""
+    lengths, rng = (40, 7, 90), np.random.default_rng(0)
+    ids = rng.integers(2, 320, (1, sum(lengths)))
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    batch = MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=dtype, attn_implementation=PACKED_EXAMPLES
+    ).to(device)
+    change_blocks(model.train(), ModelConfig("x", **options))
+    loss = SupervisedLoss(model)(model, batch.to(device)).cross_entropy
+    loss.backward()
+    return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
+
+
+@on_gpu
+@pytest.mark.parametrize("options", BLOCKS, ids=str)
+def test_packed_examples_have_the_same_loss_with_changed_blocks(tiny_model, options):
+    value, gradient = loss_of_packed(tiny_model, "cuda", torch.bfloat16, **options)
+    exact, exact_gradient = loss_of_packed(tiny_model, "cpu", torch.float32)
+    assert value == pytest.approx(exact, rel=1e-2)
+    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5e-2
+
+
+@on_gpu
+def test_nccl_sums_agreement_and_timeouts():
+    script = """
+import torch
+from zerotrain.runtime.agreement import count_ranks, run_on_first_rank, sum_over_ranks
+from zerotrain.runtime.process_group import apply_timeout, process_group
+
+with process_group(timeout_seconds=60) as ranks:
+    assert ranks.device.type == "cuda" and torch.distributed.get_backend() == "nccl"
+    third = torch.tensor(1 / 3, dtype=torch.float64, device=ranks.device)
+    assert sum_over_ranks(third).item() == 1 / 3
+    assert count_ranks(ranks, True, False) == [1, 0]
+    assert run_on_first_rank(ranks, lambda: "said") == "said"
+    apply_timeout(30, ranks)
+print("ALL WELL")
+"""
+    env = {k: v for k, v in environment().items() if k != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, env=env, capture_output=True, text=True
+    )
+    assert "ALL WELL" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,95 @@
+"""Steps that must not spoil the weights.    pytest tests/training/test_guard.py"""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import read_metrics, strategy, write_rows
+
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.config.parse import parse_command_line
+from zerotrain.tools.open_plans import open_plans
+
+
+@pytest.fixture(scope="module")
+def poisoned_model(tmp_path_factory, sample_tokenizer):
+    """A model in which the embedding of <|system|> is infinite."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=2, intermediate_size=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        initializer_range=0.1, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    model, folder = LlamaForCausalLM(shape), tmp_path_factory.mktemp("poisoned")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[2] = torch.inf
+    model.save_pretrained(folder)
+    sample_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def chat(question, answer, *before):
+    return {"messages": [*before, {"role": "user", "content": question},
+                         {"role": "assistant", "content": answer}]}  # fmt: skip
+
+
+ROWS = [chat("Say it.", "So it is said.")] * 30
+ROWS[11] = chat("Say it.", "So it is said.", {"role": "system", "content": "Be brief."})
+"""One of them gives a loss that is not finite."""
+
+LAYOUTS = {
+    "zero0 fp32": ("zero0", "fp32"),
+    "zero2_offload bf16": ("zero2_offload", "bf16"),
+    "zero3 fp32": ("zero3", "fp32"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_model, layout):
+    """Neither weights nor the optimizer's state change in its step, and only there."""
+    name, precision = LAYOUTS[layout]
+    config = tiny_config(
+        model=poisoned_model, ds_config=str(strategy(tmp_path, name)),
+        data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", ROWS))],
+        data__eval_sources=None, train__precision=precision, train__epochs=1,
+        train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2, module="changed_weights")
+    assert finished.code == 0 and "finished: step 15, " in finished.output, finished.output
+    run = tmp_path / "run"
+    plan = open_plans(parse_command_line(["--config", str(config)]).config, 2)[2]
+    bad_step = next(k + 1 for k in range(15) if 11 in examples_of(plan, k))
+    [event] = read_metrics(run, "event")
+    assert (event["name"], event["step"]) == ("skipped_step", bad_step)
+    assert event["rows"] == [f"{tmp_path}/rows.jsonl:12"]
+    expected = [k for k in range(1, 16) if k != bad_step]
+    for rank in (0, 1):
+        assert json.loads((run / f"changed_{rank}.json").read_text()) == expected
+    metrics = read_metrics(run)
+    assert [m["step"] for m in metrics if not m["update_skipped"]] == expected
+
+
+def examples_of(plan, step):
+    return sorted(int(i) for ranks in plan.step(step).micro_batches for r in ranks for i in r)
+
+
+def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tiny_config, tmp_path):
+    """A learning rate that overflows fp32 in the first step, at stage 0, where DeepSpeed itself
+    would apply such gradients.
+    """
+    config = tiny_config(
+        data__eval_sources=None, train__learning_rate=1e30, train__lr_schedule="constant",
+        train__warmup_examples=0, checkpoint={"every_steps": 1, "keep_last": 9},
+        ds_config="ds_configs/zero0.json",
+    )  # fmt: skip
+    finished = forks.train(config, ranks=2, module="changed_weights")
+    assert finished.code == 1 and "Traceback" not in finished.output, finished.output
+    [error] = finished.errors
+    saved = list_complete(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in saved] == [f"step_0000000{step}" for step in (1, 2, 3)]
+    assert re.match(r"error: step 4: loss \S+, gradient norm \S+; 3 steps in a row were ", error)
+    assert [event["step"] for event in read_metrics(tmp_path / "run", "event")] == [2, 3, 4]
+    assert json.loads((tmp_path / "run" / "changed_1.json").read_text()) == [1]

@@ -1,0 +1,255 @@
+"""LoRA and frozen parameters: the same steps as plain torch with peft; what checkpoints hold;
+resuming.    pytest tests/training/test_lora.py
+"""
+
+import json
+import shutil
+
+import numpy as np
+import peft
+import pytest
+import torch
+from conftest import plainly, read_metrics, save_tiny_llama, strategy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+from zerotrain.checkpoint.run_folder import SHARDS, list_complete
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import LoraConfig, ModelConfig
+from zerotrain.model.architecture import meta_model
+from zerotrain.model.load import check_quantization, quantized
+from zerotrain.model.trained import Counts, count_trained
+from zerotrain.runtime.errors import UserError
+
+LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+LAYERS, INNER = 4, 1024
+WHOLE = 320 * 32 + LAYERS * (2 * 32 * 48 + 3 * 32 * INNER + 2 * 32) + 32
+TRAINED = LAYERS * 4 * ((32 + 32) + (32 + 16) + (32 + INNER))  # r * (inputs + outputs)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, sample_tokenizer):
+    """A folder with a tied Llama of 1.7 MB, to which LORA adds 75 kB."""
+    folder = tmp_path_factory.mktemp("base")
+    return save_tiny_llama(
+        folder, sample_tokenizer, dropout=0.0, intermediate_size=INNER, layers=LAYERS
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The reference run, once for all layouts."""
+    return {}
+
+
+@pytest.fixture
+def write(tiny_config, base):
+    """tiny_config with adapters: six steps."""
+
+    def with_lora(**changes):
+        defaults = {
+            "model": base, "model__lora": LORA, "train__epochs": 1, "train__learning_rate": 1e-2,
+            "data__micro_batch_tokens": 400, "eval__every_steps": 1000,
+        }  # fmt: skip
+        return tiny_config(**{**defaults, **changes})
+
+    return with_lora
+
+
+def with_peft(model):
+    torch.manual_seed(7)  # train.seed
+    kind = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
+    return peft.get_peft_model(model, kind)
+
+
+def last_checkpoint(run_folder):
+    return list_complete(run_folder / "checkpoints")[-1]
+
+
+def assert_equal_to(expected, run_folder, rtol=1e-5):
+    losses, norms, _, (before, after), *_ = expected
+    steps = read_metrics(run_folder)
+    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=rtol)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=rtol)
+    evals = [e["eval_loss"] for e in read_metrics(run_folder, "eval")]
+    np.testing.assert_allclose([evals[0], evals[-1]], [before, after], rtol=rtol)
+
+
+def assert_only_trained(checkpoint, bytes_trained):
+    """Nothing of the base model: fp32 weights and moments, and at stages 0 to 2 the weights."""
+    files = list((checkpoint / SHARDS).iterdir())
+    assert sum(file.stat().st_size for file in files) < 4 * bytes_trained + 15_000 * len(files)
+
+
+@pytest.mark.parametrize(
+    "name, ranks, checkpointing", [("zero1", 1, True), ("zero2", 2, False), ("zero3", 2, True)]
+)
+def test_lora_equals_a_plain_loop_with_peft(
+    forks, write, tmp_path, sample_tokenizer, plain, name, ranks, checkpointing
+):
+    file = strategy(tmp_path, name)
+    if name == "zero3":  # so that nothing stays gathered because it will be needed again
+        ds_config = json.loads(file.read_text())
+        for key in ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size"):
+            ds_config["zero_optimization"][f"stage3_{key}"] = 0
+        file.write_text(json.dumps(ds_config))
+    config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
+    if not plain:
+        plain["lora"] = plainly(config, sample_tokenizer, with_peft)
+    module = "gathered" if name == "zero3" else "train"
+    finished = forks.train(config, ranks=ranks, module=module)
+    assert finished.code == 0, finished.output
+    assert_equal_to(plain["lora"], tmp_path / "run")
+    assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
+    for counted in (tmp_path / "run").glob("gathered_*.json"):
+        counts = json.loads(counted.read_text())
+        assert counts["after_backward"] == counts["after_a_step"] == 0, "frozen ones too"
+        # a layer whose activations are recomputed has all its weights for that time
+        assert counts["largest"] < counts["in_a_pass"] < counts["whole"] / LAYERS
+
+
+def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
+    forks, write, tmp_path, base, sample_tokenizer, plain
+):
+    config, run_folder, moved = write(), tmp_path / "run", tmp_path / "moved"
+    if not plain:
+        plain["lora"] = plainly(config, sample_tokenizer, with_peft)
+    run_folder.mkdir()
+    (run_folder / "stop").touch()  # seen after the first step
+    finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
+    assert finished.code == 0, finished.output
+    shutil.copytree(base, moved)  # the same weights at another place
+    flags = ("--ds_config", strategy(tmp_path, "zero3"), "--model.name_or_path", moved)
+    finished = forks.train(config, *flags, ranks=3)
+    assert finished.code == 0, finished.output
+    assert_equal_to(plain["lora"], run_folder)
+    last = last_checkpoint(run_folder)
+    assert_only_trained(last, 4 * TRAINED)
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    shutil.copytree(base, tmp_path / "other")
+    model.save_pretrained(tmp_path / "other")
+    weights_only = ("--checkpoint.weights_only", "true", "--checkpoint.resume", last,
+                    "--output_dir", tmp_path / "next")  # fmt: skip
+    for change, named in (
+        (("--model.name_or_path", tmp_path / "other"), str(moved)),
+        (("--model.lora.alpha", "16"), "'alpha': 8"),
+    ):
+        finished = forks.train(config, *weights_only, *change)
+        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        assert named in finished.errors[0]
+
+
+def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
+    forks, write, tmp_path, base, sample_tokenizer, monkeypatch
+):
+    def in_4_bits(_model):
+        options = quantized(torch.float32, "cpu")
+        return with_peft(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **options))
+
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    config = write(
+        model__quantization="nf4", ds_config=str(strategy(tmp_path, "zero2")),
+        train__precision="fp32",
+    )  # fmt: skip
+    expected = plainly(config, sample_tokenizer, in_4_bits)
+    finished = forks.train(config, ranks=2, module="nf4_on_cpu")
+    assert finished.code == 0, finished.output
+    assert_equal_to(expected, tmp_path / "run")
+    assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
+    config = parse_command_line(["--config", str(config)]).config
+    with pytest.raises(UserError, match=r"^model\.quantization: nf4 needs a GPU"):
+        check_quantization(config, torch.device("cpu"))
+
+
+def freeze_others(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "layers.1.mlp" in name or name.endswith("norm.weight")
+    return model
+
+
+def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
+    config = write(
+        model__lora=None, model__trainable=[r"layers\.1\.mlp", r"norm\.weight$"],
+        train__learning_rate=1e-3, ds_config=str(strategy(tmp_path, "zero3")),
+    )  # fmt: skip
+    expected = plainly(config, sample_tokenizer, freeze_others)
+    finished = forks.train(config, ranks=2)
+    assert finished.code == 0, finished.output
+    assert_equal_to(expected, tmp_path / "run")
+    assert_only_trained(
+        last_checkpoint(tmp_path / "run"), 4 * (3 * 32 * INNER + (2 * LAYERS + 1) * 32)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Without training
+
+
+def test_parameters_are_counted_without_weights(base):
+    config = AutoConfig.from_pretrained(base)
+
+    def count(**settings):
+        return count_trained(meta_model(config, False), ModelConfig(str(base), **settings))
+
+    assert count() == Counts(WHOLE, WHOLE)
+    assert count(lora=LoraConfig(**LORA)) == Counts(TRAINED, WHOLE + TRAINED)
+    assert count(trainable=["lm_head"]) == Counts(320 * 32, WHOLE), "tied: embeddings and head"
+    # q, k, v, o, gate, up and down, but not the head
+    linear = (32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + INNER)
+    assert count(lora=LoraConfig(r=2)).trained == LAYERS * 2 * linear
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        (
+            {"lora": {"target_modules": ["q_prj"]}},
+            "remove it, or did you mean q_proj?",
+        ),
+        ({"lora": {"modules_to_save": ["embeddings"]}}, "the model has no embeddings"),
+        ({"trainable": ["norm", "expert"]}, "model.trainable: no parameter matches expert"),
+    ],
+)
+def test_names_that_the_model_does_not_have_are_one_line(base, settings, line):
+    if "lora" in settings:
+        settings = {"lora": LoraConfig(**settings["lora"])}
+    skeleton = meta_model(AutoConfig.from_pretrained(base), False)
+    with pytest.raises(UserError) as refused:
+        count_trained(skeleton, ModelConfig(str(base), **settings))
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+def test_experts_and_routers_have_no_adapters():
+    mixtral = MixtralConfig(**SIZES, num_local_experts=6)
+    qwen = Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=6, mlp_only_layers=[0])
+    counts = count_trained(meta_model(mixtral, False), ModelConfig("", lora=LoraConfig(r=2)))
+    assert counts.trained == 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16)), "attention alone"
+    for config, settings in ((qwen, {}), (qwen, {"target_modules": ["q_proj", "gate"]})):
+        with pytest.raises(UserError, match=r"model\.lora\.target_modules: .*experts or a router"):
+            count_trained(meta_model(config, False), ModelConfig("", lora=LoraConfig(**settings)))
+
+
+def test_a_vision_tower_gets_no_adapters():
+    """They would be frozen, in no checkpoint, and missing when an export merges them."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = {**SIZES, "head_dim": 8}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    skeleton = meta_model(config, False)
+    count_trained(skeleton, ModelConfig("x", lora=LoraConfig(4, 8)))
+    adapters = {name for name, p in skeleton.named_parameters() if ".lora_" in name}
+    assert adapters == {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    assert not any("vision" in name for name in adapters)

@@ -1,0 +1,179 @@
+"""The loss equals a plain loss on several architectures.    pytest tests/training/test_loss.py"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    NanoChatConfig,
+    PhiConfig,
+    Qwen3Config,
+)
+
+from zerotrain.data.loader import MicroBatch
+from zerotrain.training.loss import SupervisedLoss
+
+torch.set_num_threads(1)  # for models this small, threads cost more than they save
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+HEADS = {"head_dim": 8}
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SIZES),
+    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, **HEADS),
+    "gemma2, soft-capped logits": Gemma2Config(**SIZES, **HEADS, final_logit_softcapping=5.0),
+    "gemma3, soft-capped logits": Gemma3TextConfig(**SIZES, **HEADS, final_logit_softcapping=5.0),
+    "cohere, scaled logits": CohereConfig(**SIZES, logit_scale=0.25, bos_token_id=1,
+                                          eos_token_id=2),
+    "granite, divided logits": GraniteConfig(**SIZES, logits_scaling=4.0),
+    "nanochat, soft caps of a float": NanoChatConfig(**SIZES, final_logit_softcapping=5.0),
+    "falcon_h1, multiplied logits": FalconH1Config(**SIZES, lm_head_multiplier=0.5, mamba_d_ssm=64,
+                                                   mamba_n_heads=4, mamba_d_state=8,
+                                                   mamba_d_head=16),
+    "phi, a head with bias": PhiConfig(**SIZES, embd_pdrop=0, resid_pdrop=0),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0,
+                       embd_pdrop=0, resid_pdrop=0, bos_token_id=1, eos_token_id=2),
+}  # fmt: skip
+
+
+def micro_batch():
+    """Three examples of 17, 9 and 3 tokens, half of them targets; and plain labels for them."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 64, (3, 17), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    mask[2, 3:] = 0
+    is_target = (torch.rand(ids.shape, generator=generator) < 0.5) & (mask == 1)
+    is_target[:, 0] = False
+    batch = MicroBatch.of(ids.numpy(), is_target.numpy(), attention_mask=mask.numpy())
+    return batch, torch.where(is_target, ids, -100)
+
+
+def plain_loss(model, batch, labels):
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def supervised_loss(model, chunk_tokens):
+    loss = SupervisedLoss(model, chunk_tokens)
+    return loss, loss.check(model, range(3, 64), CPU)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
+    for parameter in model.parameters():  # logits where soft caps matter
+        nn.init.normal_(parameter, std=0.2)
+    batch, labels = micro_batch()
+    plain = plain_loss(model, batch, labels)
+    plain.backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+
+    loss, problem = supervised_loss(model, chunk_tokens)
+    assert not problem
+    ours, router = loss(model, batch)
+    ours.backward()
+    assert router is None
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
+    largest = max(g.norm() for g in expected.values())
+    for n, p in model.named_parameters():
+        difference = (p.grad - expected[n]).norm()
+        assert difference < 1e-6 * max(expected[n].norm(), 1e-2 * largest), n
+    with torch.no_grad():
+        assert loss(model, batch).cross_entropy.item() == pytest.approx(plain.item(), rel=1e-6)
+    whole = model(input_ids=batch.input_ids).logits
+    assert whole.shape == (3, 17, 64), "other forward passes stay as they are"
+
+
+def balance(router_logits, experts):
+    """Experts x sum of (share of choices x mean probability), over the tokens of all layers: eq. 4
+    to 6 of Switch Transformers, as transformers extends them to the two best experts.
+    """
+    probabilities = torch.cat([F.softmax(layer, -1) for layer in router_logits])
+    chosen = F.one_hot(probabilities.topk(2).indices, experts).sum(1).double()
+    return experts * (chosen.mean(0) * probabilities.double().mean(0)).sum()
+
+
+def test_the_router_loss_is_that_of_tokens_without_padding():
+    """Times their number; and 0 of filler, which has no target."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MixtralConfig(
+        **SIZES, num_local_experts=6, output_router_logits=True, initializer_range=0.5,
+    ))  # fmt: skip
+    loss, _ = supervised_loss(model, 0)
+    batch, _ = micro_batch()
+    rows = zip(batch.input_ids, batch.attention_mask.bool(), strict=True)
+    alone = [model(input_ids=ids[mask][None]).router_logits for ids, mask in rows]
+    expected = balance([torch.cat(layer) for layer in zip(*alone, strict=True)], experts=6)
+    assert loss(model, batch).router.item() == pytest.approx(29 * expected.item(), rel=1e-6)
+    packed = MicroBatch.of(
+        batch.input_ids[:1].numpy(), np.arange(17)[None] > 0, position_ids=np.arange(17)[None]
+    )
+    expected = balance(alone[0], experts=6)
+    assert loss(model, packed).router.item() == pytest.approx(17 * expected.item(), rel=1e-6)
+    filler = MicroBatch.of(batch.input_ids.numpy(), np.zeros((3, 17), bool))
+    assert loss(model, filler).router.item() == 0
+
+
+class LargestTensor(TorchDispatchMode):
+    """Most elements of a tensor that exists while it is active."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_no_tensor_has_whole_logits():
+    """400 targets x 512 words."""
+    config = LlamaConfig(**{**SIZES, "vocab_size": 512}, max_position_embeddings=512)
+    ids = np.random.default_rng(0).integers(3, 64, (1, 401))
+    is_target = np.arange(401)[None] > 0
+    batch = MicroBatch.of(ids, is_target, attention_mask=np.ones_like(ids))
+    largest = {}
+    for chunk_tokens in (0, 20):
+        model = LlamaForCausalLM(config)
+        loss = supervised_loss(model, chunk_tokens)[0]
+        with LargestTensor() as largest[chunk_tokens]:
+            loss(model, batch).cross_entropy.backward()
+    assert largest[0].elements == 400 * 512 > 10 * largest[20].elements
+
+
+class OverPositions(LlamaForCausalLM):
+    """Logits that depend on those of other positions."""
+
+    def forward(self, **inputs):
+        out = super().forward(**inputs)
+        out["logits"] = out.logits - out.logits.mean(1, keepdim=True)
+        return out
+
+
+def test_a_model_that_does_something_else_to_its_logits_keeps_whole_logits():
+    model = OverPositions(ARCHITECTURES["llama"])
+    loss, problem = supervised_loss(model, 4)
+    assert "OverPositions" in problem
+    batch, labels = micro_batch()
+    assert loss(model, batch).cross_entropy.item() == pytest.approx(
+        plain_loss(model, batch, labels).item(), rel=1e-6
+    )

@@ -1,0 +1,44 @@
+"""Every schedule works, without an update at a rate of 0.
+pytest tests/training/test_optimizer.py"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from zerotrain.config.schema import TrainConfig
+from zerotrain.training.optimizer import make_schedule
+
+TRAIN = TrainConfig(global_batch_size=10, learning_rate=1e-3, steps=20, warmup_examples=40)
+SCHEDULES = {
+    "constant": {}, "constant_with_warmup": {}, "linear": {}, "cosine": {},
+    "cosine_with_restarts": {}, "polynomial": {}, "inverse_sqrt": {},
+    "cosine_with_min_lr": {"min_lr": 1e-5}, "warmup_stable_decay": {"num_decay_steps": 5},
+}  # fmt: skip
+
+
+def schedule(name, steps=20, arguments=None, **options):
+    train = dataclasses.replace(
+        TRAIN, steps=steps, lr_schedule=name, lr_schedule_args=arguments or {}, **options
+    )
+    return make_schedule(train, SimpleNamespace(mean_batch=10, mean_examples=10))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_warms_up_and_wastes_no_update(name):
+    warmup = 0 if name == "constant" else 40
+    found = schedule(name, arguments=SCHEDULES[name], warmup_examples=warmup)
+    rates = [found.rate(step) for step in range(20)]
+    assert min(rates) > 0 and max(rates) == pytest.approx(1e-3)
+    if warmup:
+        assert rates[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert [found.rate(step) for step in (7, 3)] == [rates[7], rates[3]], "in any order"
+
+
+def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():
+    short, long = schedule("linear", 6), schedule("linear", 9)
+    assert short.rate(6) == 0 and long.rate(6) == pytest.approx(1e-3 * 3 / (9 + 1 - 4))
+    # 3 steps more came before, in another batch
+    plan = SimpleNamespace(mean_batch=10, mean_examples=10, steps_per_epoch=12, step_shift=3)
+    train = dataclasses.replace(TRAIN, steps=None, epochs=1, lr_schedule="linear")
+    assert make_schedule(train, plan).rate(6) == schedule("linear", 12).rate(9)

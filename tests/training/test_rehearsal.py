@@ -1,0 +1,155 @@
+"""train.py --rehearse, and runs out of memory.    pytest tests/training/test_rehearsal.py"""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_tiny_llama, strategy
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.open_plans import open_plans
+from zerotrain.training.rehearsal import (
+    MeasuredMemory,
+    costliest,
+    describe_micro_batch,
+    explain_out_of_memory,
+    growth,
+    largest_multiple,
+)
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_no_planned_micro_batch_exceeds_the_costliest(tiny_config, batching):
+    """In its tokens, and in the sum of its squared lengths."""
+    path = tiny_config(data__batching=batching, train__global_batch_size=24)
+    for tokens in (224, 300, 500, 1024, 1900, 100_000):
+        for world_size in (1, 3):
+            flags = ["--data.micro_batch_tokens", str(tokens)]
+            config = parse_command_line(["--config", str(path), *flags]).config
+            _, _, plan, _ = open_plans(config, world_size)
+            bounds = np.max([costs(plan, chosen) for chosen in costliest(plan)], axis=0)
+            assert bounds[0] <= tokens
+            for step in range(6):
+                for of_ranks in plan.step(step).micro_batches:
+                    for examples in of_ranks:
+                        assert (costs(plan, examples) <= bounds).all()
+
+
+def costs(plan, examples):
+    """Tokens, and the sum of squared lengths: padded, or cut to the budget."""
+    lengths = plan.data.lengths[examples].astype(np.int64)
+    if plan.budget.packed:
+        ends = np.minimum(np.cumsum(lengths), plan.budget.micro_batch_tokens)
+        lengths = np.diff(ends, prepend=0)
+    elif len(lengths):
+        lengths[:] = plan.budget.padded(lengths.max())
+    return np.array([lengths.sum(), (lengths**2).sum()])
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3_offload", "ulysses", "zero3_autotp"])
+def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_path, name):
+    """What it says fits is run by it: more than planned, up to a step of one micro-step."""
+    config = tiny_config(ds_config=str(strategy(tmp_path, name)), data__batching="packed")
+    finished = forks.train(config, "--rehearse", ranks=2)
+    assert finished.code == 0, finished.output
+    parsed = parse_command_line(["--config", str(config)]).config
+    *_, plan, _ = open_plans(parsed, 1 if name in ("ulysses", "zero3_autotp") else 2)
+    longest = plan.budget.padded(plan.data.lengths.max())
+    whole_step = -(-parsed.train.global_batch_size // plan.budget.world_size) * longest
+    printed = " ".join(finished.output.split())
+    assert f"micro_batch_tokens {plan.budget.micro_batch_tokens:,} fits" in printed, printed
+    assert f" {whole_step:,} is the most" in printed, printed
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Out of memory
+
+
+def test_out_of_memory_is_one_line_that_names_rows_and_key(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    """Of a process that may allocate little: in the rehearsal, a step and an evaluation."""
+    model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, 0.0, intermediate_size=16384)
+    config = tiny_config(
+        model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
+        data__eval_sources=[str(tmp_path / "held.jsonl")], train__global_batch_size=70,
+    )  # fmt: skip
+    shutil.copy(tmp_path / "train.jsonl", tmp_path / "held.jsonl")
+    for name, flags in (
+        ("train", ["--rehearse"]),
+        ("train", []),
+        ("held", ["--eval.every_steps", 1]),
+    ):
+        finished = forks.train(config, *flags, module="little_memory")
+        assert finished.code == 2, finished.output
+        [line] = finished.errors
+        assert f"{name}.jsonl:8 (199 tokens)" in line, line
+        assert "micro_batch_tokens is 8,192" in line
+        to_try = int(re.search(r"set it to ([\d,]+)", line)[1].replace(",", ""))
+        assert to_try == 4096 or (flags == ["--rehearse"] and 200 <= to_try < 4096), line
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.fixture
+def wide_plan(tiny_config):
+    flags = ["--data.micro_batch_tokens", "8192"]
+    config = parse_command_line(["--config", str(tiny_config()), *flags]).config
+    *_, plan, _ = open_plans(config, 2)
+    return plan
+
+
+@pytest.mark.parametrize(
+    "to_try, named", [(None, "4,096"), (8192, "4,096"), (5120, "4,096"), (300, "300")]
+)
+def test_the_number_to_try_is_half_or_less(wide_plan, to_try, named):
+    text = describe_micro_batch(wide_plan, np.array([8, 8, 3]), to_try)
+    assert f"is 8,192: set it to {named}," in text and text.count("jsonl:9 ") == 1
+
+
+def test_no_number_below_the_longest_example_is_named(wide_plan):
+    alone = wide_plan.with_budget(1)
+    longest = int(wide_plan.data.lengths.argmax())
+    tokens = alone.budget.micro_batch_tokens
+    assert tokens == wide_plan.budget.padded(wide_plan.data.lengths[longest])
+    for group in alone.step(0).micro_batches[0]:
+        assert wide_plan.data.lengths[group].sum() <= tokens
+    assert f"set it to {tokens}," in describe_micro_batch(wide_plan, np.array([8]), 8)
+    for examples in ([longest], []):  # a rank may have none
+        text = describe_micro_batch(alone, np.array(examples, int), 300)
+        assert "set it to" not in text and "data.max_length" in text
+
+
+def test_other_errors_are_no_lack_of_memory():
+    explained = pytest.raises(UserError, match="out of memory in an answer")
+    with explained, explain_out_of_memory(lambda: "an answer"):
+        torch.empty(1 << 60)
+    with pytest.raises(RuntimeError, match="size"), explain_out_of_memory(lambda: "an answer"):
+        torch.ones(2) + torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "constant, per_token, available", [(0, 1, 5000), (800, 3, 10_000), (10, 7, 100)]
+)
+def test_no_attempt_takes_more_than_nine_tenths_of_the_memory(constant, per_token, available):
+    """With memory that is constant plus a part in proportion to the micro-batch."""
+    attempted = []
+
+    def measured(multiple):
+        full = 500 + constant + per_token * 16 * multiple
+        return [MeasuredMemory(0, 1, 10**9), MeasuredMemory(500, full, 500 + available)]
+
+    def attempt(multiple):
+        attempted.append(multiple)
+        return measured(multiple)
+
+    found = largest_multiple(attempt, 1, measured(1), most=1000)
+    fits = (0.9 * (500 + available) - 500 - constant) / (16 * per_token)
+    assert found == max([1, *attempted]) <= max(1, fits)
+    assert attempted == sorted(attempted) and found > fits / 1.1 - 1
+    assert largest_multiple(attempt, 1, measured(1), most=1) == 1
+    half_used = [MeasuredMemory(0, 1, 10**9), MeasuredMemory(100, 500, 1000)]
+    assert growth(half_used) == pytest.approx((0.9 * 1000 - 100) / 400)

@@ -1,0 +1,85 @@
+"""Files of ds_configs/ beyond the stages and their offload to CPU memory, which
+test_training.py has: the same training as plain torch, resumed, or refused in one line.
+pytest tests/training/test_strategies.py
+"""
+
+import json
+import os
+
+import pytest
+from conftest import REPO, assert_same, plainly, save_tiny_llama, stop_after_one_step, strategy
+
+NEEDS = {
+    "superoffload": "zero_optimization.offload_optimizer.super_offload needs an NVIDIA GPU",
+    "deepcompile": "compile.deepcompile needs an NVIDIA GPU",
+    "zero3_nvme": "device nvme needs libaio and a C++ compiler",
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_a_machine_cannot_run_is_refused(forks, tiny_config, name):
+    flags = ("--ds_config", f"ds_configs/{name}.json", "--dry_run")
+    finished = forks.train(tiny_config(), *flags, PATH="/nowhere")
+    assert finished.code == 2 and len(finished.errors) == 1, finished.output
+    assert f"{name}.json: {NEEDS[name]}" in finished.errors[0]
+
+
+def test_secondary_partitions_train_and_resume_the_same(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    """hpZ: two groups of two ranks, and resumed with one group of two."""
+    file = strategy(tmp_path, "zeropp")
+    content = json.loads(file.read_text())
+    # a group of two ranks on a node of four; and no parameter is kept whole
+    content["zero_optimization"] |= {
+        "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0,
+    }  # fmt: skip
+    file.write_text(json.dumps(content))
+    config = tiny_config(data__micro_batch_tokens=300, ds_config=str(file), train__epochs=1)
+    plain = plainly(config, sample_tokenizer)
+    refused = forks.train(config, "--dry_run", ranks=3)
+    assert refused.code == 2 and "3 ranks" in refused.errors[0]
+    stop_after_one_step(tmp_path / "run")
+    for ranks in (4, 2):
+        finished = forks.train(config, ranks=ranks)
+        assert finished.code == 0, finished.output
+    assert_same(tmp_path / "run", plain)
+    finished = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
+    assert finished.code == 0, finished.output
+    assert_same(tmp_path / "whole", plain)
+
+
+@pytest.mark.skipif(
+    "WITH_NVME" not in os.environ,
+    reason="compiles for minutes: install g++ and libaio-dev, and set WITH_NVME=1",
+)
+def test_nvme_trains_the_same_and_its_checkpoints_resume_without_it(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    """Of two ranks, each has 1 MB of each large matrix: smaller ones stay in memory."""
+    model = save_tiny_llama(
+        tmp_path / "model", sample_tokenizer, dropout=0.0, intermediate_size=16_640, layers=1
+    )
+    content = json.loads((REPO / "ds_configs" / "zero3_nvme.json").read_text())
+    zero = content["zero_optimization"]
+    zero["sub_group_size"] = 600_000
+    zero["offload_param"] |= {"buffer_size": 300_000, "max_in_cpu": 0}
+    file = tmp_path / "zero3_nvme.json"
+    file.write_text(json.dumps(content))
+    config = tiny_config(model=model, data__micro_batch_tokens=300, train__epochs=1)
+    plain = plainly(config, sample_tokenizer)
+    nvme = ("--ds_config", file)
+    finished = forks.train(config, *nvme, "--output_dir", tmp_path / "whole", ranks=2)
+    assert finished.code == 0, finished.output
+    assert_same(tmp_path / "whole", plain)
+    on_disk = [path.stat().st_size for path in (tmp_path / "whole" / "nvme").rglob("*.swp")]
+    assert sum(on_disk) > 2 * 3 * 4 * 500_000, on_disk
+
+    stop_after_one_step(tmp_path / "run")
+    finished = forks.train(config, *nvme, ranks=2)
+    assert finished.code == 0, finished.output
+    finished = forks.train(config, *nvme, ranks=2)
+    assert finished.code == 2 and "zero3.json" in finished.errors[0], finished.output
+    finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3)
+    assert finished.code == 0, finished.output
+    assert_same(tmp_path / "run", plain)

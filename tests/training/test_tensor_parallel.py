@@ -1,0 +1,172 @@
+"""Tensor parallelism (AutoTP) against a plain loop.
+pytest tests/training/test_tensor_parallel.py"""
+
+import re
+
+import pytest
+import torch
+from conftest import (
+    assert_same,
+    assert_same_weights,
+    determined,
+    plainly,
+    read_metrics,
+    stop_after_one_step,
+)
+from split_models import SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.checkpoint.shards import read_shard, shard_name
+from zerotrain.config.parse import parse_command_line
+from zerotrain.model.architecture import meta_model
+from zerotrain.model.tensor_parallel import TRIED, check_tensor_parallel
+from zerotrain.model.trained import count_trained
+from zerotrain.runtime.errors import UserError
+from zerotrain.tools.export import export_checkpoint
+
+
+def save_model(folder, tokenizer, kind, **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def answers_of(folder, tokenizer, prompts):
+    """Greedy answers of an exported folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+        found.append(tokenizer.decode(out[0, ids.shape[1] :]).split(tokenizer.eos_token)[0])
+    return found
+
+
+CASES = {
+    # norms of single heads, biases, a head of its own; 2 does not divide two of the sizes
+    "qwen3": (
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False, "vocab_size": 321,
+         "intermediate_size": 61},
+        "bucketed", [("zero1_autotp", 2), ("zero3_autotp", 4)],
+    ),
+    "llama": (
+        {"intermediate_size": 64, "tie_word_embeddings": True},
+        "packed", [("zero3_autotp", 4), ("zero1_autotp", 2)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_equals_a_plain_loop_and_resumes_on_other_ranks(
+    forks, tiny_config, tmp_path, sample_tokenizer, kind
+):
+    """The first step with one strategy and number of ranks, the others with another one."""
+    options, batching, strategies = CASES[kind]
+    config = tiny_config(
+        model=save_model(tmp_path / "model", sample_tokenizer, kind, **options),
+        data__micro_batch_tokens=300, data__batching=batching, model__loss_chunk_tokens=60,
+        model__activation_checkpointing=batching == "packed", train__epochs=1,
+        eval={"every_steps": 100, "generate": 2, "max_new_tokens": 6},
+    )  # fmt: skip
+    plain = plainly(config, sample_tokenizer)
+    run_folder = tmp_path / "run"
+    stop_after_one_step(run_folder)
+    for name, ranks in strategies:
+        finished = forks.train(config, "--ds_config", f"ds_configs/{name}.json", ranks=ranks)
+        assert finished.code == 0, finished.output
+        assert "needs whole logits" not in finished.output
+
+    assert_same(run_folder, plain)
+    assert len(read_metrics(run_folder, "eval")) == 2
+    out = tmp_path / "hf"
+    if kind == "llama":
+        export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
+    else:
+        finished = forks.script("scripts/export.py", run_folder, out, "--verify")
+        assert finished.code == 0, finished.output
+    assert_same_weights(out, plain)
+    first, last = (line["rows"] for line in read_metrics(run_folder, "generations"))
+    for folder, rows in ((tmp_path / "model", first), (out, last)):
+        prompts = [row["prompt"] for row in rows]
+        assert answers_of(folder, sample_tokenizer, prompts) == [row["answer"] for row in rows]
+
+    if kind == "llama":
+        refused = forks.train(config, "--ds_config", "ds_configs/zero1.json")
+        assert refused.code == 2 and len(refused.errors) == 1, refused.output
+        assert "autotp_size 2, this run's is 1" in refused.errors[0]
+
+
+def test_a_group_has_the_same_dropout_and_resumes_with_it(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    """In bf16: with other masks, the ranks of a group would train other norms and embeddings. Also
+    when a run goes on with another number of ranks, and new random numbers.
+    """
+    config = tiny_config(
+        model=save_model(
+            tmp_path / "model", sample_tokenizer, "starcoder2", intermediate_size=64,
+            residual_dropout=0.2, embedding_dropout=0.2, attention_dropout=0.2,
+        ),
+        ds_config="ds_configs/zero1_autotp.json", train__precision="bf16", train__epochs=None,
+        train__steps=3,
+    )  # fmt: skip
+    run_folder = tmp_path / "run"
+    cut = tmp_path / "cut"
+    stop_after_one_step(cut)
+    for folder in (run_folder, cut, cut):
+        finished = forks.train(config, "--output_dir", folder, ranks=4)
+        assert finished.code == 0, finished.output
+    assert determined(cut) == determined(run_folder), "bit for bit"
+    finished = forks.train(config, "--output_dir", cut, "--train.steps", 4, ranks=2)
+    assert finished.code == 0, finished.output
+    for folder, ranks in ((run_folder, 4), (cut, 2)):
+        checkpoint = list_complete(folder / "checkpoints")[-1]
+        one, other, *rest = (read_shard(checkpoint, shard_name(rank)) for rank in range(ranks))
+        whole = set(one.parts) - set(one.split)
+        assert whole and set(one.split) & set(one.parts)
+        for name in whole:
+            assert torch.equal(one.parts[name][1]["fp32"], other.parts[name][1]["fp32"]), name
+        assert torch.equal(one.rng["torch"], other.rng["torch"])
+        assert not any(torch.equal(one.rng["torch"], shard.rng["torch"]) for shard in rest)
+
+
+def test_every_listed_architecture_is_split_right(forks, tiny_config):
+    finished = forks.train(tiny_config(), ranks=2, module="split_models")
+    assert finished.code == 0, finished.output
+    found = re.findall(r"^split (\S+) (\S+) (\S+)$", finished.output, re.MULTILINE)
+    assert [kind for kind, *_ in found] == TRIED.split()
+    for kind, of_logits, of_norm in found:
+        assert float(of_logits) < 1e-5 and float(of_norm) < 2e-6, kind
+
+
+REFUSED = {
+    "stage 0": {"zero": {"stage": 0}},
+    "hpz": {"zero": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "nvme": {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    "quantized": {"zero": {"stage": 3, "zero_quantized_weights": True}},
+    "model.compile": {"model__compile": True},
+    "model.lora": {"model__lora": {"r": 2}},
+    "heads": {"size": 3},
+    "GPT2LMHeadModel": {"kind": "gpt2"},
+    "MixtralForCausalLM": {"kind": "mixtral"},
+    "GptOssForCausalLM": {"kind": "gpt_oss"},  # the plan is for the output head alone
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_split_is_one_line(tiny_config, case):
+    changes = dict(REFUSED[case])
+    kind = changes.pop("kind", "llama")
+    size = changes.pop("size", 2)
+    ds_config = {"zero_optimization": changes.pop("zero", {"stage": 1})}
+    skeleton = meta_model(AutoConfig.for_model(kind, **SIZES), trust_remote_code=False)
+    config = parse_command_line(["--config", str(tiny_config(**changes))]).config
+    counts = count_trained(skeleton, config.model)
+    with pytest.raises(UserError) as refused:
+        check_tensor_parallel(config, ds_config, skeleton, counts, size)
+    assert case in str(refused.value) and "\n" not in str(refused.value)
+    check_tensor_parallel(config, ds_config, skeleton, counts, 1)

@@ -1,0 +1,3 @@
+"""The resolved run, engine, loss, optimizer, guard and evaluation of a training run.
+May import: runtime, config, data, model.
+"""

@@ -1,0 +1,150 @@
+"""Build DeepSpeed's engine around the model of a config."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import deepspeed
+from deepspeed.utils import set_z3_leaf_module
+from torch.utils.cpp_extension import get_default_build_root
+from transformers import PreTrainedTokenizerBase
+
+from zerotrain.config.ds_config import zero_stage
+from zerotrain.data.data_plan import DataPlan
+from zerotrain.model.blocks import change_blocks
+from zerotrain.model.hub import summarize, weight_files
+from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
+from zerotrain.model.probes import (
+    check_causal,
+    check_end_tokens,
+    check_packing,
+    ordinary_tokens,
+)
+from zerotrain.runtime.agreement import run_on_all_ranks
+from zerotrain.runtime.errors import UserError, rank_prefix
+from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.seeding import rank_seed, seed_everything
+from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.optimizer import parameter_groups, reset_update_count
+from zerotrain.training.setup import Setup
+
+COMPILE_SECONDS = 30
+
+
+@contextmanager
+def say_what_compiles() -> Iterator[None]:
+    """Name the locks of torch's extension cache that exist after COMPILE_SECONDS. A process that is
+    killed while it compiles leaves one, for which every later start would wait in silence.
+    """
+
+    def report() -> None:
+        cache = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+        for lock in sorted(Path(cache).rglob("lock")):
+            print(
+                f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
+                "does that (a compiler would run), remove the file",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    timer = threading.Timer(COMPILE_SECONDS, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def build_engine(
+    setup: Setup, tokenizer: PreTrainedTokenizerBase, plan: DataPlan, ranks: Ranks
+) -> tuple[deepspeed.DeepSpeedEngine, SupervisedLoss, LoadedModel]:
+    """DeepSpeed's engine around the model, pretrained or randomly initialized, with the optimizer
+    of ds_config; the model's loss; and where the model was loaded from.
+
+    The engine gets no learning-rate schedule: the rate is set before every step.
+
+    Raises:
+        UserError: DeepSpeed refuses the config, or the weights cannot be loaded or do not fit.
+    """
+    config = setup.config
+    if not config.model.from_config:
+        # once per node, within the 24 hours of Ranks.control
+        name = config.model.name_or_path
+        revision = config.model.revision
+        run_on_all_ranks(ranks, lambda: weight_files(name, revision), first_on_node=True)
+    # The same seed on all ranks for the weights, then a different one per rank for dropout.
+    seed_everything(config.train.seed)
+    loaded = run_on_all_ranks(
+        ranks, lambda: load_model(config, setup.architecture.model_config, setup.ds_config)
+    )
+    model = loaded.model
+    set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
+    compiled = change_blocks(model, config.model)
+    if compiled and zero_stage(setup.ds_config) == 3:
+        # ZeRO-3 gathers a compiled block as a whole, and reduces its gradients once autograd has
+        # that of its input. Where that needs none, because everything before is frozen, it would
+        # reduce zeros; so the output of the embeddings is made to need one.
+        for block in compiled:
+            set_z3_leaf_module(block, True)
+        model.enable_input_require_grads()
+    ds_config = setup.ds_config
+    if zero_stage(ds_config) == 0 and setup.precision == "fp32":
+        ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
+    try:
+        # DeepSpeed prints its memory use, in 15 lines
+        with say_what_compiles(), redirect_stdout(StringIO()):
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameter_groups(model, config.train.weight_decay),
+                config=ds_config,
+            )
+    except Exception as error:
+        # out of memory and lost connections are RuntimeErrors
+        is_refusal = not isinstance(error, RuntimeError | OSError | MemoryError)
+        if is_refusal or isinstance(error, NotImplementedError):
+            raise UserError(
+                f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}"
+            ) from error
+        raise
+    if ranks.tensor > 1:
+        engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
+    loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
+    reset_update_count(engine.basic_optimizer)
+    if setup.ds_config["compile"].get("deepcompile"):
+        engine.compile()
+    engine.train()
+    tokens = ordinary_tokens(tokenizer)
+    problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
+    if problem and ranks.is_first:
+        print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)
+    seed_everything(rank_seed(config.train.seed, ranks.replica))
+    return engine, loss, loaded
+
+
+def check_engine(
+    engine: deepspeed.DeepSpeedEngine,
+    setup: Setup,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: DataPlan,
+    ranks: Ranks,
+) -> None:
+    """Check the model's attention and a frozen output head with forward passes on random tokens;
+    called by all ranks.
+
+    Raises:
+        UserError: tokens attend to later ones, or packed examples to each other; or the model could
+            not learn to stop.
+    """
+    tokens = ordinary_tokens(tokenizer)
+    run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
+    if setup.config.data.batching == "packed" or ranks.sequence > 1:
+        group = ranks.sequence_group
+        run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device, group))
+    trained = plan.data.meta["end_tokens"]
+    run_on_all_ranks(ranks, lambda: check_end_tokens(engine, tokenizer, trained, ranks.device))

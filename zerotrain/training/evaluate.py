@@ -1,0 +1,143 @@
+"""Evaluation on the held-out sets: the mean loss, and with eval.generate the answers to some
+questions and their score.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from zerotrain.config.schema import Config
+from zerotrain.data.data_plan import DataPlan
+from zerotrain.data.loader import load_steps
+from zerotrain.data.questions import choose_questions
+from zerotrain.data.scorers import exact_match
+from zerotrain.runtime.agreement import any_rank_preempted, gather_json, sum_over_ranks
+from zerotrain.runtime.process_group import Ranks
+from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class Preempted(Exception):
+    """A rank was preempted during an evaluation; raised on all ranks at the same place."""
+
+
+@dataclass(frozen=True)
+class HeldOutSets:
+    """The held-out sets of a run, and what it takes to evaluate on them."""
+
+    config: Config
+    plans: dict[str, DataPlan]
+    """By name, the first set first."""
+    tokenizer: PreTrainedTokenizerBase
+    engine: "DeepSpeedEngine"
+    loss: SupervisedLoss
+    ranks: Ranks
+
+    @torch.no_grad()
+    def measure(self) -> tuple[dict[str, float], dict[str, list[dict]]] | None:
+        """Evaluate on all sets; called by all ranks.
+
+        Returns:
+            loss/NAME, perplexity/NAME and, with eval.generate, exact_match/NAME of each set; and
+            its answers, with their prompts and scores. None if a rank was preempted meanwhile.
+        """
+        values: dict[str, float] = {}
+        answers: dict[str, list[dict]] = {}
+        self.engine.eval()
+        try:
+            for name, plan in self.plans.items():
+                loss = self._mean_loss(plan)
+                values[f"loss/{name}"] = loss
+                values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
+                if self.config.eval.generate:
+                    with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
+                        answers[name] = self._answer(name, plan)
+                    scores = [row["score"] for row in answers[name]]
+                    values[f"exact_match/{name}"] = sum(scores) / len(scores)
+        except Preempted:
+            return None
+        finally:
+            self.engine.train()
+        return values, answers
+
+    def _mean_loss(self, plan: DataPlan) -> float:
+        """Mean cross entropy, in nats per supervised token, over every example of `plan` exactly
+        once. All ranks take part in every micro-step, some with filler, because ZeRO-3 gathers
+        weights in the forward pass.
+        """
+        ranks = self.ranks
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        tokens = 0
+        steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, part=ranks.sequence_part)
+        for step in steps:
+            examples = step.plan.micro_batches[0][ranks.data_rank]
+            describe = partial(describe_micro_batch, plan, examples)
+            with explain_out_of_memory(describe):
+                for batch in step.micro_batches:
+                    total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
+            tokens += step.plan.supervised_tokens
+            self._check_preemption()
+        return float(sum_over_ranks(total) / ranks.tensor / tokens)
+
+    def _answer(self, name: str, plan: DataPlan) -> list[dict]:
+        """Prompt, expected answer, answer and score of some examples of a set, always the same."""
+        count = self.config.eval.generate
+        questions = choose_questions(name, plan.data, self.config.data.max_length, count)
+        rows = []
+        answers = self._generate([question.prompt for question in questions])
+        for question, answer in zip(questions, answers, strict=True):
+            texts = {
+                "prompt": self.tokenizer.decode(question.prompt),
+                "expected": self.tokenizer.decode(self._without_end(question.expected)),
+                "answer": self.tokenizer.decode(answer),
+            }
+            rows.append({**texts, "score": exact_match(*texts.values())})
+        return rows
+
+    def _generate(self, prompts: Sequence[np.ndarray]) -> list[list[int]]:
+        """The token ids of a greedy answer to each prompt, int [tokens], the same on all ranks. An
+        answer ends before an end token of the model's generation config, or after
+        eval.max_new_tokens.
+
+        Each replica answers its share, one prompt at a time: without padding, the answers do not
+        depend on the number of ranks. One without a prompt repeats the last one, because ZeRO-3
+        gathers the weights for all ranks at once.
+        """
+        ranks = self.ranks
+        answered = {}
+        for first in range(0, len(prompts), ranks.replicas):
+            self._check_preemption()
+            number = min(first + ranks.replica, len(prompts) - 1)
+            prompt = torch.from_numpy(prompts[number].astype(np.int64))[None].to(ranks.device)
+            ids = self.engine.module.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=self.config.eval.max_new_tokens,
+                synced_gpus=ranks.world_size > 1,  # ranks whose answer has ended wait for the rest
+            )
+            answered[number] = self._without_end(ids[0, prompt.shape[1] :])
+        self._check_preemption()
+        of_ranks = gather_json(ranks, list(answered.items()))
+        answers = dict(pair for pairs in of_ranks for pair in pairs)
+        return [answers[number] for number in range(len(prompts))]
+
+    def _without_end(self, ids: np.ndarray | torch.Tensor) -> list[int]:
+        """Ids, int [tokens], up to the first token at which generation stops."""
+        ends = self.engine.module.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        found = ids.tolist()
+        return found[: next((at for at, token in enumerate(found) if token in ends), len(found))]
+
+    def _check_preemption(self) -> None:
+        if any_rank_preempted(self.ranks):
+            raise Preempted

@@ -1,0 +1,129 @@
+"""Parameter groups, the update, and the learning-rate schedule."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.data.data_plan import DataPlan, total_steps
+from zerotrain.runtime.errors import UserError, describe
+from zerotrain.training.batch_math import scaled_learning_rate, warmup_steps
+
+WITH_ARGUMENTS = ("cosine_with_min_lr", "warmup_stable_decay")  # schedules that need some
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with decay, biases and norms (one dimension) without.
+
+    Their learning rate is 0 until the first step sets it; see reset_update_count.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # under ZeRO-3 parameters are empty tensors whose full shape is ds_shape
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
+    others = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, "lr": 0.0},
+        {"params": others, "weight_decay": 0.0, "lr": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def reset_update_count(optimizer: torch.optim.Optimizer) -> None:
+    """Set Adam's count of updates to 0.
+
+    To allocate optimizer state, DeepSpeed's wrappers for stage 0 in 16 bits and for stage 1 in bf16
+    run an update on zero gradients. With a learning rate of 0 it does not change the weights, but
+    it increments the count, and bias correction makes the first real update 26 % too small.
+    """
+    for state in [*optimizer.state.values(), *optimizer.param_groups]:
+        if "step" in state:
+            state["step"] = state["step"] * 0
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+class Schedule(NamedTuple):
+    """The learning rate of a run as a function of the optimizer step alone, so that a resumed run
+    uses the rate of its current config.
+    """
+
+    name: str
+    """train.lr_schedule."""
+    peak: float
+    """Learning rate after warm-up."""
+    warmup_steps: int
+    factor: Callable[[int], float]
+    """Share of the peak in the step that follows so many global steps."""
+
+    def rate(self, finished_steps: int) -> float:
+        """Learning rate of the step that follows `finished_steps` global steps."""
+        return self.peak * self.factor(finished_steps)
+
+
+def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
+    """The schedule of a run over `plan`, which may begin in the middle of an epoch that was started
+    with another plan.
+
+    Raises:
+        UserError: train.lr_schedule_args does not fit train.lr_schedule.
+    """
+    steps = total_steps(train, plan)
+    shift = plan.step_shift if train.steps is None else 0
+    peak = scaled_learning_rate(train, plan.mean_batch)
+    warmup = warmup_steps(train, plan.mean_examples)
+    # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
+    # of w warm-up steps runs at k/w of the peak.
+    skip = 1 if warmup else 0
+
+    @functools.cache
+    def factor_function() -> Callable[[int], float]:
+        # imports peft and bitsandbytes, which take 2 s, so that few dry runs import them
+        from transformers import get_scheduler
+
+        try:
+            scheduler = get_scheduler(
+                train.lr_schedule,
+                torch.optim.SGD([torch.zeros(1)], lr=peak),
+                num_warmup_steps=warmup,
+                num_training_steps=steps + shift + skip,
+                scheduler_specific_kwargs=train.lr_schedule_args,
+            )
+            [factor] = scheduler.lr_lambdas
+            for step in (0, warmup, steps - 1):
+                factor(step + shift + skip)  # to check it
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(
+                f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
+                f"{describe(error)}"
+            ) from error
+        return factor
+
+    if train.lr_schedule_args or train.lr_schedule in WITH_ARGUMENTS:
+        factor_function()  # to check them
+    return Schedule(
+        train.lr_schedule, peak, warmup, lambda step: factor_function()(step + shift + skip)
+    )
+
+
+def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
+    """The settings in which a resumed run has to agree with the saved one."""
+    train = config.train
+    model = config.model
+    return {
+        "train.learning_rate (scaled)": scaled_learning_rate(train, mean_batch),
+        "train.weight_decay": train.weight_decay,
+        "train.adam_betas": list(train.adam_betas),
+        "train.lr_schedule": train.lr_schedule,
+        "train.lr_schedule_args": train.lr_schedule_args,
+        "model.lora": model.lora and asdict(model.lora),
+        "model.trainable": model.trainable,
+        "model.quantization": model.quantization,
+    }

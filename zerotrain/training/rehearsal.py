@@ -1,0 +1,245 @@
+"""train.py --rehearse: the costliest micro-batch of a run before its first step, and how many
+tokens fit into memory. And the line of a run that is out of memory.
+"""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from zerotrain.data.data_plan import DataPlan
+from zerotrain.data.loader import MicroBatch, collate
+from zerotrain.runtime.agreement import gather_json
+from zerotrain.runtime.errors import UserError, listed
+from zerotrain.runtime.machine import this_machine
+from zerotrain.runtime.process_group import Ranks
+from zerotrain.training.guard import apply_update
+from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.states import GIB
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from zerotrain.training.setup import Setup
+
+LENGTHS_AT_A_TIME = 1 << 20
+USED_SHARE = 0.9  # of the memory, by the largest micro-batch that is said to fit
+SMALLEST_GROWTH = 1.1  # of the micro-batch for which another attempt is worth its time
+LARGEST_GROWTH = 8  # in one attempt, since a process may reuse memory that counts as in use
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")  # in the errors of CUDA and of the CPU
+
+
+class MeasuredMemory(NamedTuple):
+    """Bytes of a rank: on CUDA of its GPU, else of its process."""
+
+    before: int
+    """In use before a micro-batch, with the gradients of earlier ones."""
+    peak: int
+    """In the forward and backward pass; of a process, since it began."""
+    available: int
+    """In use or free."""
+
+
+def rehearse(
+    engine: "DeepSpeedEngine",
+    loss: SupervisedLoss,
+    setup: "Setup",
+    plan: DataPlan,
+    ranks: Ranks,
+) -> None:
+    """Run forward, backward and update on the costliest micro-batch of the plan and on larger ones;
+    the first rank prints how many tokens fit. Called by all ranks. It changes weights and
+    optimizer, so a run does not go on after it.
+
+    Raises:
+        UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
+    """
+    longest = plan.with_budget(1).budget.micro_batch_tokens
+    tokens_to_try = None
+
+    def attempt(tokens: int) -> list[MeasuredMemory]:
+        measured = run_costliest(engine, loss, plan.with_budget(tokens), ranks, tokens_to_try)
+        return [MeasuredMemory(*rank) for rank in gather_json(ranks, measured)]
+
+    # the longest example alone, whose update also allocates the optimizer's moments
+    tokens_to_try = max(longest, int(longest * growth(attempt(longest))))
+    planned = plan.budget.micro_batch_tokens
+    memory = attempt(planned)
+    examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
+    whole_step = -(-examples // ranks.data_size)  # of the longest example: one micro-step
+    largest = longest * largest_multiple(
+        lambda multiple: attempt(multiple * longest), planned // longest, memory, whole_step
+    )
+    if ranks.is_first:
+        print(
+            f"data.micro_batch_tokens {planned:,} fits: {memory[0].peak / GIB:.2f} of "
+            f"{memory[0].available / GIB:.2f} GiB at the peak of rank 0; {setup.states}\n"
+            f"{max(planned, largest):,} is the most that is of use or leaves a tenth of every "
+            "rank's memory free",
+            flush=True,
+        )
+
+
+def largest_multiple(
+    attempt: Callable[[int], list[MeasuredMemory]],
+    multiple: int,
+    memory: list[MeasuredMemory],
+    most: int,
+) -> int:
+    """The largest micro-batch that leaves a tenth of the memory free on each rank, as a multiple of
+    the longest example.
+
+    What a micro-batch needs grows at most in proportion to such a multiple. So no attempt runs out
+    of memory, which would leave other ranks in a collective that never ends.
+
+    Args:
+        attempt: runs the costliest micro-batch of a multiple, and returns the memory of all ranks.
+        multiple: one that fits.
+        memory: what it took.
+        most: no larger multiple is of use.
+    """
+    while True:
+        larger = min(most, int(multiple * min(LARGEST_GROWTH, growth(memory))))
+        if larger < SMALLEST_GROWTH * multiple:
+            return multiple
+        multiple = larger
+        memory = attempt(multiple)
+
+
+def growth(memory: list[MeasuredMemory]) -> float:
+    """How many times as many tokens as were measured fit on all ranks."""
+    return min(
+        (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
+        for rank in memory
+    )
+
+
+def run_costliest(
+    engine: "DeepSpeedEngine",
+    loss: SupervisedLoss,
+    plan: DataPlan,
+    ranks: Ranks,
+    tokens_to_try: int | None,
+) -> MeasuredMemory:
+    """Forward and backward on the costliest micro-batches of a plan, and an update.
+
+    Args:
+        tokens_to_try: see describe_micro_batch.
+    """
+    accelerator = get_accelerator()
+    accelerator.reset_peak_memory_stats()
+    chosen = costliest(plan)
+    chosen.append(chosen[0])  # beside the gradients of the others
+    rows = np.concatenate(chosen)
+    with explain_out_of_memory(lambda: describe_micro_batch(plan, rows, tokens_to_try)):
+        for i, examples in enumerate(chosen):
+            batch = collate_full(plan, examples)
+            if ranks.sequence > 1:
+                batch = batch.part(*ranks.sequence_part)
+            before = accelerator.memory_allocated()
+            engine.set_gradient_accumulation_boundary(i == len(chosen) - 1)
+            cross_entropy, router = loss(engine, batch.to(ranks.device))
+            total = cross_entropy if router is None else cross_entropy + router
+            engine.backward(total / rows.size, scale_wrt_gas=False)
+        if ranks.device.type == "cuda":
+            peak = accelerator.max_memory_allocated()
+            free, _ = torch.cuda.mem_get_info()
+        else:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            free = accelerator.available_memory() // this_machine(ranks).local_ranks
+        apply_update(engine, clipping=0.0)
+    return MeasuredMemory(before, peak, accelerator.memory_reserved() + free)
+
+
+def costliest(plan: DataPlan) -> list[np.ndarray]:
+    """Micro-batches, int64 [examples] each, that no planned one exceeds: neither the most tokens of
+    them, on which most of the memory depends, nor the largest sum of squared lengths, on which it
+    depends where attention keeps its scores. Examples stand for others of the same length.
+
+    bucketed: for each length as many examples as the budget allows; the two lengths with the most
+    tokens and the largest sum of squares, often the same.
+    packed: the longest examples, the last of which collate_full() cuts where the budget ends. They
+    have both maxima: the j longest examples of another micro-batch have at most as many tokens as
+    the j longest here, for every j (Karamata's inequality).
+    """
+    budget = plan.budget
+    all_lengths = plan.data.lengths
+    size = int(all_lengths.max()) + 1
+    counts = np.zeros(size, np.int64)
+    example_of = np.zeros(size, np.int64)  # one of each length
+    for start in range(0, len(all_lengths), LENGTHS_AT_A_TIME):
+        some = all_lengths[start : start + LENGTHS_AT_A_TIME]
+        counts += np.bincount(some, minlength=size)
+        example_of[some] = np.arange(start, start + len(some))
+    lengths = np.flatnonzero(counts)[::-1]
+    padded = budget.padded(lengths)
+    most = plan.order.global_batch_size or len(all_lengths)
+    rows = np.minimum(budget.micro_batch_tokens // padded, most)
+    if not budget.packed:
+        tokens = rows * padded
+        largest = np.unique([np.argmax(tokens), np.argmax(tokens * padded)])
+        return [np.repeat(example_of[lengths[i]], rows[i]) for i in largest]
+    longest = np.repeat(lengths, np.minimum(counts[lengths], rows + 1))[:most]
+    count = 1 + np.searchsorted(np.cumsum(longest), budget.micro_batch_tokens)
+    return [example_of[longest[:count]]]
+
+
+def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
+    """A micro-batch cut to the budget, with a loss at every token, and with padding, for which
+    attention needs a mask.
+    """
+    batch = collate(plan.data, examples, plan.budget)
+    tokens = plan.budget.micro_batch_tokens
+    ids = batch.input_ids[:, :tokens]
+    mask = batch.attention_mask
+    position_ids = batch.position_ids
+    if mask is not None:
+        mask[:, -1] = 0
+    if position_ids is not None:
+        position_ids = position_ids[:, :tokens]
+    return MicroBatch(ids, mask, position_ids, torch.arange(ids.numel()), ids.flatten())
+
+
+@contextmanager
+def explain_out_of_memory(describe: Callable[[], str]) -> Iterator[None]:
+    """Raise UserError where the GPU, or the CPU's memory, does not hold something.
+
+    Args:
+        describe: what it is and what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        raise UserError(f"out of memory in {describe()}") from error
+
+
+def describe_micro_batch(
+    plan: DataPlan, examples: np.ndarray, tokens_to_try: int | None = None
+) -> str:
+    """The rows of a micro-batch that does not fit, and what to do.
+
+    Args:
+        examples: of the micro-batch, int64 [examples], the longest first.
+        tokens_to_try: a data.micro_batch_tokens that may fit; half of the plan's if that is less,
+            or if it is None, but no less than the plan's longest example has.
+    """
+    rows = [
+        f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
+        for example in dict.fromkeys(examples.tolist())
+    ]
+    tokens = plan.budget.micro_batch_tokens
+    half = tokens // 2
+    smaller = plan.with_budget(min(half, tokens_to_try or half)).budget.micro_batch_tokens
+    cure = "set model.activation_checkpointing true, or lower data.max_length"
+    if smaller < tokens:
+        cure = (
+            f"data.micro_batch_tokens is {tokens:,}: set it to {smaller:,}, which changes neither "
+            f"steps nor losses; if that is not enough, {cure}"
+        )
+    return f"a micro-batch of {listed(rows)}; {cure}"

@@ -1,0 +1,165 @@
+"""What a run is: resolved once, from config, machine and architecture, before any data or weights
+are read. Every command that has to know calls `resolve`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
+from zerotrain.config.parse import dump_config
+from zerotrain.config.schema import Config
+from zerotrain.data.data_plan import DataPlan, make_plans
+from zerotrain.data.plan import Budget
+from zerotrain.data.questions import choose_questions
+from zerotrain.model.architecture import (
+    ModelFlops,
+    check_model_fits,
+    count_flops,
+    hidden_size,
+    linear_cost,
+    meta_model,
+)
+from zerotrain.model.hub import pin_revisions
+from zerotrain.model.load import check_quantization, load_model_config, load_tokenizer
+from zerotrain.model.packing import check_attention, resolve_batching
+from zerotrain.model.tensor_parallel import check_tensor_parallel
+from zerotrain.model.trained import Counts, count_trained
+from zerotrain.runtime.agreement import require_same, run_on_all_ranks
+from zerotrain.runtime.machine import Machine, this_machine
+from zerotrain.runtime.process_group import Ranks
+from zerotrain.training.states import ModelStates, model_states
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model without weights, and what follows from its shapes."""
+
+    model_config: PretrainedConfig
+    skeleton: PreTrainedModel
+    """The model on the meta device, with requires_grad as in training."""
+    counts: Counts
+    """Numbers of parameters."""
+    flops: ModelFlops
+    """Floating-point operations of a step."""
+    linear_cost: int
+    """K in the cost K*L + L^2 of an example of L tokens."""
+
+    @classmethod
+    def of(cls, config: Config, model_config: PretrainedConfig) -> "Architecture":
+        """The model of a run with its adapters and frozen parts.
+
+        Raises:
+            UserError: model.attn_implementation, model.trainable or model.lora do not fit it.
+        """
+        skeleton = meta_model(model_config, config.model.trust_remote_code)
+        check_attention(config.model.attn_implementation, skeleton)
+        counts = count_trained(skeleton, config.model)
+        return cls(model_config, skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run whose settings are all resolved."""
+
+    config: Config
+    """With data.batching, model.attn_implementation, train.lr_schedule and revisions resolved."""
+    machine: Machine
+    architecture: Architecture
+    precision: str
+    """fp32, bf16 or fp16."""
+    ds_config: dict[str, Any]
+    """Merged with the run config: no value is "auto"."""
+    why_batching: str
+    """Why data.batching was resolved as it is, for the start-up table."""
+
+    @property
+    def budget(self) -> Budget:
+        """What a micro-batch may hold, and how many there are in a micro-step."""
+        tensor, sequence = group_sizes(self.ds_config)
+        data = self.config.data
+        return Budget(
+            world_size=max(1, self.machine.ranks // (tensor * sequence)),
+            micro_batch_tokens=data.micro_batch_tokens,
+            linear_cost=self.architecture.linear_cost,
+            packed=data.batching == "packed",
+        )
+
+    @property
+    def states(self) -> ModelStates:
+        """The bytes of a rank's model states."""
+        model = self.architecture
+        ranks = self.machine.ranks
+        return model_states(self.config.model, model.skeleton, model.counts, self.ds_config, ranks)
+
+
+def resolve(config: Config, machine: Machine, architecture: Architecture) -> Setup:
+    """The run of a config on a machine. Nothing is read but the DeepSpeed config file.
+
+    Raises:
+        UserError: settings contradict each other, or do not fit the model.
+    """
+    skeleton = architecture.skeleton
+    config, precision, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
+    tensor, sequence = group_sizes(ds_config)
+    config, why = resolve_batching(config, skeleton, machine.device, precision, sequence)
+    check_tensor_parallel(config, ds_config, skeleton, architecture.counts, tensor)
+    return Setup(config, machine, architecture, precision, ds_config, why)
+
+
+def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokenizerBase]:
+    """The resolved run and its tokenizer, from the model's files or the hub.
+
+    Raises:
+        UserError: something cannot be loaded, or as resolve.
+    """
+    tokenizer = load_tokenizer(config)
+    model_config = load_model_config(config)
+    pinned = pin_revisions(config)
+    architecture = Architecture.of(pinned, model_config)
+    check_model_fits(pinned, architecture.skeleton, tokenizer)
+    return resolve(pinned, machine, architecture), tokenizer
+
+
+def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrainedTokenizerBase]:
+    """As open_run, for the machine that the ranks are on; called by all of them.
+
+    Raises:
+        UserError: as open_run; this machine cannot run it; or ranks resolve it differently.
+    """
+    machine = this_machine(ranks)
+
+    def open_here() -> tuple[Setup, PreTrainedTokenizerBase]:
+        setup, tokenizer = open_run(config, machine)
+        check_machine(setup.config, setup.ds_config, machine)
+        check_quantization(setup.config, ranks.device)
+        return setup, tokenizer
+
+    setup, tokenizer = run_on_all_ranks(ranks, open_here, first_on_node=True)
+    require_same(ranks, "the DeepSpeed config", json.dumps(setup.ds_config, indent=1))
+    cost = setup.architecture.linear_cost
+    text = dump_config(setup.config)
+    require_same(ranks, "the resolved config", f"{text}linear_cost: {cost}")
+    return setup, tokenizer
+
+
+def load_plans(
+    setup: Setup, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> tuple[DataPlan, dict[str, DataPlan]]:
+    """The plans of the training examples and of each held-out set, the same on all ranks.
+
+    Raises:
+        UserError: unusable rows, different data on different ranks, or nothing to ask for
+            eval.generate.
+    """
+    config = setup.config
+    plan, eval_plans = run_on_all_ranks(
+        ranks, lambda: make_plans(config, tokenizer, setup.budget), first_on_node=True
+    )
+    for each in (plan, *eval_plans.values()):
+        require_same(ranks, "the data plan", each.content_hash())
+    for name, each in eval_plans.items() if config.eval.generate else ():
+        choose_questions(name, each.data, config.data.max_length, 1)  # to check that there are any
+    return plan, eval_plans
