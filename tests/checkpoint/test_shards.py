@@ -40,7 +40,7 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
         for i, batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             engine.backward(loss(engine, batch).cross_entropy / 100, scale_wrt_gas=False)
-        apply_update(engine)
+        apply_update(engine, clipping=config.train.gradient_clipping)
 
     engine, loss, _ = build_engine(setup, tokenizer, plan, one_rank)
     for micro_batches in batches[:2]:
