@@ -1,4 +1,4 @@
-"""The workflows and the Makefile.    pytest tests/template/test_ci.py"""
+"""The workflows.    pytest tests/template/test_ci.py"""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ def test_actions_are_pinned_by_commit_and_every_file_that_is_run_exists():
         for action in re.findall(r"uses: (\S+)", text):
             assert re.search(r"@[0-9a-f]{40}$", action), f"{workflow.name}: {action}"
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
-    for file in (*WORKFLOWS.glob("*.yml"), REPO / "Makefile"):
+    for file in WORKFLOWS.glob("*.yml"):
         for name in re.findall(r"(?<![\w/])(?:scripts|tests)/\w+\.\w+", file.read_text()):
             assert (REPO / name).is_file(), f"{file.name}: {name}"
 

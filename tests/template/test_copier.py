@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def copies(tmp_path_factory, chat_rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", NO_GIT)
         for name, given in answers.items():
-            data = {"project_name": name, "copyright": "2026 Example Ltd", **given}
+            data = {"project_name": name, **given}
             run_copy(str(template), folder / name, data=data, defaults=True, quiet=True)
     return folder
 
@@ -72,8 +71,6 @@ def test_copies_have_what_was_asked_for(copies):
     for name in ("small", "batch", "cloud"):
         copy = copies / name
         assert "CITATION.cff" not in files_in(copy) and "copier.yml" not in files_in(copy)
-        assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["name"] == name
-        assert "2026 Example Ltd" in (copy / "LICENSE").read_text()
         readme = (copy / "README.md").read_text()
         assert readme.startswith(f"# {name}\n") and f"recipes/{name}.yaml" in readme
     sbatch = (copies / "batch" / "scripts" / "slurm.sbatch").read_text()
@@ -81,8 +78,6 @@ def test_copies_have_what_was_asked_for(copies):
     for name, cluster in (("small", (1, 1, 24)), ("batch", (24, 8, 80))):
         stated = plan.cluster_of((copies / name / "recipes" / f"{name}.yaml").read_text())
         assert (stated.ranks, stated.gpus, stated.gpu_memory_gib) == cluster
-    hostfile = (copies / "batch" / "hostfile.example").read_text()
-    assert re.findall(r"^(\S+) slots=8$", hostfile, re.MULTILINE) == ["node-1", "node-2", "node-3"]
 
 
 @pytest.mark.parametrize("name", ["small", "batch", "cloud", "pages", "hosts"])
@@ -161,7 +156,7 @@ def test_an_update_keeps_edits_and_deletions(tmp_path):
         shutil.copy(REPO / name, template / name)
     shutil.copytree(REPO / ".copier", template / ".copier")
     shutil.copytree(REPO / "recipes", template / "recipes")
-    answers_file = "{{_copier_conf.answers_file}}.copier"
+    answers_file = ".copier-answers.yml.copier"
     shutil.copy(REPO / answers_file, template / answers_file)
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "1"], ["tag", "v1"]):
         git(template, *command)
