@@ -58,7 +58,8 @@ from zerotrain.runtime.hang import HangWatch
 from zerotrain.runtime.process_group import Ranks, apply_timeout, group_ranks, process_group
 from zerotrain.runtime.progress import show_rows
 from zerotrain.tracking.console import quieten_libraries
-from zerotrain.tracking.metrics import Metrics, open_metrics
+from zerotrain.tracking.destinations import open_metrics
+from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import PhaseTimer, StepReporter, open_profiler
 from zerotrain.training.engine import build_engine, check_engine

@@ -304,16 +304,14 @@ def wait_until(happened, process, seconds=500):
 
 
 def read_metrics(run_folder, kind="train"):
-    lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+    from zerotrain.tracking import metrics
+
+    return metrics.read_metrics(run_folder, kind)
 
 
 def logged(run_folder, kind="train"):
-    """read_metrics of a run that is starting, or in the middle of writing a line."""
-    path = Path(run_folder) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if record["kind"] == kind]
+    """read_metrics of a run that may not have begun to write."""
+    return read_metrics(run_folder, kind) if (Path(run_folder) / "metrics.jsonl").exists() else []
 
 
 def determined(run_folder):

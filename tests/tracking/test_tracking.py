@@ -1,6 +1,7 @@
 """What a run records: metrics.jsonl and W&B.    pytest tests/tracking/test_tracking.py"""
 
 import json
+import math
 import os
 import re
 import signal
@@ -187,9 +188,14 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
 
 def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('[1]\n{"step": "x"}\n{"kind": "train"}\n7\n{"step": 2}\n{"step": 5}\n{"st')
+    path.write_text(
+        '[1]\n{"step": "x"}\n{"kind": "train"}\n7\n{"kind": "train", "step": 2, "loss": NaN}\n'
+        '{"kind": "eval", "step": 2.5}\n{"kind": "eval", "step": 5}\n{"kind": "train", "st'
+    )
+    [step] = read_metrics(tmp_path)
+    assert step["step"] == 2 and math.isnan(step["loss"])
     JsonlSink(path, 3, RunLock(tmp_path)).close(0)
-    assert path.read_text() == '{"step": 2}\n'
+    assert path.read_text() == '{"kind": "train", "step": 2, "loss": NaN}\n'
 
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):

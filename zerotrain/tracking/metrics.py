@@ -1,27 +1,17 @@
-"""What a run reports: records, each passed to a few sinks. Only rank 0 reports.
-
-Another destination is a class with the methods of Sink and a line in open_metrics.
-"""
+"""What a run reports: records, each passed to every sink, and metrics.jsonl, which has them all."""
 
 import json
-import socket
 import time
-from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS
-from zerotrain.checkpoint.state import Progress
-from zerotrain.config.schema import Config
-from zerotrain.runtime.agreement import gather_json, run_on_first_rank
-from zerotrain.runtime.errors import describe
+from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import replace_text
-from zerotrain.runtime.machine import device_name
-from zerotrain.runtime.process_group import Ranks
-from zerotrain.tracking.console import ConsoleSink
-from zerotrain.tracking.wandb import WandbSink
 
 
 class Sink(Protocol):
@@ -79,9 +69,8 @@ class JsonlSink:
     def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
         kept = []
         if first_step and path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [f"{line}\n" for line in lines if is_record_until(first_step, line)]
-        replace_text(path, "".join(kept))
+            kept = [record for record in read_metrics(path.parent) if record["step"] <= first_step]
+        replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
         self._lock = lock
@@ -101,40 +90,26 @@ class JsonlSink:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def is_record_until(step: int, line: str) -> bool:
-    """Whether a line is a record of a step up to this one."""
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, LookupError, TypeError):  # such as a line that a killed run has begun
-        return False
-
-
-def open_metrics(
-    config: Config, start: Progress, total_steps: int, ranks: Ranks, lock: RunLock
-) -> Metrics:
-    """The metrics of this rank; all ranks call it.
-
-    Args:
-        start: the steps that are finished, and the W&B run, which a resumed run continues.
+def read_metrics(run_folder: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, all or of one kind, oldest first. Each has `kind` and
+    `step`; other values may be NaN or infinite. Lines that are no records are left out, such as one
+    that a killed run has begun.
 
     Raises:
-        UserError: W&B rejects its settings; on every rank.
+        UserError: the folder has no metrics.jsonl that can be read.
     """
-    metrics = Metrics([])
-    folder = Path(config.output_dir)
-    places = gather_json(ranks, [socket.gethostname(), device_name(ranks.device)])
-    cluster = {
-        "world_size": len(places),
-        "hosts": list(dict.fromkeys(host for host, _ in places)),
-        "devices": Counter(device for _, device in places),
-    }
-
-    def open_sinks() -> None:
-        metrics.sinks.append(ConsoleSink(start.step, total_steps))
-        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, lock))
-        if config.tracking.wandb != "disabled":
-            metrics.sinks.append(WandbSink(config, start, cluster))
-        metrics.log("start", {"step": start.step, **cluster})
-
-    run_on_first_rank(ranks, open_sinks)
-    return metrics
+    try:
+        stat_inside(Path(run_folder), METRICS)  # a FIFO would block, a link could lead anywhere
+        lines = Path(run_folder, METRICS).read_bytes().splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run_folder}: not a run folder ({describe(error)}); give output_dir of a run"
+        ) from None
+    records = []
+    for line in lines:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            record = json.loads(line)
+            is_step = type(record["step"]) is int and 0 <= record["step"] < 1 << 53
+            if is_step and kind in (None, record["kind"]):
+                records.append(record)
+    return records

@@ -1,0 +1,50 @@
+"""Where the records of a run go: the console, metrics.jsonl, Weights & Biases.
+
+Another destination is a class with the methods of Sink and a line in open_metrics.
+"""
+
+import socket
+from collections import Counter
+from pathlib import Path
+
+from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.run_folder import METRICS
+from zerotrain.checkpoint.state import Progress
+from zerotrain.config.schema import Config
+from zerotrain.runtime.agreement import gather_json, run_on_first_rank
+from zerotrain.runtime.machine import device_name
+from zerotrain.runtime.process_group import Ranks
+from zerotrain.tracking.console import ConsoleSink
+from zerotrain.tracking.metrics import JsonlSink, Metrics
+from zerotrain.tracking.wandb import WandbSink
+
+
+def open_metrics(
+    config: Config, start: Progress, total_steps: int, ranks: Ranks, lock: RunLock
+) -> Metrics:
+    """The metrics of this rank, with no sinks on ranks other than 0; all ranks call it.
+
+    Args:
+        start: the steps that are finished, and the W&B run, which a resumed run continues.
+
+    Raises:
+        UserError: W&B rejects its settings; on every rank.
+    """
+    metrics = Metrics([])
+    folder = Path(config.output_dir)
+    places = gather_json(ranks, [socket.gethostname(), device_name(ranks.device)])
+    cluster = {
+        "world_size": len(places),
+        "hosts": list(dict.fromkeys(host for host, _ in places)),
+        "devices": Counter(device for _, device in places),
+    }
+
+    def open_sinks() -> None:
+        metrics.sinks.append(ConsoleSink(start.step, total_steps))
+        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, lock))
+        if config.tracking.wandb != "disabled":
+            metrics.sinks.append(WandbSink(config, start, cluster))
+        metrics.log("start", {"step": start.step, **cluster})
+
+    run_on_first_rank(ranks, open_sinks)
+    return metrics
