@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import REPO, environment
+from harness.processes import environment
+from harness.repository import REPO
 
 
 def bench(*args):

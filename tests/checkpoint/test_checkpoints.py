@@ -13,7 +13,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import is_saving, read_metrics, strategy
+from harness.inputs import strategy
+from harness.runs import is_saving, read_metrics
 
 from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete

@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
-from conftest import read_metrics
 from filelock import SoftFileLease
+from harness.runs import read_metrics
 
 from zerotrain.checkpoint import lock
 from zerotrain.checkpoint.manifest import checkpoint_problem

@@ -3,7 +3,7 @@ pytest tests/checkpoint/test_shards.py"""
 
 import pytest
 import torch
-from conftest import strategy
+from harness.inputs import strategy
 
 from zerotrain.checkpoint.manifest import MeasuredFile
 from zerotrain.checkpoint.shards import Shards, collect, load_shards, shard_name

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import write_tiny_config
+from harness.inputs import write_tiny_config
 
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete

@@ -6,15 +6,9 @@ import sys
 import time
 
 import pytest
-from conftest import (
-    REPO,
-    SAMPLE,
-    logged,
-    read_metrics,
-    run,
-    start,
-    wait_until,
-)
+from harness.processes import run, start, wait_until
+from harness.repository import REPO, SAMPLE
+from harness.runs import logged, read_metrics
 from transformers.utils import is_flash_attn_2_available
 
 from zerotrain.checkpoint.run_folder import list_complete

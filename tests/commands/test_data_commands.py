@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from conftest import read_metrics, write_rows
+from harness.inputs import write_rows
+from harness.runs import read_metrics
 
 
 def test_ranks_with_different_plans_are_refused(forks, tiny_config):

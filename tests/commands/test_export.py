@@ -9,8 +9,8 @@ import peft
 import pytest
 import torch
 import yaml
-from conftest import copy_with_code, save_tiny_llama, strategy, write_rows
 from engine_logits import TOKENS
+from harness.inputs import copy_with_code, save_tiny_llama, strategy, write_rows
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

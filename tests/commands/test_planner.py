@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from harness.repository import REPO
 from transformers import LlamaConfig
 
 from scripts import plan

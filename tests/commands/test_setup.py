@@ -13,7 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import REPO, repository_files, run
+from harness.processes import run
+from harness.repository import REPO, repository_files
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

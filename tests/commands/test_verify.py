@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import SAMPLE, strategy, write_rows
+from harness.inputs import strategy, write_rows
+from harness.repository import SAMPLE
 from row_formats import mix_of_formats
 
 from zerotrain.checkpoint.manifest import measure

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import yaml
-from conftest import REPO, run
 from deepspeed.runtime.config import DeepSpeedConfig
+from harness.processes import run
+from harness.repository import REPO
 
 from zerotrain.config.ds_config import KEYS, check_machine, resolve_ds_config
 from zerotrain.config.parse import (

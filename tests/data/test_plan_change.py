@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import read_metrics
+from harness.runs import read_metrics
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.data.data_plan import PlanRecord, PlanStart, continue_plan

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import write_rows
+from harness.inputs import write_rows
 
 from zerotrain.config.schema import Source
 from zerotrain.data import readers

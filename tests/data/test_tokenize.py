@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import write_rows
+from harness.inputs import write_rows
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_sources

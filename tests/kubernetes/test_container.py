@@ -11,7 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO, free_port, wait_until
+from harness.processes import free_port, wait_until
+from harness.repository import REPO
 
 DOCKERFILE = REPO / "deploy" / "Dockerfile"
 LEFT_OUT = {"benchmarks", "docs", "tests"}

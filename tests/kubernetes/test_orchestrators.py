@@ -7,13 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import namespaces
 import yaml
-from conftest import REPO, determined, environment
+from harness.processes import environment, wait_until
+from harness.repository import REPO
+from harness.runs import determined
 from kubeflow_trainer_api import models
 from namespaces import needs_hosts
 
@@ -120,12 +121,6 @@ class Nodes:
                 started.append(run)
         return started
 
-    def until(self, happened, seconds=240) -> None:
-        deadline = time.monotonic() + seconds
-        while not happened():
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
-
 
 @needs_hosts
 def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_path):
@@ -146,7 +141,7 @@ def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_pa
     variables = {v["name"]: v["value"] for v in CONTAINER["env"] if "value" in v}
     pods = nodes.start(one_rank, [variables, variables])
     folder = nodes.disk / Path(option("--output_dir")).relative_to("/mnt/train")
-    nodes.until((folder / "checkpoints" / "step_00000010" / "COMPLETE").exists)
+    wait_until((folder / "checkpoints" / "step_00000010" / "COMPLETE").exists, pods[0], nodes.log)
     hosts.run(2, "pkill -TERM -f '^[^ ]*python -u -m zerotrain.launch.node'")
     assert [pod.wait(240) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
     resumed = forks.train(config, "--output_dir", folder, ranks=2)  # quicker to start

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, Finished, environment
+from harness.processes import Finished, environment
+from harness.repository import REPO
 
 # Test runs at the same time have names and addresses of their own.
 TAG = f"h{os.getpid() % 10**7}"

@@ -12,7 +12,9 @@ import time
 import namespaces
 import numpy as np
 import pytest
-from conftest import REPO, environment, read_metrics, run, wait_until
+from harness.processes import environment, run, wait_until
+from harness.repository import REPO
+from harness.runs import read_metrics
 from namespaces import left_on, needs_hosts, start
 
 from zerotrain.launch import node

@@ -9,7 +9,8 @@ import sys
 import namespaces
 import numpy as np
 import pytest
-from conftest import REPO, environment, wait_until
+from harness.processes import environment, wait_until
+from harness.repository import REPO
 from test_per_node_checkpoints import Disks, curve
 
 from scripts import gather_checkpoint
@@ -62,7 +63,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until(disks.step(2, 4).exists, process, 300)
+        wait_until(disks.step(2, 4).exists, process)
         hosts.run(2, "pkill -KILL -f '[t]rain.py --config'")
         assert process.wait(300) == 0, log.read_text()
     finally:

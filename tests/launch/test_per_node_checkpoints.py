@@ -9,7 +9,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import read_metrics
+from harness.runs import read_metrics
 
 from zerotrain.checkpoint.manifest import checkpoint_problem, inspect
 

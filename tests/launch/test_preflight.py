@@ -6,7 +6,7 @@ import sys
 
 import namespaces
 import pytest
-from conftest import REPO, SAMPLE
+from harness.repository import REPO, SAMPLE
 from namespaces import needs_hosts
 
 from zerotrain.launch.checks import check_clock, check_gpus, check_limits

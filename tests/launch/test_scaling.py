@@ -6,7 +6,8 @@ import sys
 
 import namespaces
 import pytest
-from conftest import REPO, wait_until
+from harness.processes import wait_until
+from harness.repository import REPO
 from namespaces import needs_hosts
 
 from zerotrain.launch.hostfile import Host

@@ -7,7 +7,9 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import REPO, determined, environment, free_port, read_metrics
+from harness.processes import environment, free_port
+from harness.repository import REPO
+from harness.runs import determined, read_metrics
 from slurm_cluster import Cluster, why_not
 
 from zerotrain.checkpoint.run_folder import list_complete

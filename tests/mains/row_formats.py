@@ -1,6 +1,6 @@
 """Rows of several formats, for the tests of what reads them all."""
 
-from conftest import write_rows
+from harness.inputs import write_rows
 
 TWO_TURNS = [
     {"role": "user", "content": "What is 1+1?"},

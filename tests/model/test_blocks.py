@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from conftest import read_metrics, strategy
+from harness.inputs import strategy
+from harness.runs import read_metrics
 
 
 @pytest.mark.launch

@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from conftest import copy_with_code, strategy
+from harness.inputs import copy_with_code, strategy
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Source

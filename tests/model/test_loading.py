@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
-from conftest import strategy
 from engine_logits import TOKENS
+from harness.inputs import strategy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics, strategy
+from harness.inputs import strategy
+from harness.runs import read_metrics
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from harness.repository import REPO
 
 from zerotrain.runtime.internals import INTERNALS, PATCHES, READ_FROM
 

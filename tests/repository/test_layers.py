@@ -4,7 +4,7 @@ import ast
 import graphlib
 from pathlib import Path
 
-from conftest import REPO
+from harness.repository import REPO
 
 LAYERS = (
     "zerotrain.runtime", "zerotrain.config", "zerotrain.data", "zerotrain.model",

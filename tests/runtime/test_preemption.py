@@ -6,16 +6,9 @@ import time
 
 import psutil
 import pytest
-from conftest import (
-    determined,
-    is_saving,
-    logged,
-    read_metrics,
-    start,
-    strategy,
-    wait_until,
-    write_rows,
-)
+from harness.inputs import strategy, write_rows
+from harness.processes import start, wait_until
+from harness.runs import determined, is_saving, logged, read_metrics
 
 from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete
@@ -90,7 +83,7 @@ def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_conf
     began = time.monotonic()
     run.kill(0, signal.SIGTERM)
     run.kill(0, signal.SIGTERM)  # launchers may forward it more than once
-    run.until(lambda: "exiting without another save" in run.log.read_text(), 200)
+    run.until(lambda: "exiting without another save" in run.log.read_text())
     assert time.monotonic() - began >= 2
     run.kill(1)
     assert run.wait().code == 143

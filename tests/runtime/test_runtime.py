@@ -6,7 +6,8 @@ import sys
 import time
 
 import pytest
-from conftest import REPO, free_port, run
+from harness.processes import free_port, run
+from harness.repository import REPO
 
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
 from zerotrain.runtime.process_group import check_devices

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import REPO
+from harness.repository import REPO
 
 WORKFLOWS = REPO / ".github" / "workflows"
 

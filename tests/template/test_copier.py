@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPO, copy_repository, read_metrics, repository_files, run, write_rows
 from copier import run_copy, run_update
+from harness.inputs import write_rows
+from harness.processes import run
+from harness.repository import REPO, copy_repository, repository_files
+from harness.runs import read_metrics
 
 from scripts import plan
 from zerotrain.config.parse import parse_command_line

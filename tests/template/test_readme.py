@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO, copy_repository, environment, read_metrics, repository_files
+from harness.processes import environment
+from harness.repository import REPO, copy_repository, repository_files
+from harness.runs import read_metrics
 
 from zerotrain.config.parse import config_keys
 

@@ -8,7 +8,9 @@ import re
 
 import pytest
 import torch
-from conftest import REPO, SAMPLE, read_metrics, write_rows
+from harness.inputs import write_rows
+from harness.repository import REPO, SAMPLE
+from harness.runs import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts import plan

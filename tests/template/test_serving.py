@@ -11,7 +11,8 @@ import subprocess
 
 import pytest
 import torch
-from conftest import REPO, write_rows
+from harness.inputs import write_rows
+from harness.repository import REPO
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 VLLM = os.environ.get("VLLM_PYTHON")

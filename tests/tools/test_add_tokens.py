@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import strategy
+from harness.inputs import strategy
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

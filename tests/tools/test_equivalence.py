@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPO, read_metrics, strategy
+from harness.inputs import strategy
+from harness.repository import REPO
+from harness.runs import read_metrics
 from transformers import AutoConfig
 
 import zerotrain.tools.equivalence

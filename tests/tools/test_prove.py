@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import REPO, run, write_rows
+from harness.inputs import write_rows
+from harness.processes import run
+from harness.repository import REPO
 
 import zerotrain.data.loader
 import zerotrain.data.tokenize

@@ -6,7 +6,9 @@ import re
 import shutil
 import sys
 
-from conftest import REPO, SAMPLE, run, write_rows
+from harness.inputs import write_rows
+from harness.processes import run
+from harness.repository import REPO, SAMPLE
 
 
 def test_the_sample_is_what_its_script_writes(tmp_path):

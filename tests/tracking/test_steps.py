@@ -9,7 +9,7 @@ import socket
 import numpy as np
 import pytest
 import torch
-from conftest import logged, read_metrics
+from harness.runs import logged, read_metrics
 
 from zerotrain.tracking.steps import WINDOWS, PhaseTimer, gpu_health, probe_seconds, slow_ranks
 

@@ -11,7 +11,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from conftest import logged, read_metrics, start, wait_until
+from harness.processes import start, wait_until
+from harness.runs import logged, read_metrics
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete

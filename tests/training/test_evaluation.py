@@ -7,7 +7,8 @@ import signal
 import time
 
 import pytest
-from conftest import logged, read_metrics, write_rows
+from harness.inputs import write_rows
+from harness.runs import logged, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.data.scorers import exact_match

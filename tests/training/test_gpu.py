@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, environment
+from harness.processes import environment
+from harness.repository import REPO
 from transformers import AutoModelForCausalLM
 
 from zerotrain.config.schema import ModelConfig

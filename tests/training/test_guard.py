@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from conftest import read_metrics, strategy, write_rows
+from harness.inputs import strategy, write_rows
+from harness.runs import read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.config.parse import parse_command_line

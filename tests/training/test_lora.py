@@ -9,7 +9,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from conftest import plainly, read_metrics, save_tiny_llama, strategy
+from harness.inputs import save_tiny_llama, strategy
+from harness.runs import plainly, read_metrics
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import save_tiny_llama, strategy
+from harness.inputs import save_tiny_llama, strategy
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import read_metrics, strategy
+from harness.inputs import strategy
+from harness.runs import read_metrics
 from test_loss import balance
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 

@@ -7,7 +7,9 @@ import json
 import os
 
 import pytest
-from conftest import REPO, assert_same, plainly, save_tiny_llama, stop_after_one_step, strategy
+from harness.inputs import save_tiny_llama, strategy
+from harness.repository import REPO
+from harness.runs import assert_same, plainly, stop_after_one_step
 
 NEEDS = {
     "superoffload": "zero_optimization.offload_optimizer.super_offload needs an NVIDIA GPU",

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import (
+from harness.runs import (
     assert_same,
     assert_same_weights,
     determined,

@@ -7,18 +7,9 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import (
-    REPO,
-    assert_same,
-    assert_same_weights,
-    determined,
-    logged,
-    plainly,
-    read_metrics,
-    save_tiny_llama,
-    strategy,
-    write_rows,
-)
+from harness.inputs import save_tiny_llama, strategy, write_rows
+from harness.repository import REPO
+from harness.runs import assert_same, assert_same_weights, determined, logged, plainly, read_metrics
 from safetensors.torch import load_file
 
 from zerotrain.checkpoint.run_folder import list_complete

@@ -1,0 +1,100 @@
+"""Ranks that are forked from a process with all imports done; the other end is fork_server.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from harness.processes import Finished, environment, free_port, wait_until
+from harness.repository import REPO
+
+
+class Forked:
+    """The ranks of one run, started by the fork server."""
+
+    def __init__(self, server, log: Path, pids: list[int]) -> None:
+        self.server, self.log, self.pids = server, log, pids
+
+    def poll(self) -> str | None:
+        """None while a rank is running. The ranks stay zombies until `wait`."""
+        for pid in self.pids:
+            with suppress(FileNotFoundError):  # faster than psutil
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    return None
+        return "all ranks have ended"
+
+    def wait(self) -> Finished:
+        """The first non-zero exit code in rank order, and the output of all ranks. Ranks that do
+        not end are killed, and fail the test with what they have printed.
+        """
+        try:
+            wait_until(self.poll, self, self.log)
+        except BaseException:
+            for rank in range(len(self.pids)):
+                self.kill(rank)
+            raise
+        finally:
+            codes = self.server.ask({"wait": self.pids})["codes"]
+        code = next((code for code in codes if code), 0)
+        return Finished(code, self.log.read_text())
+
+    def until(self, happened) -> None:
+        """Poll `happened()` until it is true; fails once all ranks have ended without it."""
+        wait_until(happened, self, self.log, interval=0.002)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank], number)
+
+
+class ForkServer:
+    """Runs train.py on forked ranks; see fork_server.py."""
+
+    def __init__(self, folder: Path, repo: Path = REPO) -> None:
+        self.folder, self.runs = folder, 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(repo / "tests" / "harness" / "fork_server.py")], cwd=repo,
+            env={**environment(), "PYTHONPATH": str(repo)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(200)
+
+    def ask(self, request: dict) -> dict:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(
+        self, config, *flags, ranks=1, module="train", disks=None, at=None, log=None, **variables
+    ) -> Forked:
+        """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`.
+        `log`: a terminal's name, instead of a file.
+        """
+        nodes = {}
+        if disks:
+            ranks, nodes["disks"] = sum(disks.values()), {str(k): n for k, n in disks.items()}
+            nodes["at"] = str(at)
+        return self._start(module, ["--config", config, *flags], ranks, log, variables, **nodes)
+
+    def script(self, path, *args, **variables) -> Finished:
+        """Run a script like `python PATH ARGS`, but with its imports already done."""
+        return self._start(path, args, 1, None, variables).wait()
+
+    def _start(self, module, argv, ranks, log, variables, **nodes) -> Forked:
+        self.runs += 1
+        log = Path(log) if log else self.folder / f"log_{self.runs}"
+        request = {
+            "argv": list(map(str, argv)), "ranks": ranks, "log": str(log), "port": free_port(),
+            "environment": variables, "module": str(module), **nodes,
+        }  # fmt: skip
+        log.touch()
+        return Forked(self, log, self.ask(request)["pids"])
+
+    def train(self, config, *flags, ranks=1, **options) -> Finished:
+        return self.start(config, *flags, ranks=ranks, **options).wait()

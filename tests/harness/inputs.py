@@ -1,0 +1,91 @@
+"""What runs are given: small models, rows, run configs and ds_configs."""
+
+import json
+import shutil
+from pathlib import Path
+
+from harness.repository import REPO
+
+
+def strategy(tmp_path, name, **optimizer) -> Path:
+    """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler."""
+    ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
+    ds_config["optimizer"]["params"] |= {"torch_adam": True, **optimizer}
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(ds_config))
+    return file
+
+
+def write_rows(path, rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def save_tiny_llama(
+    folder, tokenizer, dropout, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
+) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers,
+        intermediate_size=intermediate_size, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True, attention_dropout=dropout, initializer_range=0.1,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def copy_with_code(model, folder, ran) -> Path:
+    """A copy of a model whose config.json names code of its own, which creates the file `ran`."""
+    shutil.copytree(model, folder)
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: ...\n")
+    architecture = json.loads((folder / "config.json").read_text())
+    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
+    (folder / "config.json").write_text(json.dumps(architecture))
+    return folder
+
+
+def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes) -> Path:
+    """A run config for the tiny model; `a__b=value` sets the key a.b, None removes it."""
+    import yaml
+
+    config = {
+        "output_dir": str(tmp_path / "run"),
+        "ds_config": "ds_configs/zero2.json",
+        "model": {"name_or_path": str(model)},
+        "data": {
+            "train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
+            "eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
+            "max_length": 256,
+            "micro_batch_tokens": 1024,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "train": {
+            "global_batch_size": 12,
+            "epochs": 2,
+            "learning_rate": 3e-3,
+            "lr_schedule": "linear",
+            "warmup_examples": 24,
+            "weight_decay": 0.1,
+            "gradient_clipping": 0.5,
+            "seed": 7,
+        },
+        "tracking": {"wandb": "disabled"},
+    }
+    for dotted, value in changes.items():
+        *parents, leaf = dotted.split("__")
+        block = config
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        if value is None:
+            block.pop(leaf, None)
+        else:
+            block[leaf] = value
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path

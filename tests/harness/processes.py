@@ -1,0 +1,103 @@
+"""Real processes: commands that run to their end, and training that is left running."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.repository import REPO
+
+# COLUMNS and LINES are exported by readline, and what draws on a terminal prefers them to its size
+UNWANTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "LINES")
+
+
+@dataclasses.dataclass
+class Finished:
+    """The exit code and the output of a process that has ended."""
+
+    code: int
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The one-line messages about user mistakes."""
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process for a run on CPU, without a network."""
+    keep = {k: v for k, v in os.environ.items() if k not in UNWANTED}
+    return {
+        **keep,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # packages may be on it too, on a machine without a network
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def launch_command(script_and_args, ranks, launcher="deepspeed"):
+    """Command line that runs a script on `ranks` processes, or with plain python on one."""
+    args = [str(arg) for arg in script_and_args]
+    if launcher == "python":
+        return [sys.executable, *args]
+    program = str(Path(sys.executable).parent / launcher)
+    count = "--num_gpus" if launcher == "deepspeed" else "--nproc_per_node"
+    return [program, count, str(ranks), "--master_port", free_port(), *args]
+
+
+def run(command, timeout=500, cwd=REPO) -> Finished:
+    """Run a command to its end; at the time-out it is killed with everything it has started."""
+    process = subprocess.Popen(
+        [str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {timeout} s: {command}\n{output[-4000:]}")
+    return Finished(process.returncode, output)
+
+
+def start(
+    config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL, **variables
+) -> subprocess.Popen:
+    """Start train.py with a launcher in a new session, and leave it running."""
+    command = launch_command(["train.py", "--config", config_file, *flags], ranks, launcher)
+    return subprocess.Popen(
+        command, cwd=REPO, env={**environment(), **variables}, stdout=stdout,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_until(happened, process, log=None, seconds=500, interval=0.01):
+    """Poll `happened()` until it returns something true, and return that. Fails, with the text of
+    the file `log`, once the process has ended without it, or after `seconds`.
+
+    Args:
+        process: anything with a method `poll`, which returns None while it runs.
+        interval: seconds between two calls.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        code = process.poll()  # first, so that what the process did last is seen
+        if result := happened():
+            return result
+        if code is not None or time.monotonic() > deadline:
+            why = f"still running after {seconds} s" if code is None else f"ended with {code}"
+            pytest.fail(f"{why}\n{log.read_text(errors='replace') if log else ''}")
+        time.sleep(interval)

@@ -1,0 +1,66 @@
+"""What a run has written, and the plain loop that it must equal."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from zerotrain.tracking.metrics import read_metrics
+
+
+def logged(run_folder, kind="train"):
+    """read_metrics of a run that may not have begun to write."""
+    return read_metrics(run_folder, kind) if (Path(run_folder) / "metrics.jsonl").exists() else []
+
+
+def determined(run_folder):
+    """Of each step the metrics that a resumed and an uninterrupted run must share bit for bit."""
+    names = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "micro_steps")
+    return [{name: step[name] for name in names} for step in read_metrics(run_folder)]
+
+
+def is_saving(checkpoints, since):
+    """Whether there is a draft newer than `since`; one of an earlier run may still exist."""
+    with suppress(FileNotFoundError):
+        return any(draft.stat().st_ctime > since for draft in checkpoints.glob("step_*.tmp"))
+
+
+def stop_after_one_step(run_folder):
+    run_folder.mkdir()
+    (run_folder / "stop").touch()
+
+
+def plainly(config_file, tokenizer, *prepare):
+    """train_plainly of a config file, on one thread like the ranks; more wait for each other."""
+    import torch
+
+    from zerotrain.config.parse import parse_command_line
+    from zerotrain.tools.plain_loop import train_plainly
+
+    torch.set_num_threads(1)
+    config = parse_command_line(["--config", str(config_file)]).config
+    return train_plainly(config, tokenizer, *prepare)
+
+
+def assert_same(run_folder, plain):
+    """Each step's loss and gradient norm, and the evaluations, are those of a plain loop."""
+    steps = read_metrics(run_folder)
+    assert [step["step"] for step in steps] == list(range(1, len(plain.losses) + 1))
+    evals = [evaluation["eval_loss"] for evaluation in read_metrics(run_folder, "eval")]
+    for found, expected in (
+        ([step["loss"] for step in steps], plain.losses),
+        ([step["grad_norm"] for step in steps], plain.grad_norms),
+        (evals, plain.eval_losses[-len(evals) :]),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def assert_same_weights(folder, plain):
+    """Those of an exported model are those of a plain loop, by the distance of each tensor."""
+    from safetensors.torch import load_file
+
+    exported = load_file(folder / "model.safetensors")
+    assert set(exported) == set(plain.weights)
+    for name, weight in plain.weights.items():
+        distance = (exported[name] - weight.detach()).norm() / weight.detach().norm()
+        assert distance < 1e-5, f"{name}: {distance:.1e}"
