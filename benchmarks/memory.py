@@ -11,8 +11,8 @@ estimates of GPU and CPU are added up.
 
 import gc
 import json
-import math
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
-from benchmarks.step import opened_run
-from zerotrain.checkpoint.state import Progress
+from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.start import Start
+from zerotrain.checkpoint.state import Progress, RunIdentity
+from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
+from zerotrain.runtime.agreement import run_on_first_rank
 from zerotrain.runtime.errors import exit_on_error
-from zerotrain.tools.plan import node_memory
-from zerotrain.tools.strategy import ASSUMED_RATES, Cluster, Strategy
+from zerotrain.runtime.process_group import group_ranks, process_group
+from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.steps import PhaseTimer
+from zerotrain.training.optimizer import make_schedule
+from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 from zerotrain.training.states import GIB
 
 
@@ -46,29 +51,33 @@ class Watch(PhaseTimer):
 
 
 def main(config: Config) -> None:
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        opened_run(config) as (setup, run),
-    ):
-        ranks = run.ranks
+    lock = RunLock(Path(config.output_dir))
+    with ExitStack() as stack:
+        # as train.py begins a run, without held-out sets
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        stack.enter_context(profiler)
+        world = stack.enter_context(process_group(config.distributed.timeout_seconds))
+        run_on_first_rank(world, lambda: stack.enter_context(lock))
+        setup, tokenizer = open_run_on_all_ranks(config, world)
+        ranks = group_ranks(world, *group_sizes(setup.ds_config))
+        plan, _ = load_plans(setup, tokenizer, ranks)
+        identity = RunIdentity.of(setup, plan)
+        schedule = make_schedule(setup.config.train, plan)
+        run = train.build_run(setup, tokenizer, identity, Start(plan), schedule, {}, ranks, lock)
         watch = Watch(ranks.device)
         watch.model = run.engine.module
         run = replace(run, timer=watch)
-        batches = load_steps(
-            run.plan, ranks.data_rank, 0, run.total_steps, part=ranks.sequence_part
-        )
+        batches = load_steps(plan, ranks.data_rank, 0, run.total_steps, part=ranks.sequence_part)
         progress = train.take_step(run, batches, Progress())
         with record_function("second step"):
             train.take_step(run, batches, progress)
+        run.hang_watch.close()
+        run.metrics.close(0)
     if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        local_ranks = setup.machine.local_ranks
-        cluster = Cluster(ranks.world_size, local_ranks, math.nan, ASSUMED_RATES)
-        model = setup.architecture
-        strategy = Strategy(config, setup.ds_config, model.skeleton, model.counts, cluster)
-        memory = strategy.memory(config.data.micro_batch_tokens)
-        on_cpu = node_memory(strategy, memory)[0] / local_ranks
+        memory = estimate_memory(setup)
+        on_cpu = memory.cpu / setup.machine.local_ranks
         states = sum(memory.states.values()) - memory.states.get("buffers", 0)
         pairs = (
             (states + on_cpu, watch.states_bytes),

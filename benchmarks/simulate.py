@@ -27,7 +27,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.data.plan import Budget, plan_step
-from zerotrain.tools.plan import daly_seconds
+from zerotrain.tools.estimate import daly_seconds
 
 OPTIONS = {  # name: default, help
     "micro_batch_tokens": (8192, "longer examples are cut to it"),

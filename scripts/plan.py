@@ -6,56 +6,47 @@
 Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the interval of saves,
 and the memory of the run's own choice (--ds_config FILE). It needs neither GPU nor weights: a
 model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub; local rows
-are tokenized as in training, unless --mean_tokens is given.
-zerotrain/tools/memory.py and zerotrain/tools/strategy.py have the formulas and what they leave out.
-Nodes and GPUs are those in the first comment of the recipe that is given, or one GPU, unless
-they are options; --gpu is an A100 unless given.
+are tokenized as in training, unless --mean_tokens is given. zerotrain/tools/memory.py and
+zerotrain/tools/estimate.py have the formulas and what they leave out. Nodes and GPUs are those in
+the first comment of the recipe that is given, or one GPU, unless they are options; --gpu is an A100
+unless given.
 """
 
 import argparse
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.data.data_plan import make_plans
-from zerotrain.model.load import load_model_config, load_tokenizer
+from zerotrain.launch.hostfile import read_hostfile
+from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
-from zerotrain.runtime.machine import PEAK_TFLOPS, Machine, peak_flops_per_s
-from zerotrain.tools.plan import Planner, Row, best_of, daly_seconds
-from zerotrain.tools.strategy import ASSUMED_RATES, Cluster
-from zerotrain.training.setup import Architecture, resolve
+from zerotrain.runtime.machine import PEAK_TFLOPS, peak_flops_per_s
+from zerotrain.tools.estimate import (
+    Estimate,
+    GpuCluster,
+    Hardware,
+    Workload,
+    daly_seconds,
+    estimate,
+    fastest,
+)
+from zerotrain.tools.open_plans import open_plans
+from zerotrain.training.setup import Architecture
 from zerotrain.training.states import GIB, MASTER, MOMENTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 REPO = Path(__file__).resolve().parent.parent
-CLUSTER = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
-HOST = re.compile(r"^\s*[^\s#]+\s+slots=(\d+)", re.MULTILINE)
-ASSUMED = {
-    **ASSUMED_RATES,
-    "cpu_memory_gib": 1000.0,
-    "disk_gb_per_s": 2.0,
-    "node_mtbf_hours": 6000.0,
-}
-HELP = {
-    "mfu": "share of the GPUs' peak in 16 bits that is reached, recomputed activations included",
-    "node_gb_per_s": "bus bandwidth of an all-reduce on one node",
-    "network_gb_per_s": "bus bandwidth of an all-reduce on several nodes",
-    "pcie_gb_per_s": "between a GPU and CPU memory",
-    "nvme_gb_per_s": "of a node's NVMe disks",
-    "cpu_memory_gib": "of a node",
-    "disk_gb_per_s": "at which a checkpoint is written",
-    "node_mtbf_hours": "mean time between failures of a node",
-}
-WORTH = 1.6  # times the tokens/s that a second node has to give
+IN_RECIPE = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
+PARTS = ("weights", "gradients", "optimizer", "buffers")
 
 
 def main() -> None:
@@ -66,65 +57,56 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="run config")
-    add("--hostfile", help="of which the nodes and GPUs are")
+    add("--hostfile", help="names the nodes and their GPUs")
     add("--nodes", type=int)
     add("--gpus", type=int, help="of each node")
     add("--gpu", help="name and memory of a GPU: h100-80gb, h200-141gb, a100-40gb ...")
     add("--links", metavar="FILE", help="what preflight --links has measured")
     add("--mean_tokens", type=float, help="of a row; default: of local rows, else max_length / 2")
     add("--rows", type=int, help="of an epoch; default: the local ones")
-    for name, default in ASSUMED.items():
-        add(f"--{name}", type=float, default=default, help=f"{HELP[name]} ({default:g})")
+    for rate in fields(Hardware):
+        text = f"{rate.metadata['help']} ({rate.default:g})"
+        add(f"--{rate.name}", type=float, default=rate.default, help=text)
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
     cluster = choose_cluster(args)
     given = [n for n in (args.nodes, args.gpus, args.mean_tokens, args.rows) if n is not None]
-    if min(cluster.gpus, cluster.gpu_memory_gib, *cluster.assumed.values(), *given) <= 0:
-        raise UserError("nodes, GPUs, rows, tokens, memory and every rate are positive numbers")
-    show(make_planner(config, cluster, args.mean_tokens, args.rows))
+    rates = asdict(cluster.hardware).values()
+    if min(cluster.gpus, cluster.gpu_memory_gib, *rates, *given) <= 0:
+        raise UserError("nodes, GPUs, rows, tokens, memory and every rate must be positive numbers")
+    show(make_workload(config, args.mean_tokens, args.rows), cluster)
 
 
-def choose_cluster(args: argparse.Namespace) -> Cluster:
-    """Nodes and GPUs as given, else as in the recipe, and what is assumed of them."""
-    assumed = {name: getattr(args, name) for name in ASSUMED}
-    if args.links:
-        try:
-            links = json.loads(read_text(args.links))
-            assumed |= {name: float(rate) for name, rate in links.items()}
-        except (ValueError, AttributeError, TypeError) as error:
-            raise UserError(f"{args.links}: not what preflight --links writes") from error
-    stated = cluster_of(read_text(args.config)) or Cluster(1, 1, 80, {})
-    slots = [stated.gpus] * stated.nodes
+def choose_cluster(args: argparse.Namespace) -> GpuCluster:
+    """The options, else the cluster in the recipe's first comment, else one A100 of 80 GB."""
+    rates = {rate.name: getattr(args, rate.name) for rate in fields(Hardware)}
+    try:
+        links = json.loads(read_text(args.links)) if args.links else {}
+        hardware = Hardware(**rates | {name: float(rate) for name, rate in links.items()})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{args.links}: not what preflight --links writes") from error
+    nodes, gpus, gib = cluster_in(read_text(args.config))
     if args.hostfile:
-        slots = [int(count) for count in HOST.findall(read_text(args.hostfile))]
-        if not slots:
-            raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
-    name = args.gpu or f"a100-{stated.gpu_memory_gib:.0f}gb"
-    kind, _, memory = name.rpartition("-")
-    peak = peak_flops_per_s(kind.replace("-", " "))
-    gib = memory.removesuffix("gb")
-    if peak is None or not gib.isdecimal():
+        slots = [len(host.slots) for host in read_hostfile(args.hostfile)]
+        nodes, gpus = len(slots), min(slots)
+    name, _, memory = (args.gpu or f"a100-{gib}gb").rpartition("-")
+    peak = peak_flops_per_s(name.replace("-", " "))
+    memory = memory.removesuffix("gb")
+    if peak is None or not memory.isdecimal():
         known = ", ".join(PEAK_TFLOPS)
-        raise UserError(f"--gpu {name}: give one of {known}, and its memory, as in h100-80gb")
-    gpus = args.gpus or min(slots)
-    assumed["peak_flops_per_s"] = peak
-    return Cluster((args.nodes or len(slots)) * gpus, gpus, int(gib), assumed)
+        raise UserError(f"--gpu {args.gpu}: give one of {known}, and its memory, as in h100-80gb")
+    return GpuCluster(args.nodes or nodes, args.gpus or gpus, int(memory), peak, hardware)
 
 
-def cluster_of(text: str, assumed: Mapping[str, float] = ASSUMED) -> Cluster | None:
-    """The cluster in a recipe's head comment."""
-    if found := CLUSTER.search(text):
-        nodes, gpus, gib = map(int, found.groups())
-        return Cluster(nodes * gpus, gpus, gib, assumed)
-    return None
+def cluster_in(recipe: str) -> tuple[int, int, int]:
+    """Nodes, GPUs of each and GiB of a GPU in the first comment of a recipe, or one GPU of 80."""
+    found = IN_RECIPE.search(recipe)
+    return tuple(map(int, found.groups())) if found else (1, 1, 80)
 
 
-def make_planner(
-    config: Config,
-    cluster: Cluster,
-    mean_tokens: float | None = None,
-    rows: int | None = None,
-) -> Planner:
+def make_workload(
+    config: Config, mean_tokens: float | None = None, rows: int | None = None
+) -> Workload:
     """The run, with the lengths of its rows if they are local and mean_tokens is not given.
 
     Raises:
@@ -136,16 +118,12 @@ def make_planner(
     model = Architecture.of(config, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
     if mean_tokens is None and all(s.path for s in config.data.sources("train_sources")):
-        setup = resolve(config, Machine(cluster.ranks, cluster.gpus, precision="bf16"), model)
-        data = make_plans(setup.config, load_tokenizer(config), setup.budget)[0].data
+        data = open_plans(config, world_size=1)[2].data
         lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
-    mean = lengths.mean()
-    examples = train.global_batch_size or train.global_batch_tokens / mean
+    examples = train.global_batch_size or train.global_batch_tokens / lengths.mean()
     flops = model.flops.of_examples(lengths, supervised.sum()) / len(lengths)
     steps = train.steps or (rows and train.epochs * math.ceil(rows / examples))
-    work = examples * mean, examples * flops, steps
-    cluster = replace(cluster, assumed={**cluster.assumed, "mean_tokens": mean})
-    return Planner(config, model, *work, cluster)
+    return Workload(config, model, examples * lengths.mean(), examples * flops, steps)
 
 
 def load_shape(config: Config) -> "PretrainedConfig":
@@ -163,110 +141,109 @@ def load_shape(config: Config) -> "PretrainedConfig":
 # What is printed
 
 
-def show(planner: Planner) -> None:
+def show(workload: Workload, cluster: GpuCluster) -> None:
     """Print the tables, and what follows from them."""
-    cluster = planner.cluster
-    nodes = cluster.nodes
-    assumed = cluster.assumed
-    own = planner.config.ds_config
+    own = workload.config.ds_config
+    read_text(own, "ds_config: ")
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
     files += [own] * (own not in files)
-    read_text(own, "ds_config: ")
-    refused: list[str] = []
-    rows = rows_of(planner, files, nodes, refused)
-    if not rows:
+    found, refused = estimate_each(workload, files, cluster)
+    if not found:
         raise UserError(refused[0])
+    counts = workload.architecture.counts
+    hardware = cluster.hardware
+    rates = ", ".join(f"{name} {rate:,g}" for name, rate in asdict(hardware).items())
     print(
-        f"{planner.config.model.name_or_path}: {planner.architecture.counts.total:,} parameters, "
-        f"{planner.architecture.counts.trained:,} trained; steps of {planner.tokens:,.0f} tokens, "
-        f"{planner.steps or '--rows'} of them\n{nodes} x {cluster.gpus} GPUs, "
-        f"{cluster.gpu_memory_gib:.0f} GB; assumed: nothing overlaps, "
-        + ", ".join(f"{name} {value:,.4g}" for name, value in assumed.items())
-    )
-    print(
-        "\nGiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
+        f"{workload.config.model.name_or_path}: {counts.total:,} parameters, {counts.trained:,} "
+        f"trained; {workload.steps or '--rows'} steps of {workload.tokens:,.0f} tokens\n"
+        f"{cluster.nodes} x {cluster.gpus} GPUs, {cluster.gpu_memory_gib} GB, "
+        f"{cluster.peak_flops_per_s / 1e12:,g} TFLOP/s; assumed: nothing overlaps, {rates}\n\n"
+        "GiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
         "tokens: the largest micro-batch that fits"
     )
-    show_table([sizes(row) for row in rows])
+    show_table([memory_cells(each) for each in found])
     print("\nhours of the run, GB that a rank sends in a step")
-    show_table([speed(planner, row) for row in rows])
-    print("\n".join(f"not possible: {why}" for why in refused))
-    for row in rows:
-        if row.file == own:
-            print(f"{own}: {row.memory}")
+    show_table([time_cells(workload, each) for each in found])
+    for why in refused:
+        print(f"not possible: {why}")
 
-    counts = sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))})
-    best = {count: best_of(rows_of(planner, files, count, []), own) for count in counts}
+    nodes = cluster.nodes
+    best = {}
+    for size in sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))}):
+        of_size, _ = estimate_each(workload, files, replace(cluster, nodes=size))
+        best[size] = fastest(of_size, own)
     print("\nthe fastest that fits")
-    show_table([{"nodes": n} | speed(planner, found[0]) for n, found in best.items() if found])
-    if best[1] and best[2]:
-        gain = best[1][0].seconds / best[2][0].seconds
-        verdict = "worth it" if gain >= WORTH else f"not worth it, less than {WORTH}"
-        print(f"a second node gives {gain:.2f} times the tokens/s: {verdict}")
+    show_table([{"nodes": n, **time_cells(workload, of[0])} for n, of in best.items() if of])
     if not best[nodes]:
         print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
         return
+    saved = (MASTER + MOMENTS) * counts.trained
+    seconds = saved / hardware.disk_gb_per_s / 1e9
+    minutes = daly_seconds(seconds, 3600 * hardware.node_mtbf_hours / nodes) / 60
     first, *others = best[nodes]
-    saved = (MASTER + MOMENTS) * planner.architecture.counts.trained
-    save_seconds = saved / assumed["disk_gb_per_s"] / 1e9
-    hours = assumed["node_mtbf_hours"] / nodes
-    minutes = daly_seconds(save_seconds, 3600 * hours) / 60
     print(
-        f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula for saves of "
-        f"{digits(save_seconds)} s and a failure every {hours:,.0f} h; a checkpoint has "
+        f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula; a checkpoint has "
         f"{digits(saved / GIB)} GiB\n"
-        f"use: {first.file}, the fastest that fits, or the simplest of equally fast ones: "
-        f"{first.seconds:.3g} s per step"
-        + "".join(f"; {row.file} {row.seconds:.3g}" for row in others[:2])
+        f"use: {first.file}, the fastest that fits, or the first of about equally fast ones: "
+        f"{digits(first.seconds)} s per step"
+        + "".join(f"; {each.file} {digits(each.seconds)}" for each in others[:2])
     )
 
 
-def rows_of(planner: Planner, files: list[str], nodes: int, refused: list[str]) -> list[Row]:
-    """The rows of the configs that can be used; why others cannot is added to `refused`."""
-    rows = []
+def estimate_each(
+    workload: Workload, files: Sequence[str], cluster: GpuCluster
+) -> tuple[list[Estimate], list[str]]:
+    """The estimates under the configs that can be used, and why the others cannot."""
+    found = []
+    refused = []
     for file in files:
         try:
-            rows.append(planner.row(file, nodes))
+            found.append(estimate(workload, file, cluster))
         except UserError as error:
             refused.append(str(error))
-    return rows
+    return found, refused
 
 
-def show_table(records: list[dict[str, Any]]) -> None:
-    import pandas as pd
-
-    print(pd.DataFrame(records).to_string(index=False, na_rep="-", float_format=digits))
-
-
-def digits(value: float) -> str:
-    """Three significant ones at least."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def sizes(row: Row) -> dict[str, Any]:
-    memory = row.memory
-    parts = memory.states | {
+def memory_cells(each: Estimate) -> dict[str, Any]:
+    memory = each.memory
+    sizes = {name: memory.states.get(name, 0) for name in PARTS} | {
         "activations": memory.kept,
         "checkpointed": memory.inputs,
         "loss": memory.loss,
         "peak": memory.peak,
-        "CPU": row.host,
-        "NVMe": row.nvme,
+        "CPU": max(memory.cpu, memory.loading),
+        "NVMe": memory.nvme,
     }
-    in_gib = {name: size / GIB for name, size in parts.items()}
-    return {"": Path(row.file).stem} | in_gib | {"tokens": row.largest_budget}
+    in_gib = {name: size / GIB for name, size in sizes.items()}
+    return {"": Path(each.file).stem, **in_gib, "tokens": each.largest_micro_batch}
 
 
-def speed(planner: Planner, row: Row) -> dict[str, Any]:
+def time_cells(workload: Workload, each: Estimate) -> dict[str, Any]:
     return {
-        "": Path(row.file).stem,
-        "fits": "yes" if row.fits else "no",
-        "micro-steps": row.micro_steps,
-        "GB sent": row.sent / 1e9,
-        "s per step": f"{row.seconds:.3g}",
-        "tokens/s": f"{planner.tokens / row.seconds:,.0f}",
-        "hours": (planner.steps or math.nan) * row.seconds / 3600,
+        "": Path(each.file).stem,
+        "fits": "yes" if each.fits else "no",
+        "micro-steps": each.micro_steps,
+        "GB sent": each.sent / 1e9,
+        "s per step": each.seconds,
+        "tokens/s": workload.tokens / each.seconds,
+        "hours": workload.steps * each.seconds / 3600 if workload.steps else "-",
     }
+
+
+def show_table(records: Sequence[Mapping[str, Any]]) -> None:
+    if not records:
+        return
+    lines = [[*records[0]], *([digits(cell) for cell in each.values()] for each in records)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print(" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def digits(value: float | str) -> str:
+    """A number with three significant digits at least."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -70,17 +70,6 @@ def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
     assert bench("benchmarks/simulate.py", "--ranks", 0).returncode == 2
 
 
-def test_a_bare_loop_takes_turns_with_the_loop_and_the_shares_of_a_step_sum_to_1(tmp_path):
-    small = ["--train.steps", 9, "--train.global_batch_size", 4, "--output_dir", tmp_path]
-    options = ["--config", "recipes/demo.yaml", *small, "--tracking.wandb", "disabled"]
-    done = bench("-m", "benchmarks.step", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 pairs of steps" in done.stdout
-    lines = [line.split("│")[1:3] for line in done.stdout.splitlines() if line.startswith("│")]
-    shares = {kind.strip(): float(share) for kind, share in lines}
-    assert sum(shares.values()) == pytest.approx(100, abs=0.5) and shares["matrix products"] > 1
-
-
 def test_tokenizing_is_measured_beside_trls_way():
     small = ["--rows", 30, "--pool_rows", 60, "--repeats", 1, "--vocab_size", 400]
     done = bench("benchmarks/tokenizing.py", *small, "--text", "data/sample/eval.jsonl")

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from scripts import plan
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
+from zerotrain.tools.estimate import GpuCluster, estimate
 from zerotrain.training.states import GIB
 
 TABLE = (REPO / "recipes" / "README.md").read_text()
@@ -41,7 +42,7 @@ PUBLISHED = {  # "Safetensors, model size" on the hub
     "google/gemma-3-12b-it": 12_187_325_040,
     "google/gemma-3-27b-it": 27_432_406_640,
 }
-ASSUMED = plan.ASSUMED | {"peak_flops_per_s": 312e12}
+A100_FLOPS_PER_S = 312e12
 SMALL = {  # in place of the size of that name, where a shape has one
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
@@ -73,14 +74,14 @@ def test_every_recipe_is_in_the_table_and_every_shape_is_as_published():
 @pytest.mark.parametrize("name, cluster, gib", ROWS, ids=lambda value: str(value))
 def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
     text = (REPO / "recipes" / name).read_text()
-    stated = plan.cluster_of(text, ASSUMED)
-    described = f"{stated.nodes} x {stated.gpus} GPUs, {stated.gpu_memory_gib} GB"
+    nodes, gpus, memory = plan.cluster_in(text)
+    described = f"{nodes} x {gpus} GPUs, {memory} GB"
     assert described == cluster and f"recipes/{name}" in text.split("command")[1].split("\n")[0]
     config = config_of(name)
-    planner = plan.make_planner(config, stated, mean_tokens=500)
-    row = planner.row(config.ds_config, stated.nodes)
-    assert round(row.memory.peak / GIB) == int(gib)
-    assert row.fits and row.largest_budget >= config.data.micro_batch_tokens
+    workload = plan.make_workload(config, mean_tokens=500)
+    found = estimate(workload, config.ds_config, GpuCluster(nodes, gpus, memory, A100_FLOPS_PER_S))
+    assert round(found.memory.peak / GIB) == int(gib)
+    assert found.fits and found.largest_micro_batch >= config.data.micro_batch_tokens
 
 
 @pytest.fixture(scope="module")
