@@ -172,10 +172,10 @@ def table_of(runs: dict[str, list[dict[str, float]]]) -> Table:
 
 def launch(args: argparse.Namespace, *command: object) -> float:
     """Run a script on all ranks. Returns the memory of its largest process, GiB."""
-    code, output, peak_gib = run_local_ranks(args.ranks, command, args.folder / "log.txt")
-    if code:
-        sys.exit(f"{output[-4000:]}\nended with exit code {code}")
-    return peak_gib
+    ended = run_local_ranks(args.ranks, command, args.folder / "log.txt")
+    if ended.code:
+        sys.exit(f"{ended.output[-4000:]}\nended with exit code {ended.code}")
+    return ended.peak_gib
 
 
 def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]], float]:
@@ -222,7 +222,7 @@ def start_trainer(args: argparse.Namespace, strategy: str) -> tuple[list[dict[st
     """The same of Trainer with a sampling strategy."""
     options = ("global_batch_size", "micro_batch_tokens", "precision")
     flags = [f"--{name}={getattr(args, name)}" for name in options]
-    module = ("--module", "benchmarks.against_trainer")
+    module = ("-m", "benchmarks.against_trainer")
     command = (*module, "--trainer", strategy, "--folder", args.folder, *flags)
     peak_gib = launch(args, *command)
     return json.loads((args.folder / "trainer.json").read_text()), peak_gib

@@ -28,9 +28,12 @@ from typing import TYPE_CHECKING
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+from zerotrain.tools.short_run import short_run
 
 if TYPE_CHECKING:
     from zerotrain.config.schema import Config
+
+EQUIVALENCE_STEPS = 4
 
 
 def main() -> None:
@@ -59,7 +62,8 @@ def main() -> None:
         raise UserError(
             "--world, --then and --ranks must be at least 1, --cut in [0, 1], --epoch at least 0"
         )
-    config = parse_command_line(rest, prog="prove.py").config
+    short = short_run(EQUIVALENCE_STEPS) if args.claim == "equivalence" else []
+    config = parse_command_line([*rest, *short], prog="prove.py").config
 
     from zerotrain.tracking.console import quieten_libraries
 

@@ -11,7 +11,6 @@ loader; `forward`, `backward` and `optimizer` the network, as the own work of a 
 Exit code 1 if a run fails; the others still count. After Ctrl-C, sizes that are left are not run.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -23,40 +22,25 @@ from zerotrain.launch.job import Job, job_of, make_parser, split_command
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 from zerotrain.tools.new_folder import own_folder
+from zerotrain.tools.short_run import short_run
+from zerotrain.tracking.metrics import read_metrics
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
-def short_run(job: Job, nodes: int, growth: float, steps: int, folder: Path) -> Job:
-    """The job on its first hosts, for a few steps, without evaluation and W&B."""
+def short_job(job: Job, nodes: int, growth: float, steps: int, folder: Path) -> Job:
+    """The job on its first hosts, for a few steps."""
     train = job.config.train
     key = "global_batch_size" if train.global_batch_tokens is None else "global_batch_tokens"
-    flags = {
-        "output_dir": folder.absolute(),
-        f"train.{key}": max(1, round(growth * getattr(train, key))),
-        "train.steps": steps,
-        "train.epochs": "null",
-        "data.eval_sources": "[]",
-        "data.eval_fraction": 0,
-        "eval.every_steps": 0,
-        "eval.generate": 0,
-        "eval.patience": 0,
-        "checkpoint.every_steps": 0,
-        "checkpoint.every_minutes": 0,
-        "checkpoint.resume": "auto",
-        "checkpoint.weights_only": "false",
-        "tracking.wandb": "disabled",
-        "distributed.world_size": "null",
-    }
-    words = [f"--{name}={value}" for name, value in flags.items()]
+    batch = max(1, round(growth * getattr(train, key)))
+    words = [*short_run(steps), f"--output_dir={folder.absolute()}", f"--train.{key}={batch}"]
     return job.with_hosts(job.hosts[:nodes]).with_command([*job.command, *words])
 
 
 def measure(folder: Path) -> dict[str, float]:
     """Tokens per second, and seconds per step by phase, after the warm-up."""
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    steps = [record for record in records if record["kind"] == "train"][WARM_UP_STEPS:]
+    steps = read_metrics(folder, "train")[WARM_UP_STEPS:]
     seconds = sum(step["step_seconds"] for step in steps)
     measured = {"tokens/s": sum(step["tokens"] for step in steps) / seconds}
     for phase in PHASES:
@@ -91,7 +75,7 @@ def main() -> None:
         folder = arguments.output / f"nodes_{nodes}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            outcome = launch(short_run(job, nodes, growth, arguments.steps, folder))
+            outcome = launch(short_job(job, nodes, growth, arguments.steps, folder))
         except UserError as error:
             print(f"{nodes} nodes: {error}", file=sys.stderr, flush=True)
             continue

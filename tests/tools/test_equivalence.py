@@ -16,6 +16,7 @@ from zerotrain.config.parse import dump_config, parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.equivalence import small_config, start_training
+from zerotrain.tools.local_ranks import Ended, run_local_ranks
 
 sys.path.insert(0, str(REPO / "scripts"))
 import prove
@@ -25,11 +26,11 @@ import prove
 def command(forks, monkeypatch, capsys):
     """prove.py with forked ranks: (exit code, what it prints)."""
 
-    def start(config, ranks, _python=None):
+    def start(config, ranks):
         file = Path(f"{config.output_dir}.yaml")
         file.write_text(dump_config(config))
         finished = forks.train(file, ranks=ranks)
-        return finished.code, finished.output, 1.0
+        return Ended(finished.code, finished.output, 1.0)
 
     def run(claim, config, *argv):
         argv = ["prove.py", claim, "--config", config, *argv]
@@ -100,6 +101,13 @@ def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path, monkeypa
         replace(config, ds_config="ds_configs/zero1.json", train=train), 2
     )
     assert code == 0 and len(read_metrics(config.output_dir)) == 2, output
+
+
+def test_the_code_of_the_rank_that_failed_first_counts_and_none_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(zerotrain.tools.local_ranks, "SECONDS_AFTER_A_FAILURE", 0.1)
+    script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] > '0' else time.sleep(600)"
+    ended = run_local_ranks(3, ["-c", script], tmp_path / "log")
+    assert ended.code == 3 and 0 < ended.peak_gib < 1
 
 
 SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())

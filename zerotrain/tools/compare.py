@@ -1,38 +1,48 @@
 """Compares the loss curves of two runs, for compare_runs.py."""
 
+import math
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from zerotrain.runtime.errors import UserError, listed
-from zerotrain.tools.report import read_run
+from zerotrain.tracking.metrics import read_metrics
 
 TOLERANCE = 1e-5  # relative: the effect of summing in another order in fp32
 
 
-def compare_curves(before: Path, after: Path, tolerance: float = TOLERANCE) -> bool:
+def compare_curves(before: Path, after: Path) -> bool:
     """Print the largest relative difference of loss and gradient norm between the first and the
     last step that both runs have.
 
     Returns:
-        Whether both are within the tolerance, and no step is missing or NaN in one run only.
+        Whether both are within TOLERANCE, and no step is missing or NaN in one run only.
 
     Raises:
         UserError: not a run folder, or the runs have no steps in common.
     """
-    first, second = (read_run(folder).series for folder in (before, after))
+    runs = [{r["step"]: r for r in read_metrics(run, "train")} for run in (before, after)]
+    first = max(min(run, default=1) for run in runs)
+    last = min(max(run, default=0) for run in runs)
+    steps = sorted(k for k in {*runs[0], *runs[1]} if first <= k <= last)
     is_same = True
     for name in ("loss", "grad_norm"):
-        if not (name in first and name in second and {*first[name].index} & {*second[name].index}):
+        a, b = (np.array([number(run.get(k, {}).get(name)) for k in steps]) for run in runs)
+        if not np.isfinite(a + b).any():
             raise UserError(f"the runs have no steps with {name} in common")
-        # step_seconds is recorded with every step, and always finite
-        steps = [run["step_seconds"].index for run in (first, second)]
-        both = first[name].to_frame("before").join(second[name].rename("after"), how="outer")
-        both = both.loc[max(s[0] for s in steps) : min(s[-1] for s in steps)]
-        difference = ((both.after - both.before) / both.before.clip(lower=1e-30)).abs()
-        in_one = both.index[both.isna().any(axis="columns")]
-        is_same &= difference.max() <= tolerance and in_one.empty
-        print(f"{name}: largest relative difference {difference.max():.1e}, at step "
-              f"{difference.idxmax()} of {len(difference)}")  # fmt: skip
-        if not in_one.empty:
+        difference = np.abs(b - a) / np.maximum(a, 1e-30)
+        worst = np.nanargmax(difference)
+        in_one = np.array(steps)[np.isnan(a) != np.isnan(b)]
+        is_same &= bool(difference[worst] <= TOLERANCE) and not in_one.size
+        print(f"{name}: largest relative difference {difference[worst]:.1e}, at step "
+              f"{steps[worst]} of {len(steps)}")  # fmt: skip
+        if in_one.size:
             print(f"{name}: missing or NaN in one run only: steps {listed(in_one)}")
-    print("the same curve" if is_same else f"NOT the same within {tolerance:.0e}")
+    print("the same curve" if is_same else f"NOT the same within {TOLERANCE:.0e}")
     return is_same
+
+
+def number(value: Any) -> float:
+    """A value of a record as a float, NaN if it is no number."""
+    return float(value) if isinstance(value, int | float) else math.nan

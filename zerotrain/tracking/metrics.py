@@ -69,7 +69,9 @@ class JsonlSink:
     def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
         kept = []
         if first_step and path.exists():
-            kept = [record for record in read_metrics(path.parent) if record["step"] <= first_step]
+            kept = [
+                record for record in read_metrics(path.parent, None) if record["step"] <= first_step
+            ]
         replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -90,10 +92,10 @@ class JsonlSink:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def read_metrics(run_folder: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, all or of one kind, oldest first. Each has `kind` and
-    `step`; other values may be NaN or infinite. Lines that are no records are left out, such as one
-    that a killed run has begun.
+def read_metrics(run_folder: str | Path, kind: str | None = "train") -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, oldest first: of one kind, or with None all. Each has
+    `kind` and `step`; other values may be NaN or infinite. Lines that are no records are left out,
+    such as one that a killed run has begun.
 
     Raises:
         UserError: the folder has no metrics.jsonl that can be read.
