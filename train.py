@@ -17,31 +17,25 @@ preempted by SIGTERM or SIGUSR1 and saved: the same command resumes; 130 Ctrl-C;
 by SIGTERM or SIGUSR1 with nothing to save, or without the time to; 1 a failure.
 """
 
-import gc
 import sys
-
-from zerotrain.config.parse import check_start, parse_command_line
-from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, exit_on_error
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds, so that --help and mistakes need not wait.
-    COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
-    gc.disable()  # looking for garbage takes a fifth of the imports' time, and finds none
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerotrain.config.parse import check_start, parse_own_command_line
+from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, exit_on_error
+
+COMMAND_LINE = parse_own_command_line(__name__)  # --help need not wait for the imports below
+
 import deepspeed
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, list_complete, take_requests
 from zerotrain.checkpoint.save import Saver
-from zerotrain.checkpoint.start import Start, find_start
+from zerotrain.checkpoint.start import find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
 from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import Config
@@ -68,7 +62,7 @@ from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Guard, apply_update
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule, set_learning_rate
 from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
-from zerotrain.training.setup import Setup, load_plans, open_run_on_all_ranks
+from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -126,69 +120,47 @@ def main(config: Config, mode: str = "train") -> None:
             show_rows(startup_table(setup, start.plan, eval_plans, schedule, ranks))
         if mode == "dry_run":
             return
-        if mode == "rehearse":
-            engine, loss, _ = build_engine(setup, tokenizer, start.plan, ranks)
-            apply_timeout(config.distributed.timeout_seconds, ranks)
-            rehearse(engine, loss, setup, start.plan, ranks)
-            return
-        run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
+        if mode == "train":
+            run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
 
         # 4. Model and engine, in the state that the run starts from.
-        run = build_run(setup, tokenizer, identity, start, schedule, eval_plans, ranks, lock)
+        engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
+        apply_timeout(config.distributed.timeout_seconds, ranks)
+        if mode == "rehearse":
+            rehearse(engine, loss, setup, start.plan, ranks)
+            return
+        # the files of the frozen weights, which checkpoints then need not hold
+        base = start.load(engine, ranks, config.train.seed, loaded.base)
+        check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
-        exit_code = train_to_the_end(run, start.progress)
+        steps = total_steps(config.train, start.plan)
+        metrics = open_metrics(setup.config, start.progress, steps, ranks, lock)
+        run = Training(
+            config=setup.config,
+            identity=identity,
+            ranks=ranks,
+            plan=start.plan,
+            total_steps=steps,
+            schedule=schedule,
+            engine=engine,
+            loss=loss,
+            guard=Guard(start.progress.skipped_in_a_row, ranks, setup.precision == "fp16"),
+            held_out=HeldOutSets(setup.config, eval_plans, tokenizer, engine, loss, ranks),
+            saver=Saver(engine, base, setup, tokenizer, ranks, lock, start, metrics.log),
+            metrics=metrics,
+            reporter=StepReporter(setup, start.plan, metrics, ranks, start.progress),
+            timer=PhaseTimer(ranks.device),
+            profiler=open_profiler(setup.config, start.progress, ranks),
+            hang_watch=HangWatch(config.distributed.timeout_seconds),
+        )
+        exit_code = run_to_its_end(run, start.progress)
     if exit_code:
         sys.exit(exit_code)
 
 
-def build_run(
-    setup: Setup,
-    tokenizer: PreTrainedTokenizerBase,
-    identity: RunIdentity,
-    start: Start,
-    schedule: Schedule,
-    eval_plans: dict[str, DataPlan],
-    ranks: Ranks,
-    lock: RunLock,
-) -> Training:
-    """The engine, ready for the first step after `start`, with metrics and checkpoint saver.
-
-    Raises:
-        UserError: the weights cannot be loaded, or the model cannot be trained with this config.
-    """
-    config = setup.config
-    engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
-    apply_timeout(config.distributed.timeout_seconds, ranks)
-    base = start.load(engine, ranks, config.train.seed, loaded.base)
-    check_engine(engine, setup, tokenizer, start.plan, ranks)
-    steps = total_steps(config.train, start.plan)
-    metrics = open_metrics(config, start.progress, steps, ranks, lock)
-    reporter = StepReporter(setup, start.plan, metrics, ranks, start.progress)
-    return Training(
-        config=config,
-        identity=identity,
-        ranks=ranks,
-        plan=start.plan,
-        total_steps=steps,
-        schedule=schedule,
-        engine=engine,
-        loss=loss,
-        guard=Guard(start.progress.skipped_in_a_row, ranks, setup.precision == "fp16"),
-        held_out=HeldOutSets(config, eval_plans, tokenizer, engine, loss, ranks),
-        saver=Saver(
-            engine, replace(loaded, base=base), setup, tokenizer, ranks, lock, start, metrics.log
-        ),
-        metrics=metrics,
-        reporter=reporter,
-        timer=PhaseTimer(ranks.device),
-        profiler=open_profiler(config, start.progress, ranks),
-        hang_watch=HangWatch(config.distributed.timeout_seconds),
-    )
-
-
-def train_to_the_end(run: Training, progress: Progress) -> int:
-    """Train, report how training ended, and return the exit code."""
+def run_to_its_end(run: Training, progress: Progress) -> int:
+    """Train, say how training ended, and return the exit code."""
     exit_code = EXIT_FAILURE
     ending = "interrupted"
     try:
@@ -230,7 +202,7 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
             if is_evaluation_due(run, progress) and not (stopped or preempted):
                 progress, preempted = evaluate(run, progress)
                 save = save or (run.config.checkpoint.keep_best and progress.is_best)
-            is_last = progress.step >= run.total_steps or is_early_stop(run, progress)
+            is_last = progress.step >= run.total_steps
             save = save or is_last or stopped or preempted
             if save and progress.step > 0 and progress != saved:
                 run.hang_watch.restart()
@@ -395,19 +367,8 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
     run.metrics.log("eval", {**record, "eval_seconds": seconds})
     for name, rows in answers.items():
         run.metrics.log("generations", {"step": progress.step, "set": name, "rows": rows})
-    if is_early_stop(run, progress):
-        best = f"step {progress.best.step:,}, {progress.best.value:.4f}"
-        run.reporter.report_event("early_stop", f"early stop: the best evaluation is {best}")
     return progress, False
 
 
-def is_early_stop(run: Training, progress: Progress) -> bool:
-    """Whether the run is finished before its last step, by eval.patience."""
-    best = progress.best
-    patience = run.config.eval.patience
-    return best is not None and 0 < patience <= best.evaluations_since
-
-
 if __name__ == "__main__":
-    gc.enable()
     exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.mode))

@@ -223,7 +223,7 @@ STATE = {
     "progress": {
         "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": "5f3a91c2",
         "plan_start": {"step": 0, "epoch": 0, "position": 0},
-        "best": {"value": 1.25, "step": 2, "evaluations_since": 1},
+        "best": {"value": 1.25, "step": 2},
         "skipped_in_a_row": 0,
     },
 }  # fmt: skip

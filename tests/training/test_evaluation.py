@@ -64,31 +64,6 @@ def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
     assert exact_match("", row["messages"][-1]["content"], last["answer"]) == 1
 
 
-def test_early_stop_is_the_end_and_the_best_is_kept(forks, tiny_config, tmp_path):
-    """At a learning rate of 0 no evaluation is better than the first."""
-    config = tiny_config(
-        train__epochs=None, train__steps=20, train__learning_rate=0.0,
-        checkpoint={"keep_best": True, "every_steps": 2}, eval={"every_steps": 2, "patience": 2},
-    )  # fmt: skip
-    folder = tmp_path / "run"
-    finished = forks.train(config)
-    assert finished.code == 0, finished.output
-    assert "finished: step 4, " in finished.output and "early stop: " in finished.output
-    [event] = read_metrics(folder, "event")
-    assert (event["step"], event["name"]) == (4, "early_stop")
-    finished = forks.train(config, "--eval.patience", "3")
-    assert finished.code == 0 and "finished: step 6, " in finished.output, finished.output
-
-    better = tmp_path / "better"
-    flags = ["--output_dir", better, "--train.learning_rate", "3e-3", "--eval.patience", "0"]
-    finished = forks.train(config, *flags, "--train.steps", "6", "--checkpoint.every_steps", "0")
-    assert finished.code == 0, finished.output
-    evals = {e["step"]: e["eval_loss"] for e in read_metrics(better, "eval") if e["step"]}
-    best = min(evals, key=evals.__getitem__)
-    checkpoint = better / "checkpoints" / f"step_{best:08d}"
-    assert checkpoint in list_complete(better / "checkpoints")
-
-
 def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     """One of two ranks: all stop after the same token, save, and the resumed run begins with the
     evaluation.

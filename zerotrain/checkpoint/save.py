@@ -47,7 +47,7 @@ from zerotrain.checkpoint.run_folder import (
 from zerotrain.checkpoint.shards import collect, shard_name
 from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import TrainerState, write_state
-from zerotrain.model.load import LoadedModel
+from zerotrain.model.hub import Base
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import RunFailed, UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree
@@ -85,7 +85,7 @@ class Saver:
     def __init__(
         self,
         engine: "DeepSpeedEngine",
-        loaded: LoadedModel,
+        base: Base | None,
         setup: Setup,
         tokenizer: "PreTrainedTokenizerBase",
         ranks: Ranks,
@@ -95,12 +95,13 @@ class Saver:
     ) -> None:
         """
         Args:
+            base: the files that hold the frozen weights; None: checkpoints hold them.
             lock: of the output folder; rank 0 holds it.
             start: of the run; its checkpoint is never removed.
             log: is called with "save" and its values when a checkpoint is complete.
         """
         self.engine = engine
-        self.loaded = loaded
+        self.base = base
         self.tokenizer = tokenizer
         self.config = setup.config.checkpoint
         self.ranks = ranks
@@ -139,7 +140,7 @@ class Saver:
         save_id = gather_json(self.ranks, uuid.uuid4().hex)[0]
         draft = temporary(self.folder / checkpoint_name(state.progress.step), save_id)
         self._create_on_each_disk(draft, state)
-        content = vars(collect(self.engine, self._owns_disk, self.loaded.base))
+        content = vars(collect(self.engine, self._owns_disk, self.base))
         if self.config.async_save:
             content = self._copy(content)
         path = draft / shard_name(self.ranks.rank)
@@ -338,13 +339,8 @@ class Saver:
         """The checkpoints that are kept once that of `state` is complete."""
         config = self.config
         best = state.progress.best
-        complete = list_complete(self.folder)
-        kept = {*complete[-config.keep_last :], self._started_from}
+        kept = {*list_complete(self.folder)[-config.keep_last :], self._started_from}
         kept.add(self.folder / checkpoint_name(state.progress.step))
         if config.keep_best and best is not None:
             kept.add(self.folder / checkpoint_name(best.step))
-        if config.keep_every_steps:
-            for path in complete:
-                if int(path.name.removeprefix("step_")) % config.keep_every_steps == 0:
-                    kept.add(path)
         return kept

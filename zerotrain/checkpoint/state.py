@@ -73,7 +73,6 @@ class Best:
 
     value: float
     step: int
-    evaluations_since: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,10 @@ class Progress:
 
     def evaluated(self, eval_loss: float) -> "Progress":
         """After an evaluation."""
-        now = replace(self, eval_loss=eval_loss)
         best = self.best
         if best is None or lowest_first(eval_loss) < lowest_first(best.value):
-            return replace(now, best=Best(eval_loss, self.step))
-        return replace(now, best=replace(best, evaluations_since=best.evaluations_since + 1))
+            best = Best(eval_loss, self.step)
+        return replace(self, eval_loss=eval_loss, best=best)
 
 
 def lowest_first(loss: float) -> float:

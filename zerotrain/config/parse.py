@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zerotrain.config.help import section_of, settings_table
 from zerotrain.config.schema import Config, Source
-from zerotrain.runtime.errors import UserError, describe, disk_error, similar
+from zerotrain.runtime.errors import UserError, describe, disk_error, exit_on_error, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
@@ -99,6 +99,14 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
         )
     modes = [mode for mode in MODES if f"--{mode}" in argv]
     return CommandLine(config, modes[0] if modes else "train")
+
+
+def parse_own_command_line(name: str) -> CommandLine | None:
+    """parse_command_line of the process whose script is the module `name`; the process ends with a
+    line and code 2 where the user has made a mistake. Nothing is parsed if another script imports
+    the module.
+    """
+    return exit_on_error(lambda: parse_command_line(sys.argv[1:])) if name == "__main__" else None
 
 
 def dump_config(config: Config) -> str:

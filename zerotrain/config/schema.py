@@ -315,14 +315,10 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class EvalConfig(Section):
-    """When to evaluate on the held-out sets, what to measure, and when to stop early."""
+    """When to evaluate on the held-out sets, and what to measure."""
 
     every_steps: NonNegativeInt = 0
     """Evaluate before the first step, every this many steps, and at the end; 0: only at the end."""
-    patience: NonNegativeInt = 0
-    """Finish the run early after this many evaluations in a row without a lower eval_loss; 0:
-    never.
-    """
     generate: NonNegativeInt = 0
     """Let the model answer this many examples of each set, by greedy decoding, and score the
     answers; 0: none.
@@ -343,8 +339,6 @@ class CheckpointConfig(Section):
     """
     keep_last: PositiveInt = 2
     """Complete checkpoints to keep; older ones are deleted once a newer one is complete."""
-    keep_every_steps: NonNegativeInt = 0
-    """Never delete checkpoints whose step is a multiple of this; 0: none."""
     keep_best: bool = False
     """Also keep the checkpoint of the evaluation with the best eval_loss; one that is better than
     all before is followed by a save.
@@ -421,8 +415,6 @@ class Config(Section):
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
-        if self.eval.patience and not (self.eval.every_steps and self.data.set_names()):
-            raise ValueError("eval.patience needs eval.every_steps, and held-out rows")
         if self.eval.generate and self.data.supervise == "all":
             raise ValueError("eval.generate needs data.supervise answers or last")
 

@@ -12,7 +12,6 @@ def short_run(steps: int) -> list[str]:
         "data.eval_fraction": 0,
         "eval.every_steps": 0,
         "eval.generate": 0,
-        "eval.patience": 0,
         "checkpoint.every_steps": 0,
         "checkpoint.every_minutes": 0,
         "checkpoint.resume": "auto",
