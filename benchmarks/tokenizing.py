@@ -5,9 +5,9 @@
 TRL's way is `datasets.map`, row by row, with `apply_chat_template` and its mask of the template's
 {% generation %} marks. From a template without them it gets no mask, and a row is encoded turn by
 turn instead. Both have the same byte-level BPE tokenizer, trained on the text that the rows are
-made of: the sources of Python's standard library, or the strings in the rows of --text. Ours is
-measured with one thread, and with the tokenizer's threads on all cores. A ratio is the median of
-those of rows/s in the same repeat, with the smallest and largest one.
+made of: the sources of Python's standard library, or the strings in the rows of --text. Both run
+in one process. The ratio is the median of those of rows/s in the same repeat, with the smallest and
+largest one.
 
 Then more rows are tokenized by a pool of processes, on 1, 2 ... cores. What the process that reads
 and writes does for all of them limits a pool of any size; its rows per second of CPU time follow.
@@ -58,13 +58,13 @@ def main() -> None:
     random.Random(0).shuffle(texts)
     tokenizer = train_tokenizer(texts, args.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        table = Table("rows", "template", "tokens", "TRL's way, rows/s", "one thread", "threads")
+        table = Table("rows", "template", "tokens", "TRL's way, rows/s", "ours")
         for shape, (turns, characters) in SHAPES.items():
             file = Path(folder) / f"{shape}.jsonl"
             write_rows(file, texts, args.rows, turns, characters)
             for template, theirs in ((CHAT_TEMPLATE, masked), (UNMARKED, turn_by_turn)):
                 tokenizer.chat_template = template
-                ways = {"false": ours, "true": ours, "": by_map(theirs)}
+                ways = (ours, by_map(theirs))
                 name = "marked" if theirs is masked else "unmarked"
                 table.add_row(shape, name, *compare(file, tokenizer, ways, args))
         Console(width=130).print(table)
@@ -82,25 +82,20 @@ def main() -> None:
 def compare(
     file: Path,
     tokenizer: PreTrainedTokenizerFast,
-    ways: dict[str, Tokenize],
+    ways: tuple[Tokenize, Tokenize],
     args: argparse.Namespace,
 ) -> list[str]:
-    """Cells of the table. Each way is measured under its value of TOKENIZERS_PARALLELISM."""
-    rates: dict[str, list[float]] = {threads: [] for threads in ways}
+    """Cells of the table for our way and theirs."""
+    rates: list[list[float]] = [[], []]
     for repeat in range(args.repeats + 1):
-        for threads, way in ways.items():
-            os.environ["TOKENIZERS_PARALLELISM"] = threads
+        for found, way in zip(rates, ways, strict=True):
             rate, tokens = measure(way, file, tokenizer, args.rows)
             if repeat:  # the first one imports, compiles the template and so on
-                rates[threads].append(rate)
-    theirs = rates.pop("")
-    cells = [f"{tokens:.0f}", f"{statistics.median(theirs):,.0f}"]
-    for found in rates.values():
-        ratios = [a / b for a, b in zip(found, theirs, strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        median = statistics.median(ratios)
-        cells.append(f"{median:.2f} ({spread}), {statistics.median(found):,.0f}")
-    return cells
+                found.append(rate)
+    ratios = [ours / theirs for ours, theirs in zip(*rates, strict=True)]
+    median, of_theirs = statistics.median(ratios), statistics.median(rates[1])
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return [f"{tokens:.0f}", f"{of_theirs:,.0f}", f"{median:.2f} ({spread})"]
 
 
 def measure(

@@ -8,14 +8,12 @@ an answer that does not end is wrong.
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.messages import canonical_row
-from zerotrain.data.options import RenderOptions
-from zerotrain.data.scorers import exact_match
+from zerotrain.data.questions import exact_match
 from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.runtime.errors import UserError, exit_on_error
 
@@ -37,13 +35,11 @@ def main() -> None:
     for path in (args.model, args.rows):
         if not path.exists():
             raise UserError(f"no such file or folder: {path}")
-    options = replace(
-        RenderOptions.of(DataConfig(train_sources=[str(args.rows)])), format="messages"
-    )
+    config = DataConfig(train_sources=[str(args.rows)])
     conversations = []
     for file, row in read_rows(Source(path=str(args.rows))):
         try:
-            turns = canonical_row(parse_row(row, {}), options)["messages"]
+            turns = canonical_row(parse_row(row, {}), "messages", config)["messages"]
         except BadRow as error:
             raise UserError(f"{file}:{row.place}: {error}") from None
         if len(turns) < 2 or turns[-1]["role"] != "assistant":

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from zerotrain.config.schema import CHAT_TEMPLATES
+from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig
 from zerotrain.data.end_marks import end_answers, fit_template
-from zerotrain.data.options import RenderOptions
-from zerotrain.data.render import encode, find_targets, render
+from zerotrain.data.render import tokenize_row
 from zerotrain.data.sources import BadRow
 from zerotrain.model.load import set_chat_template
 from zerotrain.runtime.errors import UserError
 
-OPTIONS = RenderOptions("messages", {}, False, "answers", 10_000, "truncate")
+CONFIG = DataConfig(train_sources=["rows"])
 
 
 def byte_tokenizer(use_regex):
@@ -48,16 +47,10 @@ def tokenizer_with(base, template, special=(), eos=None):
     return tokenizer
 
 
-def tokens_of(row, tokenizer, options):
-    """Token ids and mask."""
-    rendered = render(row, tokenizer, options)
-    [encoded] = encode([rendered], tokenizer)
-    return find_targets(rendered, encoded, tokenizer, options)
-
-
-def supervised_turns(tokenizer, row, options=OPTIONS):
+def supervised_turns(tokenizer, row, supervise="answers"):
     """The text of each run of supervised tokens."""
-    ids, mask = tokens_of(row, tokenizer, options)
+    config = dataclasses.replace(CONFIG, supervise=supervise)
+    ids, mask, _ = tokenize_row(copy.deepcopy(row), tokenizer, "messages", config)
     turns, before = [], False
     for token, now in zip(ids, mask, strict=True):
         if now and not before:
@@ -328,8 +321,7 @@ def test_reasoning_of_another_key_is_supervised():
     early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
     with pytest.raises(BadRow, match=r"message 2 .*is not complete.*data.supervise: last"):
         supervised_turns(tokenizer, {"messages": early})
-    last = dataclasses.replace(OPTIONS, supervise="last")
-    assert supervised_turns(tokenizer, {"messages": early}, last) == [
+    assert supervised_turns(tokenizer, {"messages": early}, "last") == [
         "<think>\n\n</think>\n\n4<|im_end|>"
     ]
 
@@ -352,9 +344,7 @@ def test_a_turn_of_weight_0_is_context(marked):
     row = {"messages": [*CHAT[:3], {**CHAT[3], "weight": 0}]}
     assert supervised_turns(tokenizer, row) == ["2<|im_end|>"]
     text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
-    every_other = supervised_turns(
-        tokenizer, rows[0], dataclasses.replace(OPTIONS, supervise="all")
-    )
+    every_other = supervised_turns(tokenizer, rows[0], "all")
     assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
 
@@ -473,12 +463,11 @@ def test_special_tokens_in_a_row_are_refused(role):
 def test_rows_without_a_template():
     tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
     row = {"prompt": "1+1? ", "completion": "2"}
-    options = dataclasses.replace(OPTIONS, format="prompt_completion")
-    ids, mask = tokens_of(row, tokenizer, options)
+    ids, mask, _ = tokenize_row(row, tokenizer, "prompt_completion", CONFIG)
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
     assert tokenizer.decode(ids) == "1+1? 2</s>"
     with pytest.raises(BadRow, match="special token"):
-        render({**row, "prompt": "<s>1+1?"}, tokenizer, options)
+        tokenize_row({**row, "prompt": "<s>1+1?"}, tokenizer, "prompt_completion", CONFIG)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,18 +6,17 @@ import json
 
 import pytest
 
+from zerotrain.config.schema import DataConfig
 from zerotrain.data.messages import METADATA, canonical_row
-from zerotrain.data.options import RenderOptions
 from zerotrain.data.readers import RawRow
 from zerotrain.data.sources import BadRow, detect_format, parse_row
 
 
-def canonical(row, as_chat=False, **options):
+def canonical(row, **options):
     """As in a run: from JSON, with the format detected from the keys."""
-    found = parse_row(RawRow(1, json.dumps(row)), {}, options.get("ignore_keys", ()))
-    format = options.pop("format", None) or detect_format(found)
-    base = RenderOptions(format, {}, as_chat, "answers", 1000, "truncate", **options)
-    return canonical_row(found, base)
+    config = DataConfig(train_sources=["rows"], **options)
+    found = parse_row(RawRow(1, json.dumps(row)), config.columns, config.ignore_keys)
+    return canonical_row(found, detect_format(found), config)
 
 
 def refused(row, **options):
@@ -181,9 +180,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_fix(case):
 def test_fixes_that_the_messages_name_work():
     columns = {"role": "speaker", "content": "text"}
     turns = [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]
-    options = RenderOptions("messages", columns, False, "answers", 99, "error")
-    row = parse_row(RawRow(1, json.dumps({"messages": turns})), columns)
-    assert canonical_row(row, options) == {"messages": ASKED}
+    assert canonical({"messages": turns}, columns=columns) == {"messages": ASKED}
     judged = {"messages": [user("1+1?"), {"role": "judge", "content": "2"}]}
     assert canonical(judged, roles={"judge": "assistant"}) == {"messages": ASKED}
     assert canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"]) == {"text": "a"}

@@ -166,10 +166,9 @@ def rows_target() -> Target:
     import pyarrow.parquet
     from transformers import AutoTokenizer
 
-    from zerotrain.config.schema import Source
+    from zerotrain.config.schema import DataConfig, Source
     from zerotrain.data import sources
-    from zerotrain.data.options import RenderOptions
-    from zerotrain.data.render import encode, find_targets, fit, render
+    from zerotrain.data.render import cut_to_length, tokenize_row
 
     tokenizer = AutoTokenizer.from_pretrained(REPO / "data" / "sample" / "model")
     binary = []
@@ -200,12 +199,10 @@ def rows_target() -> Target:
                 try:
                     row = sources.parse_row(raw, {})
                     form = sources.detect_format(row)
-                    options = RenderOptions(form, {}, as_chat, "answers", 64, "split")
-                    rendered = render(row, tokenizer, options)
-                    [encoded] = encode([rendered], tokenizer)
-                    found = find_targets(rendered, encoded, tokenizer, options)
-                    for ids, mask, _ in fit(*found, options):
-                        assert len(ids) == len(mask) <= 64
+                    config = DataConfig(["x"], as_chat=as_chat, max_length=64, on_too_long="split")
+                    ids, mask, _ = tokenize_row(row, tokenizer, form, config)
+                    for piece, targets in cut_to_length(ids, mask, config)[0]:
+                        assert len(piece) == len(targets) <= 64
                 except sources.BadRow:  # tokenizing counts it, or raises a UserError
                     pass
 

@@ -11,7 +11,7 @@ from harness.inputs import write_rows
 from harness.runs import logged, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.data.scorers import exact_match
+from zerotrain.data.questions import exact_match
 
 
 @pytest.fixture

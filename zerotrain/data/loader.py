@@ -1,8 +1,7 @@
 """The data loader: collates the micro-batches of one rank, a few steps ahead of training."""
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.plan import Budget, StepPlan
-from zerotrain.data.tokenize import TokenizedRows
+from zerotrain.data.tokenize import TokenizedRows, map_ahead
 
 PREFETCH_STEPS = 2
 
@@ -120,32 +119,28 @@ def load_steps(
         return StepBatch(global_step, batches, step)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
-        ahead = deque[Future[StepBatch]]()
-        for step in range(first, last):
-            ahead.append(pool.submit(make, step))
-            if len(ahead) > PREFETCH_STEPS:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        yield from map_ahead(pool, make, range(first, last), PREFETCH_STEPS)
 
 
 def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroBatch:
     """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
-    ids = [np.zeros(1, np.int32)]
-    masks = [np.zeros(1, bool)]
+    ids, masks = [np.zeros(1, np.int64)], [np.zeros(1, bool)]
     if len(examples):
         ids, masks = data.fetch(examples)
-    lengths = np.array([len(example) for example in ids])
     if budget.packed:
-        positions = np.concatenate([np.arange(length) for length in lengths])[None]
-        packed = np.concatenate(ids).astype(np.int64)[None]
-        return MicroBatch.of(packed, np.concatenate(masks)[None], position_ids=positions)
+        positions = np.concatenate([np.arange(len(example)) for example in ids])
+        return MicroBatch.of(
+            np.concatenate(ids)[None], np.concatenate(masks)[None], position_ids=positions[None]
+        )
     # also 1 for the filler: attention over nothing is NaN
-    width = budget.padded(lengths.max()) if len(examples) else 1
-    attention_mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
-    input_ids = np.zeros((len(ids), width), np.int64)
-    is_target = np.zeros((len(ids), width), bool)
-    for i, (example, mask) in enumerate(zip(ids, masks, strict=True)):
-        input_ids[i, : len(example)] = example
-        is_target[i, : len(example)] = mask
-    return MicroBatch.of(input_ids, is_target, attention_mask=attention_mask)
+    width = budget.padded(max(map(len, ids))) if len(examples) else 1
+
+    def rectangle(rows: Sequence[np.ndarray]) -> np.ndarray:
+        """[examples, width], zero after the end of each row."""
+        padded = np.zeros((len(rows), width), rows[0].dtype)
+        for place, row in zip(padded, rows, strict=True):
+            place[: len(row)] = row
+        return padded
+
+    real = [np.ones_like(example) for example in ids]
+    return MicroBatch.of(rectangle(ids), rectangle(masks), attention_mask=rectangle(real))

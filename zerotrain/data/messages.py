@@ -15,8 +15,9 @@ row, message, tool call or content part is either used or meta-data; any other m
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zerotrain.config.schema import DataConfig
 from zerotrain.data.sources import (
     CHAT_FORMATS,
     FORMAT_KEYS,
@@ -25,9 +26,6 @@ from zerotrain.data.sources import (
     BadRow,
     json_type,
 )
-
-if TYPE_CHECKING:
-    from zerotrain.data.options import RenderOptions
 
 # Keys, in lower case, that describe a row, message or tool call but are not part of its content.
 # Keys that ask for another loss (label, chosen, rejected, weight) or have content are not listed.
@@ -59,14 +57,22 @@ MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
 LOSS_KEYS = {*WEIGHT_KEYS, "label", "chosen", "rejected"}  # ask for another loss in rows
 
 
-def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, Any]:
-    """The row in the form described above; options.format is not "auto".
+def uses_template(kind: str, config: DataConfig) -> bool:
+    """Whether rows of a format are rendered by the chat template."""
+    return kind in CHAT_FORMATS or (config.as_chat and kind != "text")
+
+
+def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[str, Any]:
+    """A parsed row in the form described above.
+
+    Args:
+        kind: its row format, not "auto".
+        config: with the columns of the row's source.
 
     Raises:
         BadRow: a key is missing, unknown or of the wrong type, an answer is empty, or the row has
             content that needs a chat template, but none is used.
     """
-    kind = options.format
     required = FORMAT_KEYS[kind]
     missing = [key for key in required if row.get(key) is None]
     if missing:
@@ -76,9 +82,9 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
             "into another file, as a source of its own",
         )
     known = {*required, *OPTIONAL_KEYS[kind]}
-    if not options.is_chat:
+    if not uses_template(kind, config):
         known -= {"system", "tools"}
-    row = _known(row, known, f"a row of the format {kind}", options)
+    row = _known(row, known, f"a row of the format {kind}", config)
     if kind == "text":
         if not _string(row, "text").strip():
             raise BadRow("empty answer", "the text is empty")
@@ -87,7 +93,7 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
         turns = []
         for key in required:
             for number, message in enumerate(_objects(row, key), start=1):
-                turn = _message(message, f"message {number} of {key!r}", options)
+                turn = _message(message, f"message {number} of {key!r}", config)
                 if key == "prompt" and turn["role"] == "assistant":
                     turn["weight"] = 0  # as in TRL: only the completion carries loss
                 turns.append(turn)
@@ -97,7 +103,7 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
             prompt += "\n\n" + _string(row, "input")
         if not completion.strip():
             raise BadRow("empty answer", "the answer is empty")
-        if not options.as_chat:
+        if not config.as_chat:
             prompt += "\n\n" if kind == "instruction" else ""
             return {"prompt": prompt, "completion": completion}
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
@@ -112,8 +118,8 @@ def canonical_row(row: dict[str, Any], options: "RenderOptions") -> dict[str, An
     return found
 
 
-def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> dict[str, Any]:
-    columns = {options.columns.get(key, key): key for key in MESSAGE_COLUMNS}
+def _message(message: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
+    columns = {config.columns.get(key, key): key for key in MESSAGE_COLUMNS}
     renames = {**RENAMED_KEYS, **columns}
     turn = {renames.get(key, key): value for key, value in message.items()}
     if len(turn) < len(message) or "role" not in turn:
@@ -122,9 +128,9 @@ def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> d
             f"{where} has the keys {', '.join(message)} but needs one for role and one for "
             "content; data.columns: {role: KEY, content: KEY} names the file's",
         )
-    turn = _known(turn, MESSAGE_KEYS, where, options)
+    turn = _known(turn, MESSAGE_KEYS, where, config)
     given = str(turn.get("role"))
-    role = options.roles.get(given) or ROLES.get(given.lower())
+    role = config.roles.get(given) or ROLES.get(given.lower())
     if role is None:
         raise BadRow(
             "unknown role",
@@ -134,10 +140,10 @@ def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> d
     if role == "function_call":
         role = "assistant"
         turn["tool_calls"] = turn.pop("content", None)
-    turn = {**turn, "role": role, "content": _content(turn.get("content", ""), where, options)}
+    turn = {**turn, "role": role, "content": _content(turn.get("content", ""), where, config)}
     if "tool_calls" in turn:
         calls = _objects(turn, "tool_calls", where)
-        turn["tool_calls"] = [_tool_call(call, where, options) for call in calls]
+        turn["tool_calls"] = [_tool_call(call, where, config) for call in calls]
     elif role == "assistant" and not turn["content"].strip():
         raise BadRow("empty answer", f"{where} ({role}) is empty")
     for key in TEXT_KEYS & turn.keys():
@@ -157,7 +163,7 @@ def _message(message: dict[str, Any], where: str, options: "RenderOptions") -> d
     return turn
 
 
-def _content(content: Any, where: str, options: "RenderOptions") -> str:
+def _content(content: Any, where: str, config: DataConfig) -> str:
     """The content of a message as text; the texts of a list of parts are concatenated."""
     if isinstance(content, str):
         return content
@@ -166,19 +172,19 @@ def _content(content: Any, where: str, options: "RenderOptions") -> str:
     for part in _objects({"content": content}, "content", where):
         if part.get("type", "text") != "text":
             raise BadRow("not text", f"{where} has a part that is not text")
-        texts.append(_string(_known(part, {"type", "text"}, where, options), "text", where))
+        texts.append(_string(_known(part, {"type", "text"}, where, config), "text", where))
     return "".join(texts)
 
 
-def _tool_call(call: dict[str, Any], where: str, options: "RenderOptions") -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
     """A tool call with its arguments as an object: templates write arguments as JSON, and would
     quote OpenAI's form, JSON in a string, once more.
     """
     where = f"a tool call of {where}"
-    call = _known(call, {"id", "type", "function", "name", "arguments"}, where, options)
+    call = _known(call, {"id", "type", "function", "name", "arguments"}, where, config)
     if "function" in call:
         function = _objects(call, "function", where)[0]
-        return {**call, "function": _tool_call(function, where, options)}
+        return {**call, "function": _tool_call(function, where, config)}
     _string({"name": None, **call}, "name", where)
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 
@@ -194,7 +200,7 @@ def parsed(value: Any) -> Any:
 
 
 def _known(
-    found: dict[str, Any], known: set[str], where: str, options: "RenderOptions"
+    found: dict[str, Any], known: set[str], where: str, config: DataConfig
 ) -> dict[str, Any]:
     """The known keys that have a value.
 
@@ -204,7 +210,7 @@ def _known(
     found = {
         k: v
         for k, v in found.items()
-        if k not in options.ignore_keys and v not in (None, "", [], {})
+        if k not in config.ignore_keys and v not in (None, "", [], {})
     }
     if extra := [key for key in found if key not in known and key.lower() not in METADATA]:
         raise BadRow("unknown key", f"{where}: {_cure(extra, is_row=where.startswith('a row'))}")

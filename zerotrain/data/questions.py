@@ -1,4 +1,6 @@
-"""Questions for the model: what precedes the last answer of an example, and that answer."""
+"""Questions for the model: what precedes the last answer of an example, and that answer; and how
+what the model answers is scored.
+"""
 
 from typing import NamedTuple
 
@@ -45,3 +47,13 @@ def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int
         start, end = edges[-2:] + 1  # mask[0] is False, so that edges come in pairs
         questions.append(Question(ids[:start], ids[start:end]))
     return questions
+
+
+def exact_match(prompt: str, expected: str, answer: str) -> float:
+    """1 if the answer is the expected one, apart from white space around it; edit this to score
+    answers otherwise. Higher is better.
+
+    Args:
+        prompt: with the marks of the chat template; the answers are without their end token.
+    """
+    return float(answer.strip() == expected.strip())

@@ -1,58 +1,53 @@
-"""Renders parsed rows into token ids and loss masks."""
+"""Tokenizes parsed rows: token ids and loss masks, of at most data.max_length tokens."""
 
 import json
-from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from zerotrain.config.schema import DataConfig
 from zerotrain.data.messages import canonical_row
-from zerotrain.data.options import RenderOptions
 from zerotrain.data.sources import BadRow
 from zerotrain.data.turns import Span, locate, special_pattern
-from zerotrain.runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-ENCODED_AT_ONCE = 50  # rows; an encoding has over 100 bytes per token
-
-# Outcomes of a row. All but KEPT are counted in meta.json, under the first name.
-KEPT, TRUNCATED, SPLIT, DROPPED, LOST_ANSWER = range(5)
+# What can happen to a row over max_length: the key of its count in meta.json, and words for tables
 OUTCOMES = {
-    TRUNCATED: ("truncated", "truncated"),
-    SPLIT: ("split", "pieces of split rows"),
-    DROPPED: ("dropped", "dropped"),
-    LOST_ANSWER: ("without_answer", "dropped because no supervised token was left"),
+    "truncated": "truncated",
+    "split": "pieces of split rows",
+    "dropped": "dropped",
+    "without_answer": "dropped because no supervised token was left",
 }
 
 
-class Rendered(NamedTuple):
-    """A row as text."""
+class TokenizedRow(NamedTuple):
+    """A row as tokens, not yet cut to data.max_length."""
 
-    text: str
-    """What the chat template wrote; of a row without a template, its prompt or text."""
-    completion: str
-    spans: list[Span] | None
-    """The characters of the text that are supervised; with data.supervise: all, those that are not.
-    None without a template.
-    """
+    ids: np.ndarray
+    """int32 [tokens]."""
+    mask: np.ndarray
+    """bool [tokens], which of them are targets. Token 0 never is, since nothing predicts it."""
     unprompted: str = ""
     """What a server's generation prompt ends with and the text before the answers lacks."""
 
 
-def render(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", options: RenderOptions
-) -> Rendered:
-    """Render one parsed row; options.format is not "auto".
+def tokenize_row(
+    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", kind: str, config: DataConfig
+) -> TokenizedRow:
+    """Render and tokenize one parsed row.
+
+    Args:
+        kind: its row format, not "auto".
+        config: with the columns of the row's source.
 
     Raises:
-        BadRow: a key is missing or of the wrong type, an answer is empty, or the chat template
+        BadRow: a key is missing or of the wrong type, no token is a target, or the chat template
             changes or leaves out part of the row.
     """
-    row = canonical_row(row, options)
+    row = canonical_row(row, kind, config)
     special = special_pattern(tokenizer).search(json.dumps(row, ensure_ascii=False))
     if special:
         raise BadRow(
@@ -60,67 +55,46 @@ def render(
             f"its text has {special[0]!r}, a special token of the tokenizer, which would act as "
             "one; write chats as messages, and leave out start and end marks",
         )
-    if "messages" not in row:
-        return Rendered(row.get("prompt", row.get("text")), row.get("completion", ""), None)
+    tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
+    tokens.mask[:1] = False
+    if not tokens.mask.any():
+        raise BadRow("empty answer", "no token is supervised: no answer, or only of weight 0")
+    return tokens
+
+
+def _plain(
+    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", supervise: str
+) -> TokenizedRow:
+    """A row without a chat template: its text, or prompt and completion, and the eos token."""
+    encode = tokenizer.backend_tokenizer.encode
+    ids = encode(row.get("prompt", row.get("text"))).ids
+    eos = tokenizer.eos_token_id
+    if ids[-1:] == [eos]:  # which some tokenizers add to every text
+        ids.pop()
+    prompt_tokens = len(ids)
+    ids += encode(row.get("completion", ""), add_special_tokens=False).ids
+    if eos is not None:
+        ids.append(eos)
+    mask = np.ones(len(ids), bool)
+    if "completion" in row and supervise != "all":
+        mask[:prompt_tokens] = False
+    return TokenizedRow(np.array(ids, np.int32), mask)
+
+
+def _chat(
+    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", supervise: str
+) -> TokenizedRow:
+    """A row of messages, rendered by the chat template."""
     messages = row["messages"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     context = [i for i in answers if messages[i].pop("weight", 1) == 0]
-    if options.supervise == "last":
+    if supervise == "last":
         answers = answers[-1:]
-    wanted = context if options.supervise == "all" else set(answers) - set(context)
-    text, spans, unprompted = locate(messages, row.get("tools"), tokenizer, sorted(wanted))
-    return Rendered(text, "", spans, unprompted)
-
-
-def encode(
-    rows: list[Rendered], tokenizer: "PreTrainedTokenizerBase"
-) -> "Iterator[tuple[Encoding, Encoding]]":
-    """The tokens of each row's text and completion. The rows have the same format."""
-    encode_batch = tokenizer.backend_tokenizer.encode_batch  # its threads work side by side
-    for i in range(0, len(rows), ENCODED_AT_ONCE):
-        texts, completions, spans, _ = zip(*rows[i : i + ENCODED_AT_ONCE], strict=True)
-        yield from zip(
-            encode_batch(texts, add_special_tokens=spans[0] is None),
-            encode_batch(completions, add_special_tokens=False),
-            strict=True,
-        )
-
-
-def find_targets(
-    row: Rendered,
-    encoded: "tuple[Encoding, Encoding]",
-    tokenizer: "PreTrainedTokenizerBase",
-    options: RenderOptions,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a row, not truncated.
-
-    Returns:
-        Token ids, int32, and which of them are targets, bool. Token 0 never is, since nothing
-        predicts it.
-
-    Raises:
-        BadRow: no token is a target, or one is only partly within an answer.
-    """
-    text, completion = encoded
-    is_all = options.supervise == "all"
-    ids = text.ids
-    if row.spans is None:
-        eos = tokenizer.eos_token_id
-        if ids[-1:] == [eos]:  # which some tokenizers add to every text
-            ids.pop()
-        prompt_tokens = len(ids)
-        ids += completion.ids
-        if eos is not None:
-            ids.append(eos)
-        mask = np.ones(len(ids), bool)
-        if row.completion and not is_all:
-            mask[:prompt_tokens] = False
-    else:
-        mask = tokens_within(row.text, text.offsets, row.spans) ^ is_all
-    mask[:1] = False
-    if not mask.any():
-        raise BadRow("empty answer", "no token is supervised: no answer, or only of weight 0")
-    return np.array(ids, np.int32), mask
+    wanted = context if supervise == "all" else sorted({*answers} - {*context})
+    text, spans, unprompted = locate(messages, row.get("tools"), tokenizer, wanted)
+    encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    mask = tokens_within(text, encoded.offsets, spans) ^ (supervise == "all")
+    return TokenizedRow(np.array(encoded.ids, np.int32), mask, unprompted)
 
 
 def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarray:
@@ -160,25 +134,11 @@ def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarr
     return mask
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
-    """Raise UserError if there is no chat template, or no way to mask what it renders."""
-    if not tokenizer.chat_template or not tokenizer.is_fast:
-        raise UserError(
-            f"tokenizer {name} has no chat template, but the rows are chat: set "
-            "model.chat_template; or no tokenizer.json, which maps answers to tokens: set "
-            "model.tokenizer to a folder that has one"
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# Too long
-
-
-def fit(
-    ids: np.ndarray, mask: np.ndarray, options: RenderOptions
-) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """The examples of a row as (ids, mask, outcome), each at most max_length tokens; dropped ones
-    have no tokens.
+def cut_to_length(
+    ids: np.ndarray, mask: np.ndarray, config: DataConfig
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
+    """The examples of a row, (ids, mask) of at most max_length tokens each, and what happened to
+    it: keys of OUTCOMES, one for each example that was made or dropped.
 
     Consecutive pieces of a split row overlap by one token, which is context in the second: every
     target of the row stays a target exactly once.
@@ -186,27 +146,21 @@ def fit(
     Raises:
         BadRow: the row is too long and on_too_long is error.
     """
-    limit = options.max_length
+    limit = config.max_length
     if len(ids) <= limit:
-        return [(ids, mask, KEPT)]
-    if options.on_too_long == "error":
+        return [(ids, mask)], []
+    if config.on_too_long == "error":
         raise BadRow(
             "too long",
             f"{len(ids)} tokens are over data.max_length ({limit}); raise it, "
             "or set data.on_too_long",
         )
-    nothing = ids[:0], mask[:0]
-    if options.on_too_long == "drop":
-        return [(*nothing, DROPPED)]
-    starts = [0]
-    outcome = TRUNCATED
-    if options.on_too_long == "split":
-        starts = range(0, len(ids) - 1, max(1, limit - 1))
-        outcome = SPLIT
-    pieces = []
-    for start in starts:
-        piece = ids[start : start + limit]
-        piece_mask = mask[start : start + limit].copy()
-        piece_mask[0] = False
-        pieces.append((piece, piece_mask, outcome) if piece_mask.any() else (*nothing, LOST_ANSWER))
-    return pieces
+    if config.on_too_long == "drop":
+        return [], ["dropped"]
+    is_split = config.on_too_long == "split"
+    starts = range(0, len(ids) - 1, max(1, limit - 1)) if is_split else [0]
+    parts = [slice(start, start + limit) for start in starts]
+    pieces = [(ids[part], np.append(False, mask[part][1:])) for part in parts]
+    kept = [piece for piece in pieces if piece[1].any()]
+    lost = ["without_answer"] * (len(pieces) - len(kept))
+    return kept, ["split" if is_split else "truncated"] * len(kept) + lost

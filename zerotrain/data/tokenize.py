@@ -13,14 +13,14 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
 import numpy as np
@@ -30,18 +30,9 @@ from filelock import FileLock
 
 from zerotrain.data.end_marks import describe_masks
 from zerotrain.data.epoch_order import permute
-from zerotrain.data.options import RenderOptions
+from zerotrain.data.messages import uses_template
 from zerotrain.data.readers import RawRow
-from zerotrain.data.render import (
-    OUTCOMES,
-    SPLIT,
-    Rendered,
-    check_template,
-    encode,
-    find_targets,
-    fit,
-    render,
-)
+from zerotrain.data.render import OUTCOMES, cut_to_length, tokenize_row
 from zerotrain.data.sources import (
     BadRow,
     count_rows,
@@ -60,12 +51,19 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import DataConfig, Source
 
+T = TypeVar("T")
+R = TypeVar("R")
 CACHE_VERSION = 13  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
 MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
+# Keys of the data section that do not change a row's tokens, or that a source has of its own
+NOT_OF_TOKENS = {
+    "train_sources", "eval_sources", "eval_fraction", "columns", "on_bad_row", "batching",
+    "micro_batch_tokens", "cache_dir",
+}  # fmt: skip
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -97,19 +95,12 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @cached_property
-    def _tokens(self) -> datasets.Dataset:
-        return self.rows.with_format("arrow", columns=["input_ids", "loss_mask"])
-
     def fetch(self, examples: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Token ids, int32, and loss masks, bool, of the examples with these indices, int64 [n]."""
-        table = self._tokens[examples.tolist()]
-        columns = []
-        for name in ("input_ids", "loss_mask"):
-            column = table[name].combine_chunks()
-            values = column.flatten().to_numpy(zero_copy_only=False)
-            columns.append(np.split(values, np.cumsum(column.value_lengths().to_numpy())[:-1]))
-        return columns[0], columns[1]
+        """Token ids, int64, and loss masks, bool, of the examples with these indices, int64 [n]."""
+        tokens = self.rows.with_format("numpy", columns=["input_ids", "loss_mask"])[
+            examples.tolist()
+        ]
+        return list(tokens["input_ids"]), list(tokens["loss_mask"])
 
     def place_of(self, example: int) -> str:
         """FILE:LINE of the row that an example came from."""
@@ -127,7 +118,7 @@ def cache_path(
         [
             CACHE_VERSION,
             [[fingerprint(s), s.format, s.columns, s.on_bad_row] for s in given],
-            asdict(RenderOptions.of(config)),
+            {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
             {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
@@ -193,57 +184,51 @@ class TokenizedBatch:
     rows_read: int
     examples: pa.RecordBatch
     """SCHEMA."""
-    outcomes: Counter[str]
-    """Numbers of examples, by the names in OUTCOMES."""
+    counts: Counter[tuple[str, str]]
+    """Numbers of ("example", key of OUTCOMES); of rows that are ("rejected", BadRow.reason); and
+    of rows that are ("unprompted", TokenizedRow.unprompted).
+    """
     rejected: list[dict[str, Any]]
-    unprompted: Counter[str]
-    """Numbers of rows, by Rendered.unprompted."""
+    """Lines of rejected_rows.jsonl."""
 
 
 def tokenize_batch(
-    batch: RowBatch, tokenizer: "PreTrainedTokenizerBase", options: RenderOptions, on_bad_row: str
+    batch: RowBatch, tokenizer: "PreTrainedTokenizerBase", kind: str, config: "DataConfig"
 ) -> TokenizedBatch:
-    """Render the rows of a batch, and cut them to data.max_length.
+    """Tokenize the rows of a batch, and cut them to data.max_length.
+
+    Args:
+        kind: the rows' format, not "auto".
+        config: with the columns and on_bad_row of the rows' source.
 
     Raises:
         UserError: a row cannot be used, and data.on_bad_row is error.
     """
-    rendered: list[Rendered | BadRow] = []
-    for _, raw in batch.rows:
-        try:
-            row = parse_row(raw, options.columns, options.ignore_keys)
-            rendered.append(render(row, tokenizer, options))
-        except BadRow as error:
-            rendered.append(error)
-    encodings = encode([row for row in rendered if isinstance(row, Rendered)], tokenizer)
     columns: dict[str, list] = {name: [] for name in SCHEMA.names}
-    outcomes = Counter[str]()
+    counts = Counter[tuple[str, str]]()
     rejected = []
-    for number, ((file, raw), row) in enumerate(
-        zip(batch.rows, rendered, strict=True), start=batch.first
-    ):
+    for number, (file, raw) in enumerate(batch.rows, start=batch.first):
         try:
-            if isinstance(row, BadRow):
-                raise row
-            pieces = fit(*find_targets(row, next(encodings), tokenizer, options), options)
+            row = parse_row(raw, config.columns, config.ignore_keys)
+            tokens = tokenize_row(row, tokenizer, kind, config)
+            pieces, outcomes = cut_to_length(tokens.ids, tokens.mask, config)
         except BadRow as error:
-            if on_bad_row == "error":
+            if config.on_bad_row == "error":
                 raise _refused(file, raw, error) from error
+            counts["rejected", error.reason] += 1
             why = {"reason": error.reason, "problem": str(error)}
             text = raw.text[:SHOWN_CHARACTERS]
             rejected.append({"file": file, "place": raw.place, **why, "text": text})
             continue
-        for ids, mask, outcome in pieces:
-            if outcome in OUTCOMES:
-                outcomes[OUTCOMES[outcome][0]] += 1
-            if outcome <= SPLIT:
-                values = (ids, mask, len(ids), np.count_nonzero(mask), file, raw.place, number)
-                for name, value in zip(SCHEMA.names, values, strict=True):
-                    columns[name].append(value)
+        counts.update(("example", outcome) for outcome in outcomes)
+        if tokens.unprompted:
+            counts["unprompted", tokens.unprompted] += 1
+        for ids, mask in pieces:
+            values = (ids, mask, len(ids), np.count_nonzero(mask), file, raw.place, number)
+            for name, value in zip(SCHEMA.names, values, strict=True):
+                columns[name].append(value)
     examples = pa.RecordBatch.from_pydict(columns, SCHEMA)  # arrays are copied as a whole
-    rows = (row for row in rendered if isinstance(row, Rendered) and row.unprompted)
-    unprompted = Counter(row.unprompted for row in rows)
-    return TokenizedBatch(len(rendered), examples, outcomes, rejected, unprompted)
+    return TokenizedBatch(len(batch.rows), examples, counts, rejected)
 
 
 def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
@@ -268,26 +253,32 @@ def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
 def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
-    """The batches in their order, from a process per core if there are enough, else from the
-    tokenizer's threads in this process.
-    """
+    """The batches in their order, from a process per core if there are enough, else from here."""
     workers = len(os.sched_getaffinity(0))
     read = list(islice(batches, MIN_POOL_BATCHES))
     if len(read) < MIN_POOL_BATCHES:
         yield from map(tokenize, read)
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not exist after a fork
     pool = ProcessPoolExecutor(workers, get_context("fork"), _start_process, (tokenize,))
     try:
-        pending = deque[Future[TokenizedBatch]]()
-        for batch in chain(read, batches):
-            pending.append(pool.submit(_tokenize_in_pool, batch))
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 4 * workers)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def map_ahead(
+    pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: int
+) -> Iterator[R]:
+    """The results of `work` on each item, in their order. Of the items that follow the one whose
+    result is taken, at most `ahead` are worked on: Executor.map would take all of them at once.
+    """
+    pending = deque[Future[R]]()
+    for item in items:
+        pending.append(pool.submit(work, item))
+        if len(pending) > ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -309,20 +300,23 @@ def _batches(source: "Source", first: int) -> Iterator[RowBatch]:
         yield batch
 
 
-def _options_of(source: "Source", config: "DataConfig") -> RenderOptions:
-    """The source's options. With the format auto, its first row that can be parsed decides."""
-    options = replace(RenderOptions.of(config), format=source.format, columns=source.columns)
-    if options.format != "auto":
-        return options
+def _config_of(source: "Source", config: "DataConfig") -> "DataConfig":
+    """The data section as it holds for the rows of a source."""
+    return replace(config, columns=source.columns, on_bad_row=source.on_bad_row)
+
+
+def _format_of(source: "Source", config: "DataConfig") -> str:
+    """The format of a source's rows. If it is auto, the first row that can be parsed decides."""
+    if source.format != "auto":
+        return source.format
     problem = None
     for file, raw in read_rows(source):
         try:
-            row = parse_row(raw, options.columns, options.ignore_keys)
-            return replace(options, format=detect_format(row))
+            return detect_format(parse_row(raw, source.columns, config.ignore_keys))
         except BadRow as error:
-            if source.on_bad_row == "error":
-                raise _refused(file, raw, error) from error
             problem = problem or _refused(file, raw, error)
+            if source.on_bad_row == "error":
+                break
     raise problem or UserError(f"{name_of(source)}: it has no rows")
 
 
@@ -332,31 +326,32 @@ def _build_cache(
     config: "DataConfig",
     cache: Path,
 ) -> None:
-    options = [_options_of(source, config) for source in given]
-    chat = any(option.is_chat for option in options)
-    if chat:
-        check_template(tokenizer, tokenizer.name_or_path)
+    formats = [_format_of(source, config) for source in given]
+    chat = any(uses_template(kind, config) for kind in formats)
+    if chat and not (tokenizer.chat_template and tokenizer.is_fast):
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template, but the rows are chat: set "
+            "model.chat_template; or no tokenizer.json, which maps answers to tokens: set "
+            "model.tokenizer to a folder that has one"
+        )
     row_counts = [count_rows(source) for source in given]
     total = None if None in row_counts else sum(row_counts)  # of which the bar tells the time left
-    examples = [0] * len(given)
+    examples = []
     rows_read = 0
     content = xxhash.xxh3_64()
-    outcomes = Counter({name: 0 for name, _ in OUTCOMES.values()})
-    reasons = Counter()
-    unprompted = Counter()
+    counts = Counter()
     with (
         progress_bar("tokenizing", total, "rows") as bar,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
     ):
-        for i, source in enumerate(given):
+        for source, kind in zip(given, formats, strict=True):
             tokenize = partial(
-                tokenize_batch,
-                tokenizer=tokenizer,
-                options=options[i],
-                on_bad_row=source.on_bad_row,
+                tokenize_batch, tokenizer=tokenizer, kind=kind, config=_config_of(source, config)
             )
+            examples.append(0)
+            of_source = Counter()
             for found in _tokenized(_batches(source, rows_read), tokenize):
                 batch = found.examples
                 writer.write_batch(batch)
@@ -364,35 +359,39 @@ def _build_cache(
                 masks = batch["loss_mask"].flatten()
                 for values in (batch["length"], tokens, masks):
                     content.update(values.to_numpy(zero_copy_only=False).tobytes())
-                for row in found.rejected:
-                    reasons[row["reason"]] += 1
-                    rejected.write(json.dumps(row) + "\n")
-                outcomes.update(found.outcomes)
-                unprompted.update(found.unprompted)
-                examples[i] += len(batch)
+                rejected.writelines(json.dumps(row) + "\n" for row in found.rejected)
+                of_source += found.counts
+                examples[-1] += len(batch)
                 rows_read += found.rows_read
                 bar.update(found.rows_read)
-            if not examples[i]:
-                texts = {name: text for name, text in OUTCOMES.values()}
-                counts = Counter({texts[name]: n for name, n in outcomes.items()}) + reasons
-                why = ", ".join(f"{n:,} {what}" for what, n in counts.items())
-                cure = "data.on_bad_row: error names the first one"
-                if not reasons:
-                    cure = f"raise data.max_length ({config.max_length:,})"
-                raise UserError(f"{name_of(source)}: none of its rows is left ({why}); {cure}")
+            if not examples[-1]:
+                raise _nothing_left(source, of_source, config)
+            counts += of_source
     rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
     meta = {
         "sources": [name_of(source) for source in given],
-        "formats": [option.format for option in options],
+        "formats": formats,
         "source_examples": examples,
         "rows_read": rows_read,
-        **outcomes,
-        "rejected": reasons,
-        "unprompted": unprompted,
+        **{name: counts["example", name] for name in OUTCOMES},
+        **{
+            what: {name: n for (kind, name), n in counts.items() if kind == what}
+            for what in ("rejected", "unprompted")
+        },
         **describe_masks(rows, tokenizer, config, chat),
         "content": content.hexdigest(),
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
+
+
+def _nothing_left(
+    source: "Source", counts: Counter[tuple[str, str]], config: "DataConfig"
+) -> UserError:
+    why = ", ".join(f"{n:,} {OUTCOMES.get(name, name)}" for (_, name), n in counts.items())
+    cure = f"raise data.max_length ({config.max_length:,})"
+    if any(kind == "rejected" for kind, _ in counts):
+        cure = "data.on_bad_row: error names the first one"
+    return UserError(f"{name_of(source)}: none of its rows is left ({why}); {cure}")
 
 
 def open_cache(path: Path) -> TokenizedRows:
@@ -427,14 +426,12 @@ def hold_out(
     The examples of a split row stay together: otherwise the model would be evaluated on rows that
     it was partly trained on.
     """
-    row_of = np.asarray(data.rows["row"][:])
-    index = np.cumsum(np.diff(row_of, prepend=row_of[0]) != 0)  # examples of a row are adjacent
+    _, index = np.unique(np.asarray(data.rows["row"][:]), return_inverse=True)
     rows = int(index[-1]) + 1
     if rows < 2:
         raise UserError("data.eval_fraction: a single row cannot be divided; set data.eval_sources")
-    order = permute(np.arange(rows, dtype=np.int64), rows, seed)
     count = min(rows - 1, max(1, round(rows * fraction)))
-    held = np.isin(index, order[:count])
+    held = np.isin(index, permute(np.arange(count, dtype=np.int64), rows, seed))
     return _subset(data, np.flatnonzero(~held)), _subset(data, np.flatnonzero(held))
 
 

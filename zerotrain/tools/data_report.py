@@ -57,7 +57,7 @@ def print_counts(name: str, plan: DataPlan) -> None:
     """What was read, how long rows were handled, token counts, and what is supervised."""
     data = plan.data
     meta = plan.data.meta
-    became = [f"{meta[key]:,} {text}" for key, text in OUTCOMES.values() if meta[key]]
+    became = [f"{meta[key]:,} {text}" for key, text in OUTCOMES.items() if meta[key]]
     became += [f"{n:,} left out ({reason})" for reason, n in meta["rejected"].items()]
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]

@@ -8,17 +8,18 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zerotrain.data.sources import BadRow
+from zerotrain.data.messages import canonical_row
+from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.data.tokenize import TokenizedRows
 from zerotrain.data.turns import FIXED_DATE, Template
 from zerotrain.tools.data_report import END, PLAIN, Segment, segments
-from zerotrain.tools.open_plans import canonical_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -198,3 +199,18 @@ def prove_rows(
         print(f"  {problem}")
     print(f"  {len(problems):,} problems")
     return compared, len(problems)
+
+
+def canonical_rows(
+    sources: Sequence["Source"], data: TokenizedRows, config: "Config"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(FILE:LINE, row) of all rows of the sources that `data` were tokenized from; a row that
+    cannot be used is empty.
+    """
+    for source, kind in zip(sources, data.meta["formats"], strict=True):
+        for file, raw in read_rows(source):
+            row = {}
+            with contextlib.suppress(BadRow):
+                parsed = parse_row(raw, source.columns, config.data.ignore_keys)
+                row = canonical_row(parsed, kind, replace(config.data, columns=source.columns))
+            yield f"{file}:{raw.place}", row

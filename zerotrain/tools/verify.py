@@ -133,7 +133,7 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
         UserError: a source cannot be read.
     """
     from zerotrain.data.turns import FIXED_DATE
-    from zerotrain.tools.open_plans import canonical_rows
+    from zerotrain.tools.row_proof import canonical_rows
 
     sources = config.data.sources("train_sources")
     if held_out:

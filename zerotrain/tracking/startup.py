@@ -39,7 +39,7 @@ def startup_table(
     tokens = sum(step.tokens for step in sampled)
     padding = sum(step.padded_tokens for step in sampled) / tokens - 1
     supervised = sum(step.supervised_tokens for step in sampled) / tokens
-    changed = [f"{meta[name]:,} {text}" for name, text in OUTCOMES.values() if meta[name]]
+    changed = [f"{meta[name]:,} {text}" for name, text in OUTCOMES.items() if meta[name]]
     steps = total_steps(train, plan)
     rate = f"{schedule.peak:.3g}"
     if train.lr_scaling != "none":

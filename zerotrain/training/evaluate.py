@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import load_steps
-from zerotrain.data.questions import choose_questions
-from zerotrain.data.scorers import exact_match
+from zerotrain.data.questions import choose_questions, exact_match
 from zerotrain.runtime.agreement import any_rank_preempted, gather_json, sum_over_ranks
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.training.loss import SupervisedLoss
