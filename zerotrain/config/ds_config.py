@@ -8,7 +8,9 @@ for those work here. Where both configs set a value, the values must agree.
 import copy
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from zerotrain.config.parse import check_global_batch, read_yaml
+from zerotrain.config.parse import check_global_batch
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
@@ -183,7 +185,11 @@ def read_ds_config(file: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         cure = "JSON has neither comments nor commas after the last value"
         if Path(file).suffix in (".yaml", ".yml"):
-            cure = _cure_of_yaml(file)
+            cure = (
+                "--config takes a recipe; of a config of accelerate, give the file that its "
+                "deepspeed_config_file names, or the one of ds_configs/ with its zero_stage and "
+                "offload devices"
+            )
         raise UserError(f"{file}: not JSON: {describe(error)}; {cure}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
@@ -196,54 +202,24 @@ def read_ds_config(file: str) -> dict[str, Any]:
     return raw
 
 
-def _cure_of_yaml(file: str) -> str:
-    """What to give as the DeepSpeed config instead of a YAML file, such as one of accelerate."""
-    values = read_yaml(read_text(file), file)
-    block = values.get("deepspeed_config") if isinstance(values, dict) else None
-    if not isinstance(block, dict):
-        return "a DeepSpeed config is JSON, such as ds_configs/zero2.json; --config takes a recipe"
-    if "deepspeed_config_file" in block:
-        return f"give the file that it names: {block['deepspeed_config_file']}"
-    devices = (block.get("offload_optimizer_device"), block.get("offload_param_device"))
-    stage = str(block.get("zero_stage", 2))
-    offloads = bool({"cpu", "nvme"} & {*devices})
-    name = f"ds_configs/zero{stage}.json"
-    if offloads:
-        name = f"ds_configs/zero{'3' if stage == '3' else '2'}_offload.json"
-    return f"its deepspeed_config is that of {name}: give this file"
-
-
 def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
-    """The config with train.lr_schedule: as given, else that of the scheduler block, else cosine.
+    """The config with train.lr_schedule: as given, else the scheduler block's, else cosine.
 
     Raises:
         UserError: the block has no equal schedule, or contradicts the run config.
     """
-    file = config.ds_config
-    train = config.train
-    name = train.lr_schedule or "cosine"
+    own = config.train.lr_schedule
+    name = own or "cosine"
     if "type" in block:
-        kind = block["type"]
-        params = block["params"]
-        if str(kind) not in SCHEDULES:
+        name = SCHEDULES.get(str(block["type"]))
+        set_here = [key for key, value in block["params"].items() if value != "auto"]
+        if name is None or own not in (None, name) or set_here:
             raise UserError(
-                f"{file}: scheduler.type is {json.dumps(kind)}, which is none of "
-                f"{', '.join(SCHEDULES)}; remove the block and set train.lr_schedule"
+                f"{config.ds_config}: scheduler is {json.dumps(block)}, but the run config sets "
+                f"the schedule (train.lr_schedule is {own}): remove the block, or make its type "
+                f'{" or ".join(SCHEDULES)}, the same schedule, and its params "auto"'
             )
-        for key, value in params.items():
-            if value != "auto":
-                raise UserError(
-                    f"{file}: scheduler.params.{key} is {json.dumps(value)}, but the run config "
-                    'sets the schedule; set it to "auto", or remove the block and set '
-                    "train.lr_schedule"
-                )
-        name = SCHEDULES[kind]
-        if train.lr_schedule not in (None, name):
-            raise UserError(
-                f"{file}: scheduler.type is {kind}, which is {name} here, but train.lr_schedule "
-                f"is {train.lr_schedule}; remove one of the two"
-            )
-    return replace(config, train=replace(train, lr_schedule=name))
+    return replace(config, train=replace(config.train, lr_schedule=name))
 
 
 def _merge(
@@ -315,12 +291,13 @@ def _merge(
 
 
 def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
-    """Check the merged config, by DeepSpeed's own parser first.
+    """Raise UserError for the first problem of the merged config."""
+    for problem in chain(_problems(merged, config, precision), _refusals(merged)):
+        raise UserError(f"{config.ds_config}: {problem}")
 
-    Raises:
-        UserError: what DeepSpeed would refuse or silently ignore, or what is not supported.
-    """
-    file = config.ds_config
+
+def _problems(merged: dict[str, Any], config: Config, precision: str) -> Iterator[str]:
+    """What DeepSpeed would silently ignore or train wrongly, or what is not supported."""
     stage = zero_stage(merged)
     zero = merged["zero_optimization"]
     copies = zero.get("zero_hpz_partition_size", 1)
@@ -332,55 +309,67 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
         ("tensor_parallel.autotp_size", tensor, 1),
     ):
         if type(value) is not int or value < least:  # DeepSpeed would convert "3" and true
-            raise UserError(
-                f"{file}: {path} is {json.dumps(value)}; use a whole number from {least} on"
-            )
+            yield f"{path} is {json.dumps(value)}; use a whole number from {least} on"
+            return
     if min(sequence, tensor) > 1:
-        raise UserError(
-            f"{file}: sequence_parallel_size is {sequence} and tensor_parallel.autotp_size "
-            f"{tensor}; set one of them to 1"
+        yield (
+            f"sequence_parallel_size is {sequence} and tensor_parallel.autotp_size {tensor}; set "
+            "one of them to 1"
         )
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():
                 path = f"{block}.{name}".removeprefix(".")
-                raise UserError(
-                    f"{file}: {path}: unknown, or not supported here; remove it"
-                    f"{similar(name, text.split())}"
-                )
+                cure = similar(name, text.split())
+                yield f"{path}: unknown, or not supported here; remove it{cure}"
     for path, value in _leaves(merged):
         if value == "auto":
-            raise UserError(f'{file}: {path} is "auto", but the run config has no value for it')
+            yield f'{path} is "auto", but the run config has no value for it'
         only, why = ONLY.get(path, (value, ""))
         if value != only:
-            raise UserError(f"{file}: {path} is {json.dumps(value)}: {why}; remove it")
+            yield f"{path} is {json.dumps(value)}: {why}; remove it"
     if "zenflow" in zero:
-        raise UserError(f"{file}: zero_optimization.zenflow: it corrupts weights; remove it")
+        yield "zero_optimization.zenflow: it corrupts weights; remove it"
     devices = offload_devices(merged)
-    for path, is_set in (
-        ("device nvme", devices["optimizer"] == "nvme"),
-        ("zero_optimization.offload_param", devices["param"] != "none"),
-        ("zero_optimization.zero_hpz_partition_size", copies > 1),
-        *((path, path.startswith("zero")) for path in gpu_keys(merged)),
-    ):
+    at_stage_3 = {
+        "device nvme": devices["optimizer"] == "nvme",
+        "zero_optimization.offload_param": devices["param"] != "none",
+        "zero_optimization.zero_hpz_partition_size": copies > 1,
+        **{path: path.startswith("zero") for path in gpu_keys(merged)},
+    }
+    for path, is_set in at_stage_3.items():
         if is_set and stage < 3:  # DeepSpeed would ignore it
-            raise UserError(f"{file}: {path} needs zero_optimization.stage 3; remove it")
+            yield f"{path} needs zero_optimization.stage 3; remove it"
     if copies > 1 and set(devices.values()) != {"none"}:
-        raise UserError(
-            f"{file}: zero_optimization.zero_hpz_partition_size does not work with offload; remove "
-            "one of the two"
+        yield (
+            "zero_optimization.zero_hpz_partition_size does not work with offload; remove one of "
+            "the two"
         )
     offloaded = zero.get("offload_optimizer") or {}
     if offloaded.get("super_offload") and not config.train.gradient_clipping:
-        raise UserError(
-            f"{file}: zero_optimization.offload_optimizer.super_offload updates in the backward "
-            "pass where gradients are not clipped; set train.gradient_clipping"
+        yield (
+            "zero_optimization.offload_optimizer.super_offload updates in the backward pass where "
+            "gradients are not clipped; set train.gradient_clipping"
         )
     if config.model.compile and merged["compile"].get("deepcompile"):
-        raise UserError(f"{file}: compile.deepcompile: model.compile is true; remove one of them")
+        yield "compile.deepcompile: model.compile is true; remove one of them"
     kind = merged["optimizer"].get("type")
     if str(kind).lower() not in ("adam", "adamw"):
-        raise UserError(f"{file}: optimizer.type is {json.dumps(kind)}: use AdamW or Adam")
+        yield f"optimizer.type is {json.dumps(kind)}: use AdamW or Adam"
+    if precision == "fp16" and stage == 0:
+        yield (
+            "fp16 at zero_optimization.stage 0: DeepSpeed divides gradients there by a loss scale "
+            "that it has not multiplied with; set the stage to 1, or use bf16"
+        )
+    if config.model.quantization and stage == 3:
+        yield (
+            "zero_optimization.stage is 3, which cannot partition the 4-bit weights of "
+            "model.quantization; use a stage from 0 to 2, or LoRA without quantization"
+        )
+
+
+def _refusals(merged: dict[str, Any]) -> Iterator[str]:
+    """What DeepSpeed's own parser refuses."""
     try:
         DeepSpeedConfig(copy.deepcopy(merged))
     except ValidationError as error:
@@ -390,19 +379,9 @@ def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
         problem = f"{first['msg']}, got {first['input']!r}"
         if first["type"] == "extra_forbidden":
             problem = f"unknown key; remove it{similar(name, [*DeepSpeedZeroConfig.model_fields])}"
-        raise UserError(f"{file}: {path}: {problem}") from error
+        yield f"{path}: {problem}"
     except Exception as error:  # its own errors and assertions, all of them about `merged`
-        raise UserError(f"{file}: DeepSpeed refuses it: {describe(error)}") from error
-    if precision == "fp16" and stage == 0:
-        raise UserError(
-            f"{file}: fp16 at zero_optimization.stage 0: DeepSpeed divides gradients there by a "
-            "loss scale that it has not multiplied with; set the stage to 1, or use bf16"
-        )
-    if config.model.quantization and stage == 3:
-        raise UserError(
-            f"model.quantization: {file} has ZeRO stage 3, which cannot partition weights in 4 "
-            "bits; use a stage from 0 to 2, or LoRA without quantization"
-        )
+        yield f"DeepSpeed refuses it: {describe(error)}"
 
 
 def _at(merged: dict[str, Any], path: str) -> dict[str, Any]:
