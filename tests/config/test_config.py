@@ -244,7 +244,7 @@ CONTRADICTIONS = {
     "clipping": ({"gradient_clipping": 1.0}, "but train.gradient_clipping is 0.5"),
     "rate": ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "train.learning_rate is"),
     "OneCycle": ({"scheduler": {"type": "OneCycle"}}, "WarmupLR or WarmupDecayLR"),
-    "steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, '"warmup_num_steps": 9'),
+    "steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, '_steps": 9'),
     "another": ({"scheduler": {"type": "WarmupCosineLR"}}, "train.lr_schedule is linear"),
 }  # fmt: skip
 
