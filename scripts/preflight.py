@@ -11,9 +11,11 @@ check failed, 2 a mistake in the input.
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from zerotrain.launch.checks import CHECKS, check_hosts
+from zerotrain.launch.hostfile import between
 from zerotrain.launch.job import job_of, make_parser, split_command
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, exit_on_error
@@ -24,7 +26,7 @@ def main() -> None:
     parser = make_parser("scripts/preflight.py")
     parser.add_argument("--hosts_only", action="store_true", help="without the job on all ranks")
     parser.add_argument(
-        "--timeout", type=int, default=60,
+        "--timeout", type=between(1, 86_400), default=60,
         help="seconds to reach the master port; collectives have twice that (60)",
     )  # fmt: skip
     parser.add_argument(
@@ -55,7 +57,7 @@ def main() -> None:
         sys.exit(EXIT_FAILURE)
     if not arguments.hosts_only:
         program = ["-m", "zerotrain.launch.bandwidth", str(arguments.timeout), arguments.links]
-        if launch(job.with_command(program)).code != 0:
+        if launch(replace(job, command=program)).code != 0:
             sys.exit(EXIT_FAILURE)
 
 

@@ -14,10 +14,11 @@ Exit code 1 if a run fails; the others still count. After Ctrl-C, sizes that are
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from zerotrain.launch.hostfile import world_size
+from zerotrain.launch.hostfile import between, world_size
 from zerotrain.launch.job import Job, job_of, make_parser, split_command
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
@@ -35,7 +36,7 @@ def short_job(job: Job, nodes: int, growth: float, steps: int, folder: Path) -> 
     key = "global_batch_size" if train.global_batch_tokens is None else "global_batch_tokens"
     batch = max(1, round(growth * getattr(train, key)))
     words = [*short_run(steps), f"--output_dir={folder.absolute()}", f"--train.{key}={batch}"]
-    return job.with_hosts(job.hosts[:nodes]).with_command([*job.command, *words])
+    return replace(job, hosts=job.hosts[:nodes], command=[*job.command, *words])
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -52,10 +53,16 @@ def measure(folder: Path) -> dict[str, float]:
 def main() -> None:
     os.chdir(Path(__file__).resolve().parent.parent)  # as scripts/launch.sh does
     parser = make_parser("scripts/scaling_test.py")
-    parser.add_argument("--nodes", required=True, metavar="N,N,...", help="numbers of hosts")
-    parser.add_argument("--strong", action="store_true", help="the same global batch on all sizes")
-    parser.add_argument("--steps", type=int, default=30, help=f"{WARM_UP_STEPS} are not measured")
-    parser.add_argument("--output", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
+    add = parser.add_argument
+    add("--nodes", required=True, metavar="N,N,...", help="numbers of hosts")
+    add("--strong", action="store_true", help="the same global batch on all sizes")
+    add(
+        "--steps",
+        type=between(WARM_UP_STEPS + 1, 10**6),
+        default=30,
+        help=f"{WARM_UP_STEPS} are not measured",
+    )
+    add("--output", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
     options, command = split_command(sys.argv[1:])
     arguments = parser.parse_args(options)
     job = job_of(arguments, command)
@@ -64,8 +71,6 @@ def main() -> None:
     sizes = sorted({int(word) if word.isdigit() else 0 for word in arguments.nodes.split(",")})
     if not 1 <= sizes[0] <= sizes[-1] <= len(job.hosts):
         raise UserError(f"--nodes {arguments.nodes}: numbers from 1 to {len(job.hosts)} are needed")
-    if arguments.steps <= WARM_UP_STEPS:
-        raise UserError(f"--steps {arguments.steps}: must be more than {WARM_UP_STEPS}")
 
     own_folder(arguments.output)
     found = {}

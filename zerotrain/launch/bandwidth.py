@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,54 +71,70 @@ def all_reduce_gb_per_s(payload: torch.Tensor, ranks: list[int]) -> float | None
     return payload.nbytes * 2 * (len(ranks) - 1) / len(ranks) / seconds / 1e9
 
 
-def main(timeout_seconds: float, file: str) -> None:
-    rank = int(os.environ["RANK"])
-    ranks = int(os.environ["WORLD_SIZE"])
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+def exchange(store: dist.Store, name: str, value: object) -> list[Any]:
+    """The value of each rank, as JSON; torch's object collectives would unpickle."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store.set(f"{name}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{name}/{other}")) for other in range(ranks)]
+
+
+def join_group(timeout_seconds: float, device: torch.device) -> dist.Store:
+    """Create the process group. Returns its store."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank > 0:
         connect(timeout_seconds)
     limit = timedelta(seconds=2 * timeout_seconds)  # the cause that connect() tells comes first
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=limit
-    )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    return store
+
+
+def measure(device: torch.device, names: list[str]) -> dict[str, float | None]:
+    """Bandwidth among all ranks, inside each host, and between each host and the next, and the
+    speed of this rank's matrix products. None where this rank has no part. All ranks call it.
+
+    Args:
+        names: the host of each rank.
+    """
+    on_gpu = device.type == "cuda"
+    of_host = {host: [r for r, name in enumerate(names) if name == host] for host in names}
+    payload = torch.zeros((GPU_BYTES if on_gpu else CPU_BYTES) // 4, device=device)
+    measured = {"all ranks": all_reduce_gb_per_s(payload, list(range(len(names))))}
+    for host, ranks in of_host.items():
+        measured[f"inside {host}"] = all_reduce_gb_per_s(payload, ranks)
+    for one, other in pairwise(of_host):  # all their ranks, and so all their network cards
+        measured[f"{one} - {other}"] = all_reduce_gb_per_s(payload, of_host[one] + of_host[other])
+    size = GPU_MATMUL if on_gpu else CPU_MATMUL
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if on_gpu else None)
+    seconds = median_seconds(lambda: matrix @ matrix, device)
+    rank = dist.get_rank()
+    measured[f"matmul of rank {rank} on {names[rank]}"] = 2 * size**3 / seconds / 1e12
+    return measured
+
+
+def main(timeout_seconds: float, file: str) -> None:
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    store = join_group(timeout_seconds, device)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     total = torch.tensor(float(rank + 1), device=device)
     dist.all_reduce(total)
     if total.item() != ranks * (ranks + 1) / 2:
         raise UserError(f"rank {rank} on {socket.gethostname()}: an all-reduce gives a wrong sum")
-
-    store.set(f"host/{rank}", socket.gethostname())  # torch's object collectives would unpickle
-    names = [store.get(f"host/{other}").decode() for other in range(ranks)]
-    of_host = {name: [r for r in range(ranks) if names[r] == name] for name in dict.fromkeys(names)}
-    hosts = list(of_host)
-    payload = torch.zeros((GPU_BYTES if on_gpu else CPU_BYTES) // 4, device=device)
-    measured = {"all ranks": all_reduce_gb_per_s(payload, list(range(ranks)))}
-    for host in hosts:
-        measured[f"inside {host}"] = all_reduce_gb_per_s(payload, of_host[host])
-    for one, other in pairwise(hosts):
-        pair = [of_host[one][0], of_host[other][0]]
-        measured[f"{one} - {other}"] = all_reduce_gb_per_s(payload, pair)
-    size = GPU_MATMUL if on_gpu else CPU_MATMUL
-    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if on_gpu else None)
-    seconds = median_seconds(lambda: matrix @ matrix, device)
-    measured[f"matmul of rank {rank} on {names[rank]}"] = 2 * size**3 / seconds / 1e12
-
-    found = {name: value for name, value in measured.items() if value is not None}
-    store.set(f"measured/{rank}", json.dumps(found))
+    names = exchange(store, "host", socket.gethostname())
+    everything: dict[str, float] = {}
+    for measured in reversed(exchange(store, "measured", measure(device, names))):
+        everything |= {name: value for name, value in measured.items() if value is not None}
     if rank == 0:
-        everything: dict[str, float] = {}
-        for other in reversed(range(ranks)):
-            everything |= json.loads(store.get(f"measured/{other}"))
         show(everything)
         if file:
             inside = [rate for name, rate in everything.items() if name.startswith("inside ")]
             links = {"node_gb_per_s": min(inside)} if inside else {}
-            if len(hosts) > 1:
+            if len(set(names)) > 1:
                 links["network_gb_per_s"] = everything["all ranks"]
             Path(file).write_text(json.dumps(links))
     dist.barrier()

@@ -74,26 +74,27 @@ def collect(job: Job) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
     return reports, lost
 
 
-def unlike_most(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The hosts whose value differs from the most frequent one, on a tie the first; with that."""
-    counts = Counter(map(repr, values.values()))
-    usual = max(counts, key=counts.__getitem__)
-    common = next(value for value in values.values() if repr(value) == usual)
-    return ((host, common) for host, value in values.items() if repr(value) != usual)
+def usual_value(values: Mapping[str, str]) -> str:
+    """The value that most hosts have, on a tie that of the first of them."""
+    return Counter(values.values()).most_common(1)[0][0]
 
 
-def check_versions(reports: Reports) -> Problems:
-    for host, common in unlike_most({h: report["versions"] for h, report in reports.items()}):
-        here = reports[host]["versions"]
-        odd = [f"{n} is {v}, elsewhere {common[n]}" for n, v in here.items() if v != common[n]]
-        yield host, f"{'; '.join(odd)}; install requirements.txt there"
-
-
-def check_code(reports: Reports) -> Problems:
-    for host, common in unlike_most({h: report["code"] for h, report in reports.items()}):
-        here = reports[host]["code"]
-        odd = sorted(n for n in {*here, *common} if here.get(n) != common.get(n))
-        yield host, f"{len(odd)} files differ ({', '.join(odd[:3])}); check out one commit"
+def check_same(section: str, cure: str, reports: Reports) -> Problems:
+    """Versions or files that differ between the hosts, or cannot be read on one."""
+    found = {h: r["same"][section] for h, r in reports.items() if section in r["same"]}
+    odd: dict[str, list[str]] = {host: [] for host in found}
+    for name in sorted({name for values in found.values() for name in values}):
+        values = {host: there.get(name, "missing") for host, there in found.items()}
+        usual = usual_value(values)
+        for host, value in values.items():
+            if value.startswith("cannot be read"):
+                odd[host].append(f"{name} {value}")
+            elif value != usual:
+                odd[host].append(f"{name} is {value}, elsewhere {usual}")
+    for host, texts in odd.items():
+        if texts:
+            more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+            yield host, f"{', '.join(texts[:3])}{more}; {cure}"
 
 
 def check_clock(reports: Reports) -> Problems:
@@ -121,31 +122,18 @@ def check_gpus(reports: Reports) -> Problems:
             if gpu["ecc_errors"] or gpu["throttle"]:
                 what = ", ".join([f"{gpu['ecc_errors']} memory errors", *gpu["throttle"]])
                 yield host, f"GPU {number}: {what}; see `nvidia-smi -q`, reset or replace it"
-    names = {h: sorted({gpu["name"] for gpu in report["gpus"]}) for h, report in reports.items()}
-    for host, common in unlike_most(names):
-        yield host, f"GPUs are {names[host] or 'missing'}, elsewhere {common}"
+    models = {h: ", ".join(sorted({gpu["name"] for gpu in r["gpus"]})) for h, r in reports.items()}
+    usual = usual_value(models)
+    for host, model in models.items():
+        if model != usual:
+            yield host, f"GPUs are {model or 'missing'}, elsewhere {usual or 'missing'}"
 
 
 def check_config(reports: Reports) -> Problems:
     for host, report in reports.items():
         if report["mistake"]:
             yield host, report["mistake"]
-    yield from differing_files("config", reports)
-
-
-def differing_files(check: str, reports: Reports) -> Problems:
-    """Files that cannot be read on a host, or differ from those on the others."""
-    found = {h: report["files"][check] for h, report in reports.items() if "files" in report}
-    names = sorted({name for files in found.values() for name in files})
-    for name in names:
-        for host, files in found.items():
-            if "cannot be read" in files.get(name, ""):
-                yield host, f"{name} {files[name]}; copy it there, or share the disk"
-        for host, _ in unlike_most({h: files.get(name) for h, files in found.items()}):
-            if name not in found[host]:
-                yield host, f"{name} is missing there; copy it, or share the disk"
-            elif "cannot be read" not in found[host][name]:
-                yield host, f"{name} differs from the other hosts'; copy one version to all"
+    yield from check_same("config", SHARE, reports)
 
 
 def check_disk(reports: Reports) -> Problems:
@@ -171,14 +159,15 @@ def check_limits(reports: Reports) -> Problems:
             yield host, f"{report['open_files']} open files allowed; raise nofile in limits.conf"
 
 
+SHARE = "copy one version to all hosts, or share the disk"
 CHECKS: dict[str, Callable[[Reports], Problems]] = {
-    "versions": check_versions,
-    "code": check_code,
+    "versions": partial(check_same, "versions", "install requirements.txt there"),
+    "code": partial(check_same, "code", "check out one commit"),
     "clock": check_clock,
     "gpus": check_gpus,
     "config": check_config,
-    "model": partial(differing_files, "model"),
-    "data": partial(differing_files, "data"),
+    "model": partial(check_same, "model", SHARE),
+    "data": partial(check_same, "data", SHARE),
     "disk": check_disk,
     "limits": check_limits,
 }

@@ -9,11 +9,15 @@ from pathlib import Path
 
 from zerotrain.runtime.errors import UserError, describe
 
-PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_", "OMP_", "CUDA_", "DS_")
+PREFIXES = (
+    "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "OMP_",
+    "HF_", "WANDB_", "DS_",
+)  # fmt: skip
 # The node wrapper sets the devices of each host.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
 SECRET_NAME = re.compile(
-    r"(.*[_-])?KEY|.*(APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PASSPHRASE|CREDENTIALS?)|.*_PWD",
+    r"(^|[_-])(KEY|PASS|PWD|AUTH|PAT|SAS|COOKIE)S?($|[_-])"
+    r"|APIKEY|TOKEN(?!I)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|PWD$",
     re.IGNORECASE,
 )
 SECRET_TEXT = re.compile(
@@ -81,4 +85,4 @@ def _is_name(text: str) -> bool:
 
 def _is_secret(name: str, value: str) -> bool:
     """Whether a variable is a secret, by its name, or holds one."""
-    return bool(SECRET_NAME.fullmatch(name) or SECRET_TEXT.search(value))
+    return bool(SECRET_NAME.search(name) or SECRET_TEXT.search(value))

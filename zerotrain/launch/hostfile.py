@@ -1,7 +1,8 @@
 """The hostfile: the hosts of a job and the number of slots, that is ranks, on each of them."""
 
+import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,17 @@ def select_hosts(hosts: Sequence[Host], include: str, exclude: str) -> list[Host
     if not selected:
         raise UserError(f"{option} {include or exclude}: leaves no hosts")
     return selected
+
+
+def between(least: int, most: int) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if not (text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text} is no number from {least} to {most}")
+        return int(text)
+
+    return number
 
 
 def world_size(hosts: Sequence[Host]) -> int:

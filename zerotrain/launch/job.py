@@ -4,14 +4,14 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.launch.environment import deepspeed_env_files, environment_of_job
-from zerotrain.launch.hostfile import Host, read_hostfile, select_hosts, world_size
+from zerotrain.launch.environment import PREFIXES, deepspeed_env_files, environment_of_job
+from zerotrain.launch.hostfile import Host, between, read_hostfile, select_hosts, world_size
 from zerotrain.runtime.errors import UserError
 
 
@@ -29,12 +29,6 @@ class Job:
     master_port: int | None = None
     config: Config | None = None
     """The run config if the script is train.py."""
-
-    def with_hosts(self, hosts: list[Host]) -> "Job":
-        return replace(self, hosts=hosts)
-
-    def with_command(self, command: list[str]) -> "Job":
-        return replace(self, command=command)
 
 
 def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
@@ -59,17 +53,6 @@ def remote_command(ssh: Sequence[str], host: str, arguments: Sequence[str]) -> l
     return [*ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
 
 
-def between(least: int, most: int) -> Callable[[str], int]:
-    """An argparse type: whole numbers from `least` to `most`."""
-
-    def number(text: str) -> int:
-        if not (text.isdecimal() and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text} is no number from {least} to {most}")
-        return int(text)
-
-    return number
-
-
 def make_parser(program: str) -> argparse.ArgumentParser:
     """A parser of the options that launch.sh and preflight.py share."""
     parser = argparse.ArgumentParser(
@@ -89,12 +72,12 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="also send this variable; NCCL_*, GLOO_*, TORCH_*, HF_*, WANDB_*, OMP_*, CUDA_*, DS_* "
-        "and those in .deepspeed_env are always sent",
+        help=f"also send this variable; {', '.join(f'{prefix}*' for prefix in PREFIXES)} and those "
+        "in .deepspeed_env are always sent",
     )
     add(
         "--heartbeat_seconds",
-        type=int,
+        type=between(5, 86_400),
         default=60,
         metavar="N",
         help="when a host stops responding, the job ends on all hosts within this time (60)",
@@ -121,8 +104,6 @@ def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
             f"no script to run{f': {command[0]}' if command else ''}; give it after --, as in "
             f"`-- train.py {' '.join(command) or '--config FILE'}`"
         )
-    if arguments.heartbeat_seconds < 5:
-        raise UserError(f"--heartbeat_seconds {arguments.heartbeat_seconds}: must be at least 5")
     hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     config = None
     if Path(command[0]).name == "train.py":

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from zerotrain.launch.hostfile import Host, world_size
-from zerotrain.launch.job import Job, between, job_of, make_parser, remote_command, split_command
-from zerotrain.launch.node import FORWARDED, GRACE_SECONDS, READY
+from zerotrain.launch.hostfile import Host, between, world_size
+from zerotrain.launch.job import Job, job_of, make_parser, remote_command, split_command
+from zerotrain.launch.node import EVENT, FORWARDED, GRACE_SECONDS
 from zerotrain.launch.restart import prepare_restart
 from zerotrain.runtime.errors import (
     EXIT_FAILURE,
@@ -33,7 +33,6 @@ from zerotrain.runtime.errors import (
 
 CONNECT_SECONDS = 20
 PING_SECONDS = 1.0
-FAILED = re.compile(r"node: rank \d+ ended with exit code (\d+).*")
 ERROR = re.compile(r"(?:\[rank \d+ @ [^]]*\] )?(error: .+|[A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 
 
@@ -90,7 +89,8 @@ class Attempt:
         self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 6)
         self.connections = [Connection(host, job.ssh, events) for host in job.hosts]
         self.running = set(self.connections)
-        self.failures: list[tuple[int, Outcome]] = []  # with their priorities
+        self.failures: list[tuple[int, Outcome]] = []
+        """With the place of each among the causes: the lowest is the cause of the others."""
         self.stop_signal: int | None = None
         self.has_started = False
         self.next_ping = 0.0
@@ -186,8 +186,8 @@ class Attempt:
             elif code not in (0, EXIT_PREEMPTED):  # or the wrapper has printed the cause
                 cause = f"{source.host.name}: {source.last_line}"
                 self.failures.append((4, Outcome(code, cause)))
-        elif value.startswith(READY):
-            source.greeting = json.loads(value.removeprefix(READY))
+        elif value.startswith(EVENT):
+            self.handle_said(source, json.loads(value.removeprefix(EVENT)))
         elif value:
             self.handle_line(source, value)
 
@@ -200,22 +200,29 @@ class Attempt:
             for connection in self.running:
                 connection.send(name)
 
+    def handle_said(self, source: Connection, event: dict) -> None:
+        """Act on what a wrapper says: that it is ready, or that a rank has failed."""
+        if "failed" not in event:
+            source.greeting = event
+            return
+        source.last_line, code = event["failed"], event["code"]
+        print(f"{source.host.name}: {source.last_line}", flush=True)
+        by_signal = code > 128
+        because = f": {source.last_error}" if source.last_error and not by_signal else ""
+        cause = f"{source.host.name}: {source.last_line}{because}"
+        priority = 1 if by_signal else 2 if code == EXIT_USER_MISTAKE else 3
+        self.failures.append((priority, Outcome(code, cause)))
+
     def handle_line(self, source: Connection, line: str) -> None:
+        """Print a line of a rank; a mistake, which every host names, once."""
         source.last_line = line
         if error := ERROR.match(line):
             source.last_error = error[1][:500]
-            if source.last_error in self.mistakes:  # every host says so
+            if source.last_error in self.mistakes:
                 return
             if source.last_error.startswith("error: "):
                 self.mistakes.add(source.last_error)
         print(f"{source.host.name}: {line}", flush=True)
-        if failed := FAILED.fullmatch(line):
-            code = int(failed[1])
-            by_signal = code > 128
-            because = f": {source.last_error}" if source.last_error and not by_signal else ""
-            cause = f"{source.host.name}: {line.removeprefix('node: ')}{because}"
-            priority = 1 if by_signal else 2 if code == EXIT_USER_MISTAKE else 3
-            self.failures.append((priority, Outcome(code, cause)))
 
     def end(self) -> Outcome:
         """Stop what is left, and find the cause among the failures that arrive until then."""
@@ -227,11 +234,9 @@ class Attempt:
         stopped = self.stop_signal is not None
         if self.failures:
             _, outcome = min(self.failures, key=lambda failure: failure[0])
-            if stopped:
-                return Outcome(exit_code_of_signal(self.stop_signal), outcome.cause, True)
-            return outcome
-        preempted = any(c.process.returncode == EXIT_PREEMPTED for c in self.connections)
-        if preempted:
+            code = exit_code_of_signal(self.stop_signal) if stopped else outcome.code
+            return Outcome(code, outcome.cause, stopped)
+        if any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
             cause = "preempted and saved; the same command resumes"
             return Outcome(EXIT_PREEMPTED, cause, stopped)
         return Outcome(0, "", stopped)

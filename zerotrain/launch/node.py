@@ -10,7 +10,9 @@ first rank that failed: 2 a mistake in the input, 75 preempted and saved, 128 + 
 
 Started by launch.sh, it prints its address and a free port, and reads the job from standard input.
 Later lines are signals' names. It ends its ranks when its input is closed, or silent for too long,
-because a cut link closes nothing.
+because a cut link closes nothing. What it says itself are lines of EVENT and a JSON object, among
+those of the ranks: {"client", "server", "port"} when it is ready, {"failed", "code"} when a rank
+has failed.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import psutil
 
+from zerotrain.launch.hostfile import MAX_SLOTS, between
 from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
     EnvironmentFailure,
@@ -39,7 +42,7 @@ from zerotrain.runtime.errors import (
     exit_on_error,
 )
 
-READY = "node: ready "
+EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
 # On Kubernetes, a pod can start before the name of the first one resolves: that is waited for as
@@ -118,7 +121,8 @@ def wait_for_ranks(
             del running[rank]
             code = exit_code_of_signal(-status) if status < 0 else status
             if code not in (0, EXIT_PREEMPTED) and deadline == float("inf") and not stop:
-                print(f"node: rank {rank} ended with exit code {code}{explain(status)}", flush=True)
+                text = f"rank {rank} ended with exit code {code}{explain(status)}"
+                say({"failed": text, "code": code})
                 exit_code = code
                 stop = True
             elif exit_code == 0:
@@ -133,6 +137,11 @@ def wait_for_ranks(
             send(running, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
     return exit_code or (exit_code_of_signal(signal.SIGKILL) if running else 0)
+
+
+def say(event: Mapping) -> None:
+    """Print a line of this process, in one call: ranks print to the same pipe."""
+    print(f"\n{EVENT}{json.dumps(event)}", flush=True)
 
 
 def explain(status: int) -> str:
@@ -228,20 +237,23 @@ def main() -> int:
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: requests.put(signal.Signals(number).name))
     if len(sys.argv) == 1:
-        print(f"\n{READY}{json.dumps(greeting())}", flush=True)
+        say(greeting())
         job = read_job()
         threading.Thread(
             target=read_requests, args=(requests, job["silence_seconds"]), daemon=True
         ).start()
         return min(run_ranks(job, requests), 254)  # ssh exits with 255 when it loses its host
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--node_rank", type=int, required=True)
-    parser.add_argument("--ranks_per_node", type=int, required=True)
-    parser.add_argument("--master_addr", required=True, help="of the first node")
-    parser.add_argument("--master_port", type=int, default=29500)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="train.py --config ...")
+    add = parser.add_argument
+    add("--nodes", type=between(1, 100_000), required=True)
+    add("--node_rank", type=between(0, 99_999), required=True)
+    add("--ranks_per_node", type=between(1, MAX_SLOTS), required=True)
+    add("--master_addr", required=True, help="of the first node")
+    add("--master_port", type=between(1, 65535), default=29500)
+    add("command", nargs=argparse.REMAINDER, help="train.py --config ...")
     arguments = parser.parse_args()
+    if arguments.node_rank >= arguments.nodes:
+        parser.error(f"--node_rank {arguments.node_rank}: nodes are 0 to {arguments.nodes - 1}")
     job = {
         "command": arguments.command,
         "environment": {},

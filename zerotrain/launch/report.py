@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 def code() -> dict[str, str]:
     """Checksum of every Python file that a run may import."""
     files = [Path("train.py"), *sorted(Path("zerotrain").rglob("*.py"))]
-    return {str(file): fingerprint(file) for file in files}
+    return {str(file): checksum(str(file)) for file in files}
 
 
 def fingerprint(file: Path) -> str:
@@ -145,8 +145,7 @@ def gpus() -> list[dict[str, Any]]:
 
 def report(argv: Sequence[str] | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "versions": versions(),
-        "code": code(),
+        "same": {"versions": versions(), "code": code()},
         "gpus": gpus(),
         "cores": len(os.sched_getaffinity(0)),
         "shm_bytes": shutil.disk_usage("/dev/shm").total,
@@ -165,7 +164,7 @@ def report(argv: Sequence[str] | None) -> dict[str, Any]:
     saved = list_complete(checkpoints_folder(folder))
     facts["disk"] = disk(folder)
     facts["checkpoint"] = saved[-1].name if saved else None
-    facts["files"] = files_of(config, argv)
+    facts["same"] |= files_of(config, argv)
     return facts
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 from zerotrain.launch.checks import check_hosts, without
 from zerotrain.launch.job import Job
@@ -46,4 +47,4 @@ def prepare_restart(
         print(f"launch: continuing on {', '.join(h.name for h in hosts)}: {problem}", flush=True)
     saved = [reports[host.name].get("checkpoint") for host in hosts]
     newest = max((name for name in saved if name), default=None)
-    return job.with_hosts(hosts), newest
+    return replace(job, hosts=hosts), newest
