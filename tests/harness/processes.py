@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,9 +45,11 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
+    """A free port below those that the kernel gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(21_000, 29_000)  # runs seed `random`
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 def launch_command(script_and_args, ranks, launcher="deepspeed"):
@@ -99,5 +103,5 @@ def wait_until(happened, process, log=None, seconds=500, interval=0.01):
             return result
         if code is not None or time.monotonic() > deadline:
             why = f"still running after {seconds} s" if code is None else f"ended with {code}"
-            pytest.fail(f"{why}\n{log.read_text(errors='replace') if log else ''}")
+            pytest.fail(f"{why}\n{log.read_text(errors='replace') if log and log.exists() else ''}")
         time.sleep(interval)

@@ -6,11 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from harness.processes import Finished, environment
+from harness.processes import Finished, environment, wait_until
 from harness.repository import REPO
 
 # Test runs at the same time have names and addresses of their own.
@@ -115,10 +114,7 @@ class Hosts:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        deadline = time.monotonic() + 200
-        while not self.answers(i):
-            assert time.monotonic() < deadline, f"node-{i} does not come up"
-            time.sleep(0.1)
+        wait_until(lambda: self.answers(i), self._processes[i])
 
     def answers(self, i: int) -> bool:
         command = [*self.ssh(i, "true")[:-2], "-o", "ConnectTimeout=2", f"node-{i}", "true"]

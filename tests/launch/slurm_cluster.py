@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
+
+from harness.processes import wait_until
 
 from zerotrain.launch.node import LIBC, PR_SET_PDEATHSIG
 
@@ -96,13 +97,11 @@ class Cluster:
                 start_new_session=True,
                 preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
             )  # fmt: skip
-        deadline = time.monotonic() + 200
-        while self.run("sinfo", "--noheader", "--format=%D %T", check=False) != "2 idle":
-            if time.monotonic() > deadline:
-                logs = [p.read_text()[-2000:] for p in sorted(self.folder.glob("*.log"))]
-                self.down()
-                raise RuntimeError("the nodes do not come up\n" + "\n".join(logs))
-            time.sleep(0.1)
+        command = ("sinfo", "--noheader", "--format=%D %T")
+        log = self.folder / "slurmctld.log"
+        wait_until(
+            lambda: self.run(*command, check=False) == "2 idle", self._daemons, log, interval=0.1
+        )
         return self
 
     def down(self) -> None:
@@ -121,14 +120,26 @@ class Cluster:
         assert not check or done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def start(self, *command: object, **variables: str) -> subprocess.Popen:
-        """Start a SLURM command with additional environment variables, discarding its output."""
-        return subprocess.Popen(
-            [str(word) for word in command], env={**self.environment, **variables},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
 
-    def job(self, job: str) -> dict[str, str]:
+class Job:
+    """A job of the cluster, or an element of an array, and its log."""
+
+    def __init__(self, cluster: Cluster, number: str, log: Path) -> None:
+        self.cluster, self.number, self.log = cluster, number, log
+
+    def facts(self) -> dict[str, str]:
         """The fields of `scontrol show job`: JobState, ExitCode, Restarts ..."""
-        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        words = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def poll(self) -> tuple[str, str] | None:
+        """Its state and its exit code, such as `75:0` for 75, once it has ended."""
+        facts = self.facts()
+        over = facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return (facts["JobState"], facts["ExitCode"]) if over else None
+
+    def until(self, happened) -> None:
+        wait_until(happened, self, self.log, interval=0.1)
+
+    def wait(self) -> tuple[str, str]:
+        return wait_until(self.poll, self, self.log, interval=0.1)

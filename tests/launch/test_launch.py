@@ -2,6 +2,7 @@
 pytest tests/launch/test_launch.py"""
 
 import json
+import os
 import queue
 import shlex
 import signal
@@ -24,6 +25,8 @@ from zerotrain.runtime.errors import EnvironmentFailure, UserError
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
+NODE = [sys.executable, "-m", "zerotrain.launch.node", "--master_addr=localhost", "--nodes=2",
+        "--node_rank=0"]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
 # Hostfile, environment and node wrapper, without hosts
@@ -90,10 +93,21 @@ def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
     }  # fmt: skip
     file = tmp_path / "env"
     file.write_text("# a comment\n\nNCCL_DEBUG=WARN\nexport A=b=c d\n")
-    job = environment_of_job(here, ["MINE", "B=$x"], [file])
-    assert job == {"NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "A": "b=c d", "MINE": "a b",
-                   "B": "$x"}  # fmt: skip
-    for added in ("AWS_SECRET=x", "URI=https://me:x@host", "NOT_THERE"):
+    devices = {"PYTORCH_CUDA_ALLOC_CONF": "a", "TRITON_CACHE_DIR": "b", "UCX_TLS": "c",
+               "FI_PROVIDER": "d", "CUBLAS_WORKSPACE_CONFIG": "e"}  # fmt: skip
+    job = environment_of_job(here | devices, ["MINE", "TOKENIZERS_PARALLELISM=0"], [file])
+    assert job == devices | {"NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "A": "b=c d",
+                             "MINE": "a b", "TOKENIZERS_PARALLELISM": "0"}  # fmt: skip
+    secrets = (
+        "AWS_SECRET",
+        "PGPASSWORD",
+        "DB_PASS",
+        "MYSQL_PWD",
+        "GITHUB_PAT",
+        "KEY_PEM",
+        "NPM_AUTH",
+    )
+    for added in (*(f"{name}=x" for name in secrets), "URI=https://me:x@host", "NOT_THERE"):
         with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):
             environment_of_job(here, [added])
     file.write_text("A=1\ns3cret, the rest of a value\n")
@@ -109,18 +123,23 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     for command, named in (
         ([LAUNCH, *hostfile, "--", "--config", "x"], "-- train.py --config x"),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
+        ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),
+        ([LAUNCH, *hostfile, "--master_port", "99999999", *script], "from 1 to 65535"),
+        ([*NODE, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 is no number"),
+        ([*NODE, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
     ):
         done = subprocess.run(
-            [str(word) for word in command], env=environment(), capture_output=True, text=True
+            list(map(str, command)), cwd=REPO, env=environment(), capture_output=True, text=True
         )
         assert done.returncode == 2, done
-        assert len(done.stderr.splitlines()) == 1 and named in done.stderr, done.stderr
+        *usage, line = done.stderr.splitlines()
+        assert named in line and (not usage or usage[0].startswith("usage: ")), done.stderr
 
 
 RANK = """
 import os, pathlib, signal, subprocess, sys, time
 folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
-subprocess.Popen(["sleep", "1234.5"], start_new_session=True)
+subprocess.Popen(["sleep", sys.argv[3]], start_new_session=True)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
 (folder / f"started_{kind}_{rank}").touch()
 while not (folder / f"started_{kind}_1").exists() or not (folder / f"started_{kind}_0").exists():
@@ -137,7 +156,17 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     options = ["--nodes=1", "--node_rank=0", "--ranks_per_node=2", "--master_addr=localhost"]
-    command = [sys.executable, "-m", "zerotrain.launch.node", *options, script, tmp_path, kind]
+    sleep = f"1000.{os.getpid()}"
+    command = [
+        sys.executable,
+        "-m",
+        "zerotrain.launch.node",
+        *options,
+        script,
+        tmp_path,
+        kind,
+        sleep,
+    ]
     wrapper = subprocess.Popen(
         list(map(str, command)), cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True
     )
@@ -149,7 +178,7 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     assert wrapper.returncode == code
     assert ("rank 1 ended with exit code" in output) == (kind == "killed")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert str(script) not in listed and "sleep 1234.5" not in listed
+    assert str(script) not in listed and f"sleep {sleep}" not in listed
 
 
 JOB = {"command": ["-c", "import time; time.sleep(100)"], "environment": {}, "devices": None,
@@ -281,7 +310,7 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
     options = ["--hostfile", hostfile, "--heartbeat_seconds", "10"]
     process = start(hosts, log, LAUNCH, *options, "--", script, tmp_path)
     try:
-        wait_until(lambda: len([*tmp_path.glob("started_?")]) == 2, process)
+        wait_until(lambda: len([*tmp_path.glob("started_?")]) == 2, process, log)
         act, expected, line = ENDINGS[case]
         began = time.monotonic()
         act(hosts, process)
@@ -327,7 +356,7 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
     process = start(
         hosts, log, LAUNCH, "--hostfile", hostfile, "--", "train.py", "--config", config
     )
-    wait_until(at_step(tmp_path / "run", 10), process)
+    wait_until(at_step(tmp_path / "run", 10), process, log)
     process.terminate()
     assert process.wait(200) == 75, log.read_text()
     done = losses_of(tmp_path / "run")[-1][0]
@@ -375,22 +404,22 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
         return lambda: text in log.read_text()
 
     try:
-        wait_until(at_step(run, 10), process)
+        wait_until(at_step(run, 10), process, log)
         first = ranks_of_node_1()  # a restart follows at once
         hosts.cut(2)
         hosts.kill(2)
         lost_at = time.monotonic()
-        wait_until(printed("launch: node-2 is lost"), process)
+        wait_until(printed("launch: node-2 is lost"), process, log)
         looked = time.monotonic()
         while first & ranks_of_node_1():
             assert looked - lost_at < 30 + 3, "--heartbeat_seconds, and some for signals"
             looked = time.monotonic()
-        wait_until(printed("launch: continuing on node-1"), process)
+        wait_until(printed("launch: continuing on node-1"), process, log)
         hosts.mend(2)
         hosts.boot(2)
-        wait_until(printed("launch: restart from step_"), process)
+        wait_until(printed("launch: restart from step_"), process, log)
         alone = read_metrics(run)[-1]["step"]
-        wait_until(at_step(run, alone // 5 * 5 + 10), process)
+        wait_until(at_step(run, alone // 5 * 5 + 10), process, log)
         hosts.run(1, kill("[t]rain.py --config"))
         assert process.wait(300) == 0, log.read_text()
     finally:
