@@ -186,14 +186,8 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
         stopped by its user.
     """
     ranks = run.ranks
-    batches = load_steps(
-        run.plan,
-        ranks.data_rank,
-        progress.step,
-        run.total_steps,
-        pin_memory=ranks.device.type == "cuda",
-        part=ranks.sequence_part,
-    )
+    part = ranks.sequence_part
+    batches = load_steps(run.plan, ranks.data_rank, progress.step, run.total_steps, part)
     saved = progress
     stopped = preempted = save = False
     with run.profiler or nullcontext():

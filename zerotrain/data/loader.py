@@ -1,8 +1,9 @@
 """The data loader: collates the micro-batches of one rank, a few steps ahead of training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ class MicroBatch(NamedTuple):
     position_ids: torch.Tensor | None
     positions: torch.Tensor  # int64 [targets], flat indices into input_ids that predict a target
     targets: torch.Tensor  # int64 [targets], the token after each of those positions
+    # Where packed examples lie, for attention. Parts of a sequence have these of the whole one.
+    lengths: tuple[int, ...] = ()  # tokens of each example
+    ends: torch.Tensor | None = None  # int32 [1 + examples]: 0, and where each example ends
 
     @classmethod
     def of(
@@ -48,7 +52,16 @@ class MicroBatch(NamedTuple):
         positions = np.flatnonzero(is_target)
         targets = input_ids.ravel()[positions]
         arrays = (input_ids, attention_mask, position_ids, positions - 1, targets)
-        return cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
+        batch = cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
+        if position_ids is None:
+            return batch
+        return batch.of_lengths(np.diff(np.flatnonzero(position_ids == 0), append=input_ids.size))
+
+    def of_lengths(self, lengths: Iterable[int]) -> "MicroBatch":
+        """The micro-batch with examples of these lengths, in tokens."""
+        lengths = tuple(map(int, lengths))
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return self._replace(lengths=lengths, ends=ends)
 
     def part(self, index: int, parts: int) -> "MicroBatch":
         """One of `parts` equal parts of each example, or of the packed sequence, for the ranks that
@@ -68,16 +81,18 @@ class MicroBatch(NamedTuple):
         row = self.positions // length
         column = self.positions % length
         is_own = column // width == index
-        return MicroBatch(
+        part = MicroBatch(
             input_ids=own(self.input_ids),
             attention_mask=None,
             position_ids=own(position_ids),
             positions=(row * width + column % width)[is_own],
             targets=self.targets[is_own],
         )
+        padding = [width * parts - length] if length % parts else []
+        return part.of_lengths([*(self.lengths or [length]), *padding])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        return MicroBatch(*(None if tensor is None else change(tensor) for tensor in self))
+        return MicroBatch(*(change(x) if isinstance(x, torch.Tensor) else x for x in self))
 
     def to(self, device: torch.device) -> "MicroBatch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -100,7 +115,6 @@ def load_steps(
     rank: int,
     first: int,
     last: int,
-    pin_memory: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> Iterator[StepBatch]:
     """Yield this rank's batches of global steps [first, last), made up to PREFETCH_STEPS ahead on a
@@ -115,7 +129,9 @@ def load_steps(
         step = plan.step(global_step)
         batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in step.micro_batches]
         batches = [batch.part(*part) for batch in batches] if part != (0, 1) else batches
-        batches = [batch.pin_memory() for batch in batches] if pin_memory else batches
+        # from pinned memory, copies to the GPU do not wait
+        on_gpu = torch.cuda.is_available()
+        batches = [batch.pin_memory() for batch in batches] if on_gpu else batches
         return StepBatch(global_step, batches, step)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:

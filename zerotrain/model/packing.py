@@ -1,7 +1,15 @@
 """Packed examples: whether a model can be trained on them, and attention within each of them,
 registered with transformers as PACKED_EXAMPLES.
 
-On CUDA in 16 bits it is one call of torch's varlen kernel, elsewhere one call of
+The order of calls in one forward pass of T tokens in E examples:
+
+    with attend_within(batch, ...) as inputs:    the loader knows where examples end; nothing here
+                                                 reads a value from the device, or waits for it
+      engine(input_ids, **inputs)
+        packed_mask()       once per kind of layer: returns Examples in place of a mask [T, T]
+        packed_attention()  in each layer, with those Examples as its mask
+
+On CUDA in 16 bits attention is one call of torch's varlen kernel, elsewhere one call of
 scaled_dot_product_attention per example. No score between two examples is computed.
 
 With sequence parallelism a rank has a part of the sequence. Before attention the ranks exchange
@@ -9,21 +17,23 @@ parts of it for parts of the heads, and after it back: DeepSpeed-Ulysses (arXiv:
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from zerotrain.config.schema import Config
+from zerotrain.data.loader import MicroBatch
 from zerotrain.model.architecture import heads_divide, text_config_of
 from zerotrain.runtime.errors import UserError, describe
 
@@ -31,11 +41,6 @@ PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
 VARLEN = ("flash", "flex_attention")
 """Parts of the names of transformers' implementations that compute no scores between examples."""
-
-_lengths = WeakTensorKeyDictionary()
-"""{position_ids: lengths of the whole sequence's examples}: computed by the first layer of a
-forward pass, used by all of them.
-"""
 
 
 def check_attention(name: str | None, skeleton: nn.Module) -> None:
@@ -144,109 +149,132 @@ def _kernel_problem(precision: str) -> str | None:
     return "varlen attention needs bf16 or fp16" if precision == "fp32" else None
 
 
-@torch.compiler.disable  # the lengths are values of a tensor
+# --------------------------------------------------------------------------------------------------
+# Attention
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Where the examples of a packed micro-batch lie: what layers get in place of a mask."""
+
+    lengths: tuple[int, ...]
+    """The number of tokens of each example, in order."""
+    ends: torch.Tensor
+    """int32 [1 + examples] on the device: 0, and where each example ends."""
+    sequence_group: dist.ProcessGroup | None
+    """The ranks that have the other parts of the sequence."""
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all tokens of its example."""
+
+
+_examples: ContextVar[Examples | None] = ContextVar("_examples", default=None)
+
+
+@contextmanager
+def attend_within(
+    model: nn.Module, batch: MicroBatch, sequence_group: dist.ProcessGroup | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Make each example of the micro-batch attend to itself alone in the forward passes inside.
+
+    Args:
+        model: the Hugging Face model.
+        sequence_group: the ranks that have the other parts of the sequence.
+
+    Yields:
+        The model's inputs beside input_ids.
+    """
+    inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    examples = None
+    if batch.ends is not None and model.config._attn_implementation == PACKED_EXAMPLES:
+        examples = Examples(batch.lengths, batch.ends, sequence_group)
+        # Without a mask transformers looks for examples in position_ids, and waits for the device.
+        # Other implementations rely on that.
+        inputs["attention_mask"] = torch.ones_like(batch.input_ids)
+    token = _examples.set(examples)
+    try:
+        yield inputs
+    finally:
+        _examples.reset(token)
+
+
+@torch.compiler.disable
+def packed_mask(*, local_size: int | None = None, **options: Any) -> Examples | torch.Tensor:
+    """transformers' hook for masks: inside attend_within its Examples, else the usual mask, float
+    [rows, 1, queries, keys].
+
+    Args:
+        local_size: the sliding window of the layers that get the mask.
+    """
+    examples = _examples.get()
+    if examples is None:
+        return eager_mask(local_size=local_size, **options)
+    return replace(examples, window=local_size or 0)
+
+
+@torch.compiler.disable  # the lengths differ in every micro-batch
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    position_ids: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    sequence_group: dist.ProcessGroup | None = None,
+    attention_mask: Examples | torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each example; with a mask of four dimensions, transformers' SDPA.
+    """transformers' hook for attention: causal within each of the Examples; with a usual mask, or
+    none, transformers' own SDPA.
 
     Args:
-        query: [examples, heads, tokens, head size]; one row where examples are packed.
+        query: [rows, heads, tokens, head size]; one row where examples are packed.
         key, value: the same, with as many heads or a divisor of it.
         attention_mask: what packed_mask has returned.
-        position_ids: int64 [1, tokens]. Some models give them to attention alone, others to the
-            mask alone.
-        sliding_window: not used: some models leave it out, and the mask has it.
-        sequence_group: the ranks that have the other parts of the sequence.
 
     Returns:
-        [examples, tokens, heads, head size], and None instead of the attention weights.
+        [rows, tokens, heads, head size], and None instead of the attention weights.
     """
-    if attention_mask is not None and attention_mask.dim() > 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if sequence_group is not None:
-        query, key, value = (_exchange(x, sequence_group) for x in (query, key, value))
-    window, *lengths = [0, query.shape[2]] if attention_mask is None else attention_mask.tolist()
-    if sequence_group is not None:
-        lengths = [query.shape[2]]  # the mask is of this rank's part
-    if position_ids is not None and len(query) == 1:
-        if position_ids not in _lengths:
-            _lengths[position_ids] = _example_lengths(position_ids, sequence_group)
-        lengths = _lengths[position_ids]
-    if len(query) == 1 and _has_kernel(query, value) and not options.get("dropout"):
-        output = _varlen_attention(query, key, value, lengths, options, window)
-    else:
-        outputs = []
-        for states in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-            mask = None  # SDPA is causal without one
-            tokens = states[0].shape[2]
-            if 0 < window < tokens:
-                seen = query.new_ones(tokens, tokens, dtype=torch.bool)
-                mask = seen.tril().triu(1 - window)[None, None]
-            outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])
-        output = torch.cat(outputs, dim=1)
-    if sequence_group is not None:
-        output = _exchange(output, sequence_group)
-    return output, None
+    states = (query, key, value)
+    if not isinstance(attention_mask, Examples):
+        return sdpa_attention_forward(module, *states, attention_mask, **options)
+    examples = attention_mask
+
+    def attend(*states: torch.Tensor) -> torch.Tensor:  # of whole sequences
+        if _has_kernel(*states) and not options.get("dropout"):
+            return _varlen_attention(*states, examples, options.get("scaling"))
+        parts = zip(*(x.split(examples.lengths, dim=2) for x in states), strict=True)
+        outputs = [
+            sdpa_attention_forward(module, *part, _window_mask(part[0], examples.window), **options)
+            for part in parts
+        ]
+        return torch.cat([output for output, _ in outputs], dim=1)
+
+    if examples.sequence_group is None:
+        return attend(*states), None
+    # DeepSpeed's layer takes and returns [rows, tokens, heads, head size]: from a part of the
+    # tokens and all heads to all tokens and a part of the heads, and back
+    exchange = DistributedAttention(
+        lambda *whole: attend(*(x.transpose(1, 2) for x in whole)),
+        examples.sequence_group,
+        gather_idx=1,
+    )
+    return exchange(*(x.transpose(1, 2) for x in states), batch_dim_idx=0), None
 
 
-def _exchange(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Give each rank of the group its part of dimension 1, whole in dimension 2, from states of
-    which each rank has a part of dimension 2, whole in dimension 1.
+def _window_mask(query: torch.Tensor, window: int) -> torch.Tensor | None:
+    """bool [1, 1, tokens, tokens], true where a token attends to another one; None, with which SDPA
+    is causal, if the window holds the whole example.
     """
-    parts = states.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
-    received = _AllToAll.apply(parts, group)  # a part of dimension 2 from each rank
-    return received.movedim(0, 2).flatten(2, 3)
+    tokens = query.shape[2]
+    if not 0 < window < tokens:
+        return None
+    return query.new_ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - window)[None, None]
 
 
-class _AllToAll(torch.autograd.Function):
-    """Exchange the parts along dimension 0 with the other ranks; its gradient is the same."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(gradients.contiguous(), ctx.group), None
-
-
-def _example_lengths(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Tokens of each example: one begins wherever int64 [1, tokens] does not count on, as in
-    transformers' masks. Waits for the device.
-    """
-    if group is not None:
-        parts = [torch.empty_like(position_ids) for _ in range(group.size())]
-        dist.all_gather(parts, position_ids.contiguous(), group=group)
-        position_ids = torch.cat(parts, dim=1)
-    return _lengths_between(position_ids[0].diff() != 1, position_ids.shape[-1])
-
-
-def _lengths_between(begins: torch.Tensor, tokens: int) -> list[int]:
-    """Lengths of examples, from bool [tokens - 1]: whether one begins at each token but the first.
-    Waits for the device.
-    """
-    starts = begins.nonzero().flatten() + 1
-    return np.diff([0, *starts.tolist(), tokens]).tolist()
-
-
-def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch's varlen kernel takes such states: one head size, a multiple of 8."""
     size = query.shape[-1]
     return (
         query.is_cuda
+        and len(query) == 1
         and query.dtype in (torch.bfloat16, torch.float16)
         and size == value.shape[-1]
         and size % 8 == 0
@@ -258,53 +286,23 @@ def _varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: list[int],
-    options: dict[str, Any],
-    window: int,
+    examples: Examples,
+    scale: float | None,
 ) -> torch.Tensor:
-    """Like packed_attention, with torch's kernel."""
-    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    ends = ends.to(query.device, non_blocking=True)
+    """Like packed_attention, by one call of torch's kernel for all examples."""
+    longest = max(examples.lengths)
+    grouped = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 always does
+        grouped = {}
     output = varlen_attn(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
-        ends, ends, max(lengths), max(lengths),
-        scale=options.get("scaling"),
+        examples.ends, examples.ends, longest, longest,
+        scale=scale,
         # tokens before and after the query's own; -1: all of them
-        window_size=(window - 1 if window else -1, 0),
-        enable_gqa=True,
+        window_size=(examples.window - 1, 0),
+        **grouped,
     )  # fmt: skip
     return output[None]
-
-
-@torch.compiler.disable  # the lengths are values of a tensor
-def packed_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., torch.Tensor],
-    device: torch.device,
-    attention_mask: torch.Tensor | None = None,
-    use_vmap: bool = False,
-    local_size: int | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """What packed_attention needs of the mask of whole rows: int64 [1 + examples], on the CPU: the
-    sliding window, 0 for none, and the length of each packed example. With padding, a cache, or a
-    pattern of the model's own (then transformers sets use_vmap), or where a token sees the next
-    one, the usual mask.
-
-    Args:
-        mask_function: whether query i sees key j, of (batch, head, i, j).
-        local_size: the sliding window.
-    """
-    if attention_mask is None and q_length == kv_length and not use_vmap:
-        after = torch.arange(1, q_length, device=device)
-        if not mask_function(0, 0, after - 1, after).any():
-            begins = ~mask_function(0, 0, after, after - 1)
-            return torch.tensor([local_size or 0, *_lengths_between(begins, q_length)])
-    options |= {"attention_mask": attention_mask, "use_vmap": use_vmap, "device": device}
-    options |= {"mask_function": mask_function, "local_size": local_size}
-    return eager_mask(q_length=q_length, kv_length=kv_length, **options)
 
 
 AttentionInterface.register(PACKED_EXAMPLES, packed_attention)

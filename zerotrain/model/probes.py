@@ -7,13 +7,15 @@ All ranks take part, since ZeRO-3 gathers weights in the forward pass.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from zerotrain.data.loader import MicroBatch
 from zerotrain.model.hub import summarize
-from zerotrain.model.packing import PACKED_EXAMPLES
+from zerotrain.model.packing import PACKED_EXAMPLES, attend_within
 from zerotrain.runtime.errors import UserError
 
 # Limits for changes of logits, relative to their range.
@@ -48,8 +50,8 @@ def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device
     Raises:
         UserError: the logits differ.
     """
-    before, after, other = draw(tokens, device, *[PROBE_TOKENS // 2] * 3)
-    ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1)
+    before, after, other = draw(tokens, *[PROBE_TOKENS // 2] * 3)
+    ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1).to(device)
     halves = compute_logits(forward, ids)[:, : before.shape[1]]  # [3, half, vocabulary]
     # the mean over positions: rounding may change a router's choice at one of them
     _, leak, noise = (halves - halves[0]).abs().amax(-1).mean(-1) / _range(halves)
@@ -83,21 +85,20 @@ def check_packing(
         UserError: the logits differ.
     """
     model = getattr(forward, "module", forward)
-    part, parts, options = 0, 1, {}
+    part, parts = 0, 1
     if sequence_group is not None:
         part, parts = sequence_group.rank(), sequence_group.size()
-        options = {"sequence_group": sequence_group}
     lengths = 12, 27 * parts - 12  # of each part's 27 tokens the last 15 are the second example's
-    before, probe = draw(tokens, device, *lengths)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-    ids, positions = (
-        whole.chunk(parts, dim=1)[part] for whole in (torch.cat([before, probe], 1), positions)
-    )
-    packed = compute_logits(forward, ids, position_ids=positions, **options)
+    before, probe = draw(tokens, *lengths)
+    ids = torch.cat([before, probe], 1).numpy()
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    batch = MicroBatch.of(ids, positions < 0, position_ids=positions).part(part, parts).to(device)
+    with attend_within(model, batch, sequence_group) as inputs:
+        packed = compute_logits(forward, batch.input_ids, **inputs)
     own = model.config._attn_implementation
     if own == PACKED_EXAMPLES:
         model.set_attn_implementation(None)  # what transformers chooses
-    alone = compute_logits(forward, probe)[:, 27 * part : 27 * part + 15]
+    alone = compute_logits(forward, probe.to(device))[:, 27 * part : 27 * part + 15]
     model.set_attn_implementation(own)
     # the mean over positions, for the reason in check_causal
     leak = float((packed[:, 12:] - alone).abs().amax(-1).mean() / _range(alone))
@@ -129,8 +130,8 @@ def check_end_tokens(
     head = getattr(forward, "module", forward).get_output_embeddings()
     if any(p.requires_grad for p in head.parameters()):
         return
-    [ids] = draw(ordinary_tokens(tokenizer), device, PROBE_TOKENS)
-    [logits] = compute_logits(forward, ids)  # [tokens, vocabulary]
+    [ids] = draw(ordinary_tokens(tokenizer), PROBE_TOKENS)
+    [logits] = compute_logits(forward, ids.to(device))  # [tokens, vocabulary]
     spread = (logits - logits.median()).abs().median()  # some models mask logits with -3e38
     for end in trained:
         distance = (logits - logits[:, end, None]).abs().amax(0) / spread
@@ -145,11 +146,11 @@ def check_end_tokens(
             )
 
 
-def draw(tokens: Sequence[int], device: torch.device, *lengths: int) -> list[torch.Tensor]:
-    """int64 [1, length] each, the same on every rank."""
+def draw(tokens: Sequence[int], *lengths: int) -> list[torch.Tensor]:
+    """Random tokens of these lengths, int64 [1, length] each, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.as_tensor(tokens)
-    return [ids[torch.randint(len(ids), (1, n), generator=generator)].to(device) for n in lengths]
+    return [ids[torch.randint(len(ids), (1, n), generator=generator)] for n in lengths]
 
 
 @torch.no_grad()

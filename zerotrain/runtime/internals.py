@@ -53,6 +53,7 @@ INTERNALS = {
     """,
     "zerotrain/model/packing.py": """
         transformers.modeling_utils: _is_stateful _supports_attention_backend _supports_sdpa
+        transformers.configuration_utils: _attn_implementation
     """,
     "zerotrain/model/probes.py": """
         transformers.configuration_utils: _attn_implementation

@@ -2,9 +2,9 @@
 questions and their score.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +58,7 @@ class HeldOutSets:
                 values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
                 if self.config.eval.generate:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
-                        answers[name] = self._answer(name, plan)
+                        answers[name] = self._answers(name, plan)
                     scores = [row["score"] for row in answers[name]]
                     values[f"exact_match/{name}"] = sum(scores) / len(scores)
         except Preempted:
@@ -75,7 +75,7 @@ class HeldOutSets:
         ranks = self.ranks
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         tokens = 0
-        steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, part=ranks.sequence_part)
+        steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, ranks.sequence_part)
         for step in steps:
             examples = step.plan.micro_batches[0][ranks.data_rank]
             describe = partial(describe_micro_batch, plan, examples)
@@ -86,56 +86,50 @@ class HeldOutSets:
             self._check_preemption()
         return float(sum_over_ranks(total) / ranks.tensor / tokens)
 
-    def _answer(self, name: str, plan: DataPlan) -> list[dict]:
-        """Prompt, expected answer, answer and score of some examples of a set, always the same."""
-        count = self.config.eval.generate
-        questions = choose_questions(name, plan.data, self.config.data.max_length, count)
-        rows = []
-        answers = self._generate([question.prompt for question in questions])
-        for question, answer in zip(questions, answers, strict=True):
-            texts = {
-                "prompt": self.tokenizer.decode(question.prompt),
-                "expected": self.tokenizer.decode(self._without_end(question.expected)),
-                "answer": self.tokenizer.decode(answer),
-            }
-            rows.append({**texts, "score": exact_match(*texts.values())})
-        return rows
-
-    def _generate(self, prompts: Sequence[np.ndarray]) -> list[list[int]]:
-        """The token ids of a greedy answer to each prompt, int [tokens], the same on all ranks. An
-        answer ends before an end token of the model's generation config, or after
-        eval.max_new_tokens.
+    def _answers(self, name: str, plan: DataPlan) -> list[dict]:
+        """Prompt, expected answer, answer and score of some examples of a set, always the same, and
+        the same on all ranks.
 
         Each replica answers its share, one prompt at a time: without padding, the answers do not
         depend on the number of ranks. One without a prompt repeats the last one, because ZeRO-3
         gathers the weights for all ranks at once.
         """
-        ranks = self.ranks
-        answered = {}
-        for first in range(0, len(prompts), ranks.replicas):
+        count = self.config.eval.generate
+        questions = choose_questions(name, plan.data, self.config.data.max_length, count)
+        own = {}
+        for first in range(0, len(questions), self.ranks.replicas):
             self._check_preemption()
-            number = min(first + ranks.replica, len(prompts) - 1)
-            prompt = torch.from_numpy(prompts[number].astype(np.int64))[None].to(ranks.device)
-            ids = self.engine.module.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                num_beams=1,
-                max_new_tokens=self.config.eval.max_new_tokens,
-                synced_gpus=ranks.world_size > 1,  # ranks whose answer has ended wait for the rest
-            )
-            answered[number] = self._without_end(ids[0, prompt.shape[1] :])
+            number = min(first + self.ranks.replica, len(questions) - 1)
+            answer = self._generate(questions[number].prompt)
+            texts = {
+                "prompt": self.tokenizer.decode(questions[number].prompt),
+                "expected": self.tokenizer.decode(self._without_end(questions[number].expected)),
+                "answer": self.tokenizer.decode(answer),
+            }
+            own[number] = {**texts, "score": exact_match(*texts.values())}
         self._check_preemption()
-        of_ranks = gather_json(ranks, list(answered.items()))
-        answers = dict(pair for pairs in of_ranks for pair in pairs)
-        return [answers[number] for number in range(len(prompts))]
+        rows = dict(row for rank in gather_json(self.ranks, list(own.items())) for row in rank)
+        return [rows[number] for number in range(len(questions))]
+
+    def _generate(self, prompt: np.ndarray) -> list[int]:
+        """The token ids of a greedy answer, int [tokens]. It ends before an end token of the
+        model's generation config, or after eval.max_new_tokens.
+        """
+        ids = torch.from_numpy(prompt.astype(np.int64))[None].to(self.ranks.device)
+        answer = self.engine.module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self.config.eval.max_new_tokens,
+            synced_gpus=self.ranks.world_size > 1,  # ranks whose answer has ended wait for the rest
+        )
+        return self._without_end(answer[0, ids.shape[1] :])
 
     def _without_end(self, ids: np.ndarray | torch.Tensor) -> list[int]:
         """Ids, int [tokens], up to the first token at which generation stops."""
-        ends = self.engine.module.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        found = ids.tolist()
-        return found[: next((at for at, token in enumerate(found) if token in ends), len(found))]
+        ends = np.atleast_1d(self.engine.module.generation_config.eos_token_id)
+        return list(takewhile(lambda token: token not in ends, ids.tolist()))
 
     def _check_preemption(self) -> None:
         if any_rank_preempted(self.ranks):

@@ -1,21 +1,28 @@
 """Cross entropy summed over supervised tokens, with logits for only those positions, a chunk at a
 time; and the router loss of a mixture of experts.
 
-The order of calls in one micro-batch of S positions, of which n predict a target, hidden size h:
+The order of calls in one micro-batch of S positions, n of which predict a target; hidden size h:
 
     SupervisedLoss(engine, batch)
-      engine(input_ids)               all layers on [rows, S]: hidden states [rows, S, h]
-        _before_head                  keeps their n states [n, h]; the head gets zeros [1, 1, h]
-        head                          logits of the zeros; under ZeRO 3 its weights are gathered now
-        _after_head                   _ChunkedLoss: loss and gradients of the n states, chunk by
-                                      chunk, by calling head.forward; the head returns zeros
-      loss + logits.sum()             adds 0; joins the loss to the output that DeepSpeed hooks
-    engine.backward(loss)             _ChunkedLoss hands on the gradients that it has computed
+      engine(input_ids)              all layers, on [rows, S]: hidden states [rows, S, h]
+        select()    before the head  keeps the n states that predict a target, [n, h]; the head gets
+                                     one position of zeros, [1, 1, h], in their place
+        head                         logits of the zeros; under ZeRO-3 its weights are gathered now
+        compute()   after the head   _ChunkedLoss: loss and gradients of the n states, chunk by
+                                     chunk, by head.forward; the head's output is zeros [1, 1, V]
+      loss + logits.sum()            adds 0: DeepSpeed needs a loss that hangs on engine's output
+    engine.backward(loss)            _ChunkedLoss hands on the gradients that it has computed
 
-So the logits [n, vocabulary] never exist as a whole, and the weights are used where they are.
+So logits [n, V] of the whole vocabulary V never exist, and the head's weights are used where ZeRO-3
+has gathered them, once per micro-batch; to call the head for each chunk would gather them again.
 """
 
-from collections.abc import Callable, Sequence
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +32,7 @@ from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import nn
 
 from zerotrain.data.loader import MicroBatch
+from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits, draw
 
 LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
@@ -48,12 +56,7 @@ class MicroLoss(NamedTuple):
 
 
 class SupervisedLoss:
-    """Cross entropy of a causal language model, summed over the targets of a micro-batch.
-
-    Hooks on the output head select the positions that predict a target, and compute the loss there,
-    where ZeRO-3 has gathered the head's weights, with the logits of one chunk of positions at a
-    time. The order matters: these hooks run before those of ZeRO-3, which release the weights.
-    """
+    """Cross entropy of a causal language model, summed over the targets of a micro-batch."""
 
     def __init__(
         self,
@@ -61,8 +64,7 @@ class SupervisedLoss:
         chunk_tokens: int = 0,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Register the hooks; to be called after deepspeed.initialize, since tensor parallelism
-        replaces the head.
+        """To be called after deepspeed.initialize, since tensor parallelism replaces the head.
 
         Args:
             model: the Hugging Face model itself, not the engine around it.
@@ -71,86 +73,34 @@ class SupervisedLoss:
         """
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
-        config = model.config.get_text_config()
-        values = {name: getattr(config, name, None) for name in LOGIT_FUNCTIONS}
-        self._functions = [
-            (LOGIT_FUNCTIONS[name], value) for name, value in values.items() if value is not None
-        ]
         self._model = model
         self._head = model.get_output_embeddings()
         self._chunk_tokens = chunk_tokens
         self._sequence_group = sequence_group
+        self._backend = "torch" if triton_problem() else "auto"
         self._takes_whole_logits = False
-        # of the current call
-        self._batch: MicroBatch | None = None
-        self._hidden: torch.Tensor | None = None
-        self._loss: torch.Tensor | None = None
-        self._head.register_forward_pre_hook(self._before_head, prepend=True)
-        self._head.register_forward_hook(self._after_head, prepend=True)
 
     def check(self, engine: nn.Module, tokens: Sequence[int], device: torch.device) -> str | None:
-        """Compare what the model makes of its head's logits with LOGIT_FUNCTIONS; if it is
-        something else, take whole logits from now on. To be called by all ranks.
+        """Let the model finish logits of 2, and compare with LOGIT_FUNCTIONS; if it makes something
+        else of them, take whole logits from now on. Called by all ranks.
 
         Args:
             tokens: ids to draw inputs from.
 
         Returns:
-            Why the loss needs whole logits; None if it does not.
+            Why the loss needs whole logits, or has no fast kernel on CUDA; None if neither.
         """
-        of_head: list[torch.Tensor] = []
-        hook = self._head.register_forward_hook(
-            lambda _head, _args, logits: of_head.append(self._finish(logits).float())
-        )
-        [ids] = draw(tokens, device, 20)
-        final = compute_logits(engine, ids)
-        hook.remove()
-        name = type(self._model).__name__
-        if list(self._head.children()):
-            problem = f"the output head of {name} has adapters"
-        elif [logits.shape for logits in of_head] == [final.shape] and torch.allclose(
-            of_head[0], final, rtol=1e-5
-        ):
-            return None
-        else:
-            problem = f"what {name} does to its logits is not in LOGIT_FUNCTIONS"
-        self._takes_whole_logits = True
-        return problem
-
-    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model returns for these logits of its head."""
-        for function, value in self._functions:
-            logits = function(logits, value)
-        return logits
-
-    def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of a few positions, from the head's input, [n, hidden size]."""
-        logits = self._finish(self._head.forward(hidden[None]))
-        return _sum_cross_entropy(logits.squeeze(0), targets)
-
-    def _before_head(self, _head: nn.Module, args: tuple) -> tuple | None:
-        if self._batch is None:  # outside of __call__, e.g. in generation
-            return None
-        self._hidden = args[0].flatten(0, 1).index_select(0, self._batch.positions)
-        # The head runs on a position of zeros. Its input needs a gradient, by which ZeRO-3 knows
-        # that the backward pass of the head is done.
-        size = (1, 1, self._hidden.shape[-1])
-        return (self._hidden.new_zeros(size, requires_grad=torch.is_grad_enabled()), *args[1:])
-
-    def _after_head(
-        self, head: nn.Module, args: tuple, logits: torch.Tensor
-    ) -> torch.Tensor | None:
-        if self._hidden is None:
-            return None
-        hidden = self._hidden
-        self._hidden = None
-        targets = self._batch.targets
-        weights = [p for p in head.parameters() if p.requires_grad]
-        self._loss, zeros = _ChunkedLoss.apply(
-            self._loss_of_chunk, self._chunk_tokens or max(1, len(targets)), targets,
-            logits.detach(), args[0], hidden, *weights,
-        )  # fmt: skip
-        return zeros
+        [ids] = draw(tokens, 20)
+        with self._head_hooks(after=lambda head, args, logits: torch.full_like(logits, 2)):
+            final = compute_logits(engine, ids.to(device))
+        dtype = next(self._head.parameters()).dtype
+        expected = self._finish(torch.full_like(final, 2, dtype=dtype)).float()
+        has_adapters = any(self._head.children())
+        self._takes_whole_logits = has_adapters or not torch.allclose(final, expected, rtol=1e-5)
+        if self._takes_whole_logits:
+            reason = "has adapters on" if has_adapters else "changes the logits of"
+            return f"{type(self._model).__name__} {reason} its output head"
+        return triton_problem() if device.type == "cuda" else None
 
     def __call__(self, engine: nn.Module, batch: MicroBatch) -> MicroLoss:
         """The losses, with a graph even if the micro-batch has no target.
@@ -158,38 +108,89 @@ class SupervisedLoss:
         Args:
             engine: the engine (or the model) to call.
         """
-        # transformers recognizes packed examples by their positions, but only without a mask and
-        # without a cache; with either of them, examples silently attend to each other.
-        if batch.position_ids is None:
-            separation = {"attention_mask": batch.attention_mask}
+        hidden: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []
+
+        def select(_head: nn.Module, args: tuple) -> tuple:
+            hidden.append(args[0].flatten(0, 1).index_select(0, batch.positions))  # [n, h]
+            # It needs a gradient, by which ZeRO-3 knows that the backward pass of the head is done.
+            size = (1, 1, hidden[0].shape[-1])
+            return (hidden[0].new_zeros(size, requires_grad=torch.is_grad_enabled()), *args[1:])
+
+        def compute(head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+            weights = [p for p in head.parameters() if p.requires_grad]
+            loss, zeros = _ChunkedLoss.apply(
+                self._loss_of_chunk, self._chunk_tokens or max(1, len(batch.targets)),
+                batch.targets, logits.detach(), *args[:1], *hidden, *weights,
+            )  # fmt: skip
+            losses.append(loss)
+            return zeros
+
+        with ExitStack() as stack:
+            inputs = stack.enter_context(attend_within(self._model, batch, self._sequence_group))
+            if not self._takes_whole_logits:
+                stack.enter_context(self._head_hooks(compute, select))
+            out = engine(input_ids=batch.input_ids, use_cache=False, **inputs)
+        if losses:
+            loss = losses[0] + out.logits.sum()
         else:
-            separation = {"position_ids": batch.position_ids}
-        if self._sequence_group is not None:  # for packed_attention
-            separation["sequence_group"] = self._sequence_group
-        self._batch = None if self._takes_whole_logits else batch
-        try:
-            out = engine(input_ids=batch.input_ids, use_cache=False, **separation)
-            # The logits are those of the zeros: 0, but DeepSpeed prepares its backward pass by
-            # hooks on the model's output.
-            loss = None if self._loss is None else self._loss + out.logits.sum()
-        finally:
-            self._batch = self._hidden = self._loss = None
-        if loss is None:
-            selected = out.logits.flatten(0, 1).index_select(0, batch.positions)
-            loss = _sum_cross_entropy(selected, batch.targets)
+            logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
+            loss = self._sum_cross_entropy(logits, batch.targets)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(loss, None)
-        return MicroLoss(loss, router.float() * _real_tokens(batch))
+        tokens = batch.input_ids.numel()
+        if batch.attention_mask is not None:
+            tokens = batch.attention_mask.sum()  # without padding
+        if len(batch.targets) == 0:
+            tokens = 0  # filler: any example has a target
+        return MicroLoss(loss, router.float() * tokens)
+
+    @contextmanager
+    def _head_hooks(
+        self, after: Callable[..., Any], before: Callable[..., Any] = lambda head, args: None
+    ) -> Iterator[None]:
+        """Call `before` with the head's arguments, and `after` with its output too; first of all
+        hooks, so that `after` runs before ZeRO-3 releases the weights.
+        """
+        hooks = (
+            self._head.register_forward_pre_hook(before, prepend=True),
+            self._head.register_forward_hook(after, prepend=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model returns for these logits of its head."""
+        config = self._model.config.get_text_config()
+        for name, function in LOGIT_FUNCTIONS.items():
+            value = getattr(config, name, None)
+            logits = logits if value is None else function(logits, value)
+        return logits
+
+    def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of some positions, from the head's input, [positions, h]."""
+        logits = self._finish(self._head.forward(hidden[None]))
+        return self._sum_cross_entropy(logits.squeeze(0), targets)
+
+    def _sum_cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of logits [positions, V], in fp32. On CUDA by a kernel that reads the logits
+        once in each direction; on CPU torch's own takes .6 of its time.
+        """
+        if logits.is_cuda:
+            return chunked_cross_entropy(logits, targets, reduction="sum", backend=self._backend)
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _sum_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of logits [n, vocabulary], in fp32. On CUDA by a kernel that reads the logits once in each
-    direction; on CPU torch's own takes .6 of its time.
-    """
-    if logits.is_cuda:
-        return chunked_cross_entropy(logits, targets, reduction="sum")
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+def triton_problem() -> str | None:
+    """What Triton lacks to compile its kernels, which it does in the first forward pass."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
+        return "Triton finds no C compiler; install gcc"
+    return None if header.exists() else f"Triton needs {header}; install python3-dev"
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -249,10 +250,3 @@ def _router_coefficient(model: nn.Module) -> float:
         return 0.0
     value = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", 0.0))
     return float(value or 0.0)
-
-
-def _real_tokens(batch: MicroBatch) -> torch.Tensor | int:
-    """Number of tokens without padding; 0 for filler, which unlike any example has no target."""
-    if len(batch.targets) == 0:
-        return 0
-    return batch.input_ids.numel() if batch.attention_mask is None else batch.attention_mask.sum()

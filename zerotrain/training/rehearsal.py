@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from zerotrain.training.setup import Setup
 
-LENGTHS_AT_A_TIME = 1 << 20
 USED_SHARE = 0.9  # of the memory, by the largest micro-batch that is said to fit
 SMALLEST_GROWTH = 1.1  # of the micro-batch for which another attempt is worth its time
 LARGEST_GROWTH = 8  # in one attempt, since a process may reuse memory that counts as in use
@@ -62,7 +61,8 @@ def rehearse(
     tokens_to_try = None
 
     def attempt(tokens: int) -> list[MeasuredMemory]:
-        measured = run_costliest(engine, loss, plan.with_budget(tokens), ranks, tokens_to_try)
+        smaller = plan.with_budget(tokens)
+        measured = run_costliest(engine, loss, smaller, ranks, tokens_to_try)
         return [MeasuredMemory(*rank) for rank in gather_json(ranks, measured)]
 
     # the longest example alone, whose update also allocates the optimizer's moments
@@ -142,8 +142,8 @@ def run_costliest(
                 batch = batch.part(*ranks.sequence_part)
             before = accelerator.memory_allocated()
             engine.set_gradient_accumulation_boundary(i == len(chosen) - 1)
-            cross_entropy, router = loss(engine, batch.to(ranks.device))
-            total = cross_entropy if router is None else cross_entropy + router
+            losses = loss(engine, batch.to(ranks.device))
+            total = sum(each for each in losses if each is not None)
             engine.backward(total / rows.size, scale_wrt_gas=False)
         if ranks.device.type == "cuda":
             peak = accelerator.max_memory_allocated()
@@ -167,41 +167,34 @@ def costliest(plan: DataPlan) -> list[np.ndarray]:
     the j longest here, for every j (Karamata's inequality).
     """
     budget = plan.budget
-    all_lengths = plan.data.lengths
-    size = int(all_lengths.max()) + 1
-    counts = np.zeros(size, np.int64)
-    example_of = np.zeros(size, np.int64)  # one of each length
-    for start in range(0, len(all_lengths), LENGTHS_AT_A_TIME):
-        some = all_lengths[start : start + LENGTHS_AT_A_TIME]
-        counts += np.bincount(some, minlength=size)
-        example_of[some] = np.arange(start, start + len(some))
-    lengths = np.flatnonzero(counts)[::-1]
+    # int64 [lengths], from the longest: an example of each length, and how many there are
+    found = np.unique(plan.data.lengths, return_index=True, return_counts=True)
+    lengths, example_of, counts = (each[::-1].astype(np.int64) for each in found)
     padded = budget.padded(lengths)
-    most = plan.order.global_batch_size or len(all_lengths)
+    most = plan.order.global_batch_size or plan.data.lengths.size
     rows = np.minimum(budget.micro_batch_tokens // padded, most)
     if not budget.packed:
         tokens = rows * padded
         largest = np.unique([np.argmax(tokens), np.argmax(tokens * padded)])
-        return [np.repeat(example_of[lengths[i]], rows[i]) for i in largest]
-    longest = np.repeat(lengths, np.minimum(counts[lengths], rows + 1))[:most]
-    count = 1 + np.searchsorted(np.cumsum(longest), budget.micro_batch_tokens)
+        return [np.repeat(example_of[i], rows[i]) for i in largest]
+    longest = np.repeat(np.arange(lengths.size), np.minimum(counts, rows + 1))[:most]
+    count = 1 + np.searchsorted(np.cumsum(lengths[longest]), budget.micro_batch_tokens)
     return [example_of[longest[:count]]]
 
 
 def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
-    """A micro-batch cut to the budget, with a loss at every token, and with padding, for which
-    attention needs a mask.
+    """A micro-batch cut to the budget, with a loss at as many tokens as any of its size has, and
+    with padding, for which attention needs a mask.
     """
     batch = collate(plan.data, examples, plan.budget)
+    parts = (batch.input_ids, batch.attention_mask, batch.position_ids)
     tokens = plan.budget.micro_batch_tokens
-    ids = batch.input_ids[:, :tokens]
-    mask = batch.attention_mask
-    position_ids = batch.position_ids
+    ids, mask, position_ids = (None if x is None else x[:, :tokens].numpy() for x in parts)
     if mask is not None:
         mask[:, -1] = 0
-    if position_ids is not None:
-        position_ids = position_ids[:, :tokens]
-    return MicroBatch(ids, mask, position_ids, torch.arange(ids.numel()), ids.flatten())
+    is_target = np.ones_like(ids, bool)
+    is_target[:, 0] = False
+    return MicroBatch.of(ids, is_target, mask, position_ids)
 
 
 @contextmanager
@@ -229,11 +222,11 @@ def describe_micro_batch(
         tokens_to_try: a data.micro_batch_tokens that may fit; half of the plan's if that is less,
             or if it is None, but no less than the plan's longest example has.
     """
+    tokens = plan.budget.micro_batch_tokens
     rows = [
         f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
         for example in dict.fromkeys(examples.tolist())
     ]
-    tokens = plan.budget.micro_batch_tokens
     half = tokens // 2
     smaller = plan.with_budget(min(half, tokens_to_try or half)).budget.micro_batch_tokens
     cure = "set model.activation_checkpointing true, or lower data.max_length"

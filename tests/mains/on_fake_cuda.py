@@ -1,0 +1,146 @@
+"""Forward and backward of the loss on fake CUDA tensors, for test_fake_cuda.py: prints one JSON
+object with what was counted in each case.
+"""
+
+import harness.fake_cuda  # noqa: F401, I001  before torch
+
+import inspect
+import json
+import traceback
+from collections import Counter
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3MoeConfig
+
+from zerotrain.config.schema import ModelConfig
+from zerotrain.data.loader import MicroBatch
+from zerotrain.model import packing
+from zerotrain.model.blocks import change_blocks
+from zerotrain.training.loss import SupervisedLoss
+
+CUDA = torch.device("cuda")
+SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES)
+EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                         output_router_logits=True)  # fmt: skip
+SIGNATURES = {
+    "2.11": "return_aux scale window_size",
+    "2.12": "return_aux scale window_size enable_gqa seqused_k block_table num_splits",
+    "2.13": "return_aux scale window_size enable_gqa seqused_k block_table num_splits",
+}
+"""The parameters of varlen_attn, by torch's version, after the seven that can be positional:"""
+POSITIONAL = "query key value cu_seq_q cu_seq_k max_q max_k"
+CASES = {
+    **{f"packed, torch {version}": (LLAMA, {}) for version in SIGNATURES},
+    "packed fp32": (LLAMA, {}),
+    "bucketed": (LLAMA, {}),
+    "bucketed fp32": (LLAMA, {}),
+    "packed, recomputed": (LLAMA, {"activation_checkpointing": True}),
+    "packed, window": (MistralConfig(**SIZES, sliding_window=5), {}),
+    "packed, experts": (EXPERTS, {}),
+    "bucketed, experts": (EXPERTS, {}),
+}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item", "unique_consecutive"}
+LENGTHS = (40, 7, 90)
+
+
+class Counted(TorchDispatchMode):
+    """What the host waits for, what it copies to the device, and what stays on the CPU, with the
+    places in the code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.copies, self.on_cpu = Counter(), Counter(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        devices = [
+            {t.device.type for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
+            for values in (args, result)
+        ]
+        if name in WAITS:
+            self.waits[place()] += 1
+        elif devices == [{"cpu"}, {"cuda"}]:
+            self.copies[place()] += 1
+        elif devices[1] == {"cpu"}:
+            self.on_cpu[f"{name} {place()}"] += 1
+        return result
+
+
+def place():
+    """The innermost line outside of torch, as FILE:LINE."""
+    stack = [s for s in traceback.extract_stack() if "/torch/" not in s.filename]
+    [line] = [s for s in stack if s.filename != __file__][-1:] or stack[-1:]
+    return f"{line.filename.rpartition('site-packages/')[-1]}:{line.lineno}"
+
+
+def signature_of(names):
+    """The signature of varlen_attn with these keyword parameters, of which none is required."""
+    kind = inspect.Parameter
+    positional = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in POSITIONAL.split()]
+    keywords = [kind(name, kind.KEYWORD_ONLY, default=None) for name in names.split()]
+    return inspect.Signature(positional + keywords)
+
+
+def micro_batch(packed):
+    rng = np.random.default_rng(0)
+    if packed:
+        ids = rng.integers(2, 320, (1, sum(LENGTHS)))
+        positions = np.concatenate([np.arange(n) for n in LENGTHS])[None]
+        return MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
+    ids = rng.integers(2, 320, (3, 64))
+    mask = np.ones_like(ids)
+    mask[1, 40:] = 0
+    is_target = (ids > 100) & (np.arange(64) > 0) & (mask > 0)
+    return MicroBatch.of(ids, is_target, attention_mask=mask)
+
+
+def run(name, config, options):
+    """The counts of one micro-step."""
+    packed = name.startswith("packed")
+    attention = packing.PACKED_EXAMPLES if packed else "sdpa"
+    dtype = torch.float32 if "fp32" in name else torch.bfloat16
+    version = name.rpartition(" ")[2]
+    signature = signature_of(SIGNATURES.get(version, SIGNATURES["2.13"]))
+    calls = []
+    own = packing.varlen_attn
+
+    def varlen_attn(*args, **kwargs):
+        calls.append(signature.bind(*args, **kwargs))
+        return own(*args, **{**kwargs, "enable_gqa": True})
+
+    varlen_attn.__signature__ = signature
+    packing.varlen_attn = varlen_attn
+    batch = micro_batch(packed)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with CUDA:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+        change_blocks(model.train(), ModelConfig("x", **options))
+        loss = SupervisedLoss(model, 32)
+        with Counted() as counted:
+            cross_entropy, router = loss(model, batch.to(CUDA))
+            (cross_entropy * 0.5 if router is None else cross_entropy + router).backward()
+    packing.varlen_attn = own
+    return {
+        "waits": counted.waits,
+        "copies": counted.copies,
+        "on_cpu": counted.on_cpu,
+        "gradients": sorted(
+            {str(p.grad is not None and p.grad.device) for p in model.parameters()}
+        ),
+        "varlen_calls": len(calls),
+    }
+
+
+if __name__ == "__main__":
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # for experts
+    print(json.dumps({name: run(name, *case) for name, case in CASES.items()}))
