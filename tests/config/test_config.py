@@ -22,7 +22,7 @@ from zerotrain.config.parse import (
 )
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
-from zerotrain.training.batch_math import scaled_learning_rate, warmup_steps
+from zerotrain.training.optimizer import scaled_learning_rate, warmup_steps
 
 DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
 
@@ -236,6 +236,19 @@ def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
     (tmp_path / "resolved.json").write_text(json.dumps(merged))
     again = parse(tiny_config(ds_config=str(tmp_path / "resolved.json")))
     assert resolve_ds_config(again, Machine(1, 1), hidden_size=64)[2] == merged
+
+
+def test_runs_with_one_nvme_path_have_folders_of_their_own(tiny_config, tmp_path):
+    content = json.loads((REPO / "ds_configs" / "zero3_nvme.json").read_text())
+    content["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/disk"
+    (tmp_path / "nvme.json").write_text(json.dumps(content))
+    folders = set()
+    for output_dir in ("one", "other"):
+        path = tiny_config(ds_config=str(tmp_path / "nvme.json"), output_dir=output_dir)
+        config = parse(path)
+        zero = resolve_ds_config(config, Machine(1, 1), hidden_size=64)[2]["zero_optimization"]
+        folders |= {zero[f"offload_{what}"]["nvme_path"] for what in ("optimizer", "param")}
+    assert len(folders) == 4 and sum(folder.startswith("/disk/") for folder in folders) == 2
 
 
 CONTRADICTIONS = {

@@ -249,7 +249,9 @@ def _merge(
 
     if "type" not in merged["optimizer"]:
         merged["optimizer"]["type"] = "AdamW"
-        _at(merged, "optimizer.params").setdefault("torch_adam", True)
+        params = merged["optimizer"]["params"]
+        if params.setdefault("torch_adam", True):
+            params.setdefault("fused", True)
     # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
     # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
     for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -279,8 +281,6 @@ def _merge(
             "zero_hpz_partition_size": local_ranks,
             "stage3_gather_16bit_weights_on_model_save": False,  # no weights are saved that way
         },
-        "zero_optimization.offload_optimizer": {"nvme_path": f"{config.output_dir}/nvme"},
-        "zero_optimization.offload_param": {"nvme_path": f"{config.output_dir}/nvme"},
     }
     for path, values in defaults.items():
         parent, _, name = path.rpartition(".")
@@ -288,6 +288,14 @@ def _merge(
         for name, value in values.items():
             if block.get(name) == "auto":
                 block[name] = value
+    run = Path(config.output_dir).absolute()
+    for path in OPTIONAL_BLOCKS:
+        block = merged["zero_optimization"].get(path.rpartition(".")[2]) or {}
+        folder = block.get("nvme_path")
+        # a folder of the run's own: DeepSpeed's files there have the same names in every run
+        if isinstance(folder, str) and str(run) not in folder:
+            own = run / "nvme" if folder == "auto" else Path(folder, *run.parts[1:])
+            block["nvme_path"] = str(own)
 
 
 def _check(merged: dict[str, Any], config: Config, precision: str) -> None:

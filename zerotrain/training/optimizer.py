@@ -1,6 +1,6 @@
 """Parameter groups, the update, and the learning-rate schedule."""
 
-import functools
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -11,9 +11,8 @@ from torch import nn
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.training.batch_math import scaled_learning_rate, warmup_steps
 
-WITH_ARGUMENTS = ("cosine_with_min_lr", "warmup_stable_decay")  # schedules that need some
+LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -21,14 +20,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Their learning rate is 0 until the first step sets it; see reset_update_count.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # under ZeRO-3 parameters are empty tensors whose full shape is ds_shape
-    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
-    others = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay, "lr": 0.0},
-        {"params": others, "weight_decay": 0.0, "lr": 0.0},
-    ]
+    groups = [{"params": [], "weight_decay": decay, "lr": 0.0} for decay in (weight_decay, 0.0)]
+    for p in model.parameters():
+        if p.requires_grad:
+            # under ZeRO-3 parameters are empty tensors whose full shape is ds_shape
+            is_vector = len(getattr(p, "ds_shape", p.shape)) <= 1
+            groups[is_vector]["params"].append(p)
     return [group for group in groups if group["params"]]
 
 
@@ -68,6 +65,26 @@ class Schedule(NamedTuple):
         return self.peak * self.factor(finished_steps)
 
 
+def scaled_learning_rate(train: TrainConfig, mean_batch: float) -> float:
+    """learning_rate * (mean batch / reference global batch) ** p.
+
+    p = 1 is the linear rule for SGD (Goyal et al. 2017, arXiv:1706.02677), p = 0.5 the square-root
+    rule for Adam (Malladi et al. 2022, arXiv:2205.10287), and p = 0 applies no scaling.
+
+    Args:
+        mean_batch: DataPlan.mean_batch, in examples or tokens, as the reference global batch.
+    """
+    scale = mean_batch / (train.reference_global_batch or mean_batch)
+    return train.learning_rate * scale ** LR_SCALING_POWER[train.lr_scaling]
+
+
+def warmup_steps(train: TrainConfig, mean_examples: float) -> int:
+    """Optimizer steps closest to train.warmup_examples: at least one, or 0 without warm-up."""
+    if not train.warmup_examples:
+        return 0
+    return max(1, math.floor(train.warmup_examples / mean_examples + 0.5))
+
+
 def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     """The schedule of a run over `plan`, which may begin in the middle of an epoch that was started
     with another plan.
@@ -75,42 +92,31 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     Raises:
         UserError: train.lr_schedule_args does not fit train.lr_schedule.
     """
+    from transformers import get_scheduler  # imports peft and bitsandbytes, which take 2 s
+
     steps = total_steps(train, plan)
-    shift = plan.step_shift if train.steps is None else 0
     peak = scaled_learning_rate(train, plan.mean_batch)
     warmup = warmup_steps(train, plan.mean_examples)
     # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
     # of w warm-up steps runs at k/w of the peak.
-    skip = 1 if warmup else 0
-
-    @functools.cache
-    def factor_function() -> Callable[[int], float]:
-        # imports peft and bitsandbytes, which take 2 s, so that few dry runs import them
-        from transformers import get_scheduler
-
-        try:
-            scheduler = get_scheduler(
-                train.lr_schedule,
-                torch.optim.SGD([torch.zeros(1)], lr=peak),
-                num_warmup_steps=warmup,
-                num_training_steps=steps + shift + skip,
-                scheduler_specific_kwargs=train.lr_schedule_args,
-            )
-            [factor] = scheduler.lr_lambdas
-            for step in (0, warmup, steps - 1):
-                factor(step + shift + skip)  # to check it
-        except (TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(
-                f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
-                f"{describe(error)}"
-            ) from error
-        return factor
-
-    if train.lr_schedule_args or train.lr_schedule in WITH_ARGUMENTS:
-        factor_function()  # to check them
-    return Schedule(
-        train.lr_schedule, peak, warmup, lambda step: factor_function()(step + shift + skip)
-    )
+    shift = (1 if warmup else 0) + (plan.step_shift if train.steps is None else 0)
+    try:
+        scheduler = get_scheduler(
+            train.lr_schedule,
+            torch.optim.SGD([torch.zeros(1)], lr=peak),
+            num_warmup_steps=warmup,
+            num_training_steps=steps + shift,
+            scheduler_specific_kwargs=train.lr_schedule_args,
+        )
+        [factor] = scheduler.lr_lambdas
+        for step in (0, warmup, steps - 1):
+            factor(step + shift)  # to check it
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(
+            f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
+            f"{describe(error)}"
+        ) from error
+    return Schedule(train.lr_schedule, peak, warmup, lambda step: factor(step + shift))
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
