@@ -19,7 +19,7 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
     """Apply model.activation_checkpointing and model.compile; before deepspeed.initialize.
 
     Returns:
-        The compiled blocks.
+        The blocks; none if the model does not say which modules they are.
 
     Raises:
         UserError: the model cannot have them.
@@ -30,14 +30,12 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
-    if not options.compile:
-        return []
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not blocks:
+    if options.compile and not blocks:
         raise UserError(
             f"model.compile: {type(model).__name__} does not say which modules are its blocks"
         )
-    torch._dynamo.config.recompile_limit = MAX_GRAPHS
-    for block in blocks:
+    for block in blocks if options.compile else ():
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
         block.compile(dynamic=True)
     return blocks

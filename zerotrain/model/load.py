@@ -1,6 +1,7 @@
 """Load tokenizer and model, partitioning the model as it is built under ZeRO-3."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_utils import load_state_dict
 
+from zerotrain.config.ds_config import group_sizes, zero_stage
 from zerotrain.config.schema import CHAT_TEMPLATES, Config, chat_template_file
 from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.model.hub import (
@@ -115,7 +117,8 @@ def load_model(
     """The model in the run's precision, pretrained or randomly initialized from the global RNG.
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
-    an HfDeepSpeedConfig exists, to which it holds only a weak reference.
+    an HfDeepSpeedConfig exists, to which it holds only a weak reference. Below, each rank reads or
+    draws the weights on its own device, not all of a node's ranks in its CPU memory.
 
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
@@ -132,23 +135,28 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype}
     if config.model.attn_implementation:
         options["attn_implementation"] = config.model.attn_implementation
+    device = torch.device(get_accelerator().current_device_name())
     if config.model.quantization:
-        options |= quantized(dtype, get_accelerator().current_device_name())
-    if config.model.from_config:
-        model = load_pretrained(_from_config, model_config, "model", None, trust, **options)
-        base = None
-    else:
-        model, report = load_pretrained(
-            AutoModelForCausalLM.from_pretrained,
-            name,
-            "model.name_or_path",
-            revision,
-            trust,
-            config=model_config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below; at ZeRO-3 transformers raises
-            **options,
-        )
+        options |= quantized(dtype, device)
+    elif zero_stage(ds_config) == 3 or group_sizes(ds_config)[0] > 1:
+        device = nullcontext()  # DeepSpeed moves to the device what a rank keeps of the model
+    with device:
+        if config.model.from_config:
+            model = load_pretrained(_from_config, model_config, "model", None, trust, **options)
+        else:
+            model, report = load_pretrained(
+                AutoModelForCausalLM.from_pretrained,
+                name,
+                "model.name_or_path",
+                revision,
+                trust,
+                config=model_config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below; at ZeRO-3 transformers raises
+                **options,
+            )
+    base = None
+    if not config.model.from_config:
         check_report(name, report)
         _check_ties(name, model, weight_files(name, revision))
         if hasattr(model, "peft_config"):
@@ -222,7 +230,7 @@ def check_quantization(config: Config, device: torch.device) -> None:
         )
 
 
-def quantized(dtype: torch.dtype, device: str) -> dict[str, Any]:
+def quantized(dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """Options of from_pretrained for linear layers in nf4 on a device, in blocks whose scales are
     quantized too, as in the QLoRA paper (arXiv:2305.14314); they compute in `dtype`.
     """

@@ -120,6 +120,10 @@ def process_group(
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
         check_devices(local_rank, accelerator.device_count())
+        # Micro-batches differ in size: GPU memory in segments that cannot grow would be fragmented.
+        # torch reads this at its first allocation; the second name is a former one.
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         accelerator.set_device(local_rank)
     _share_cores()
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:

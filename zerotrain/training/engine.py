@@ -85,16 +85,18 @@ def build_engine(
     )
     model = loaded.model
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
-    compiled = change_blocks(model, config.model)
-    if compiled and zero_stage(setup.ds_config) == 3:
-        # ZeRO-3 gathers a compiled block as a whole, and reduces its gradients once autograd has
-        # that of its input. Where that needs none, because everything before is frozen, it would
-        # reduce zeros; so the output of the embeddings is made to need one.
-        for block in compiled:
+    blocks = change_blocks(model, config.model)
+    ds_config = setup.ds_config
+    stage = zero_stage(ds_config)
+    if blocks and stage == 3:
+        # ZeRO-3 gathers a block as a whole, rather than with hooks of each of its modules, and
+        # reduces its gradients once autograd has the gradient of its input. Where the input needs
+        # none, because everything before is frozen, it would reduce zeros; so the output of the
+        # embeddings is made to need one.
+        for block in blocks:
             set_z3_leaf_module(block, True)
         model.enable_input_require_grads()
-    ds_config = setup.ds_config
-    if zero_stage(ds_config) == 0 and setup.precision == "fp32":
+    if stage == 0 and setup.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
     try:
         # DeepSpeed prints its memory use, in 15 lines
@@ -122,7 +124,7 @@ def build_engine(
     tokens = ordinary_tokens(tokenizer)
     problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
     if problem and ranks.is_first:
-        print(f"model.loss_chunk_tokens: the loss needs whole logits: {problem}", flush=True)
+        print(f"the loss takes more time and memory: {problem}", flush=True)
     seed_everything(rank_seed(config.train.seed, ranks.replica))
     return engine, loss, loaded
 
@@ -142,9 +144,12 @@ def check_engine(
             not learn to stop.
     """
     tokens = ordinary_tokens(tokenizer)
-    run_on_all_ranks(ranks, lambda: check_causal(engine, tokens, ranks.device))
+    ends = plan.data.meta["end_tokens"]
+    checks = [
+        lambda: check_causal(engine, tokens, ranks.device),
+        lambda: check_end_tokens(engine, tokenizer, ends, ranks.device),
+    ]
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
-        group = ranks.sequence_group
-        run_on_all_ranks(ranks, lambda: check_packing(engine, tokens, ranks.device, group))
-    trained = plan.data.meta["end_tokens"]
-    run_on_all_ranks(ranks, lambda: check_end_tokens(engine, tokenizer, trained, ranks.device))
+        checks.append(lambda: check_packing(engine, tokens, ranks.device, ranks.sequence_group))
+    for check in checks:
+        run_on_all_ranks(ranks, check)
