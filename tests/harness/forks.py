@@ -98,3 +98,9 @@ class ForkServer:
 
     def train(self, config, *flags, ranks=1, **options) -> Finished:
         return self.start(config, *flags, ranks=ranks, **options).wait()
+
+    def finish(self, config, *flags, **options) -> Finished:
+        """`train`, which has to succeed."""
+        finished = self.train(config, *flags, **options)
+        assert finished.code == 0, finished.output
+        return finished

@@ -32,8 +32,7 @@ def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, t
     for ranks, stage in ((1, 0), (2, 3)):
         folder = tmp_path / f"on_{ranks}"
         flags = ["--output_dir", folder, "--ds_config", f"ds_configs/zero{stage}.json"]
-        finished = forks.train(config, *flags, ranks=ranks)
-        assert finished.code == 0, finished.output
+        forks.finish(config, *flags, ranks=ranks)
         found[ranks] = read_metrics(folder, "eval"), read_metrics(folder, "generations")
     (alone, alone_texts), (shared, shared_texts) = found.values()
     names = [f"{kind}/{name}" for name in sets for kind in ("loss", "perplexity", "exact_match")]
@@ -57,8 +56,7 @@ def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
         train__global_batch_size=1, train__warmup_examples=0, train__learning_rate=0.01,
         eval={"every_steps": 60, "generate": 1},
     )  # fmt: skip
-    finished = forks.train(config)
-    assert finished.code == 0, finished.output
+    forks.finish(config)
     assert [e["exact_match/held_out"] for e in read_metrics(tmp_path / "run", "eval")] == [0, 1]
     [last] = read_metrics(tmp_path / "run", "generations")[-1]["rows"]
     assert exact_match("", row["messages"][-1]["content"], last["answer"]) == 1
@@ -81,8 +79,8 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     assert finished.code == 75 and "preempted: step 2, " in finished.output, finished.output
     assert str(folder / "checkpoints" / "step_00000002") in finished.output
     assert not read_metrics(folder, "eval") and not read_metrics(folder, "generations")
-    finished = forks.train(config, "--eval.max_new_tokens", "4", ranks=2)
-    assert finished.code == 0 and "finished: step 2, " in finished.output, finished.output
+    finished = forks.finish(config, "--eval.max_new_tokens", "4", ranks=2)
+    assert "finished: step 2, " in finished.output
     assert [line["step"] for line in read_metrics(folder, "generations")] == [2]
     assert [line["step"] for line in read_metrics(folder)] == [1, 2]
 

@@ -103,8 +103,7 @@ def test_lora_equals_a_plain_loop_with_peft(
     if not plain:
         plain["lora"] = plainly(config, sample_tokenizer, with_peft)
     module = "gathered" if name == "zero3" else "train"
-    finished = forks.train(config, ranks=ranks, module=module)
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=ranks, module=module)
     assert_equal_to(plain["lora"], tmp_path / "run")
     assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
     for counted in (tmp_path / "run").glob("gathered_*.json"):
@@ -122,12 +121,10 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
         plain["lora"] = plainly(config, sample_tokenizer, with_peft)
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step
-    finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
     shutil.copytree(base, moved)  # the same weights at another place
     flags = ("--ds_config", strategy(tmp_path, "zero3"), "--model.name_or_path", moved)
-    finished = forks.train(config, *flags, ranks=3)
-    assert finished.code == 0, finished.output
+    forks.finish(config, *flags, ranks=3)
     assert_equal_to(plain["lora"], run_folder)
     last = last_checkpoint(run_folder)
     assert_only_trained(last, 4 * TRAINED)
@@ -162,8 +159,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
         train__precision="fp32",
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, in_4_bits)
-    finished = forks.train(config, ranks=2, module="nf4_on_cpu")
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=2, module="nf4_on_cpu")
     assert_equal_to(expected, tmp_path / "run")
     assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
     config = parse_command_line(["--config", str(config)]).config
@@ -183,8 +179,7 @@ def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
         train__learning_rate=1e-3, ds_config=str(strategy(tmp_path, "zero3")),
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, freeze_others)
-    finished = forks.train(config, ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=2)
     assert_equal_to(expected, tmp_path / "run")
     assert_only_trained(
         last_checkpoint(tmp_path / "run"), 4 * (3 * 32 * INNER + (2 * LAYERS + 1) * 32)

@@ -43,11 +43,9 @@ def test_secondary_partitions_train_and_resume_the_same(
     assert refused.code == 2 and "3 ranks" in refused.errors[0]
     stop_after_one_step(tmp_path / "run")
     for ranks in (4, 2):
-        finished = forks.train(config, ranks=ranks)
-        assert finished.code == 0, finished.output
+        forks.finish(config, ranks=ranks)
     assert_same(tmp_path / "run", plain)
-    finished = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     assert_same(tmp_path / "whole", plain)
 
 
@@ -71,17 +69,14 @@ def test_nvme_trains_the_same_and_its_checkpoints_resume_without_it(
     config = tiny_config(model=model, data__micro_batch_tokens=300, train__epochs=1)
     plain = plainly(config, sample_tokenizer)
     nvme = ("--ds_config", file)
-    finished = forks.train(config, *nvme, "--output_dir", tmp_path / "whole", ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, *nvme, "--output_dir", tmp_path / "whole", ranks=2)
     assert_same(tmp_path / "whole", plain)
     on_disk = [path.stat().st_size for path in (tmp_path / "whole" / "nvme").rglob("*.swp")]
     assert sum(on_disk) > 2 * 3 * 4 * 500_000, on_disk
 
     stop_after_one_step(tmp_path / "run")
-    finished = forks.train(config, *nvme, ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, *nvme, ranks=2)
     finished = forks.train(config, *nvme, ranks=2)
     assert finished.code == 2 and "zero3.json" in finished.errors[0], finished.output
-    finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3)
-    assert finished.code == 0, finished.output
+    forks.finish(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3)
     assert_same(tmp_path / "run", plain)

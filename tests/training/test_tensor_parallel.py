@@ -76,9 +76,8 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
     run_folder = tmp_path / "run"
     stop_after_one_step(run_folder)
     for name, ranks in strategies:
-        finished = forks.train(config, "--ds_config", f"ds_configs/{name}.json", ranks=ranks)
-        assert finished.code == 0, finished.output
-        assert "needs whole logits" not in finished.output
+        finished = forks.finish(config, "--ds_config", f"ds_configs/{name}.json", ranks=ranks)
+        assert "its output head" not in finished.output
 
     assert_same(run_folder, plain)
     assert len(read_metrics(run_folder, "eval")) == 2
@@ -118,11 +117,9 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
     cut = tmp_path / "cut"
     stop_after_one_step(cut)
     for folder in (run_folder, cut, cut):
-        finished = forks.train(config, "--output_dir", folder, ranks=4)
-        assert finished.code == 0, finished.output
+        forks.finish(config, "--output_dir", folder, ranks=4)
     assert determined(cut) == determined(run_folder), "bit for bit"
-    finished = forks.train(config, "--output_dir", cut, "--train.steps", 4, ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, "--output_dir", cut, "--train.steps", 4, ranks=2)
     for folder, ranks in ((run_folder, 4), (cut, 2)):
         checkpoint = list_complete(folder / "checkpoints")[-1]
         one, other, *rest = (read_shard(checkpoint, shard_name(rank)) for rank in range(ranks))
@@ -135,8 +132,7 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
 
 
 def test_every_listed_architecture_is_split_right(forks, tiny_config):
-    finished = forks.train(tiny_config(), ranks=2, module="split_models")
-    assert finished.code == 0, finished.output
+    finished = forks.finish(tiny_config(), ranks=2, module="split_models")
     found = re.findall(r"^split (\S+) (\S+) (\S+)$", finished.output, re.MULTILINE)
     assert [kind for kind, *_ in found] == TRIED.split()
     for kind, of_logits, of_norm in found:

@@ -69,8 +69,7 @@ def test_equals_a_plain_loop(
     )  # fmt: skip
     if not plain:
         plain["run"] = plainly(config, sample_tokenizer)
-    finished = forks.train(config, ranks=ranks)
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=ranks)
 
     assert_same(tmp_path / "run", plain["run"])
     assert len(read_metrics(tmp_path / "run", "eval")) == 2
@@ -94,8 +93,7 @@ def test_norm_and_clipping_are_exact_for_a_million_weights(
         model=large_vocabulary, data__micro_batch_tokens=4096,
         train__epochs=None, train__steps=2, ds_config=str(strategy(tmp_path, f"zero{stage}")),
     )  # fmt: skip
-    finished = forks.train(config, ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=2)
     plain = plainly(config, sample_tokenizer)
     assert min(plain.grad_norms) > 0.5, "nothing is clipped"
     assert_same(tmp_path / "run", plain)
@@ -143,8 +141,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
         plain["run"] = plainly(config, sample_tokenizer)
     losses, norms, *_ = plain["run"]
     module = "fp16_on_cpu" if precision == "fp16" else "train"
-    finished = forks.train(config, ranks=2, module=module)
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=2, module=module)
     steps = read_metrics(tmp_path / "run")
     assert not any(s["update_skipped"] for s in steps)
     # bf16 has 8 bits of mantissa, 0.4 %, fp16 11; the loss averages over hundreds of tokens
@@ -157,8 +154,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     for _ in range(2):
         if not list(cut.iterdir()):
             (cut / "stop").touch()  # seen after the first step
-        finished = forks.train(config, "--output_dir", cut, ranks=2, module=module)
-        assert finished.code == 0, finished.output
+        finished = forks.finish(config, "--output_dir", cut, ranks=2, module=module)
     assert "resuming from" in finished.output
     assert determined(cut) == determined(tmp_path / "run")
 
@@ -179,8 +175,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
         checkpoint={"every_steps": 5, "keep_last": 2},
     )  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    finished = forks.train(config, "--output_dir", whole, ranks=2)
-    assert finished.code == 0, finished.output
+    forks.finish(config, "--output_dir", whole, ranks=2)
 
     process = forks.start(config, "--output_dir", cut, ranks=2)
     process.until((cut / "checkpoints" / "step_00000010").exists)
@@ -197,8 +192,8 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
         "it saves the step in which it is preempted"
     )
 
-    finished = forks.train(config, "--output_dir", cut, ranks=2)
-    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+    finished = forks.finish(config, "--output_dir", cut, ranks=2)
+    assert "resuming from" in finished.output
     lines = [determined(folder) for folder in (whole, cut)]
     assert lines[0] == lines[1] and len(lines[0]) == 24, "each step once, each number the same"
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
@@ -232,8 +227,7 @@ def test_zero3_loads_partitioned(forks, tiny_config, tmp_path, sample_tokenizer)
     """
     model = save_tiny_llama(tmp_path / "model", sample_tokenizer, dropout=0.0, layers=12)
     config = tiny_config(model=model, ds_config="ds_configs/zero3.json")
-    finished = forks.train(config, ranks=2, module="load_peak")
-    assert finished.code == 0, finished.output
+    forks.finish(config, ranks=2, module="load_peak")
     held = [json.loads(path.read_text()) for path in tmp_path.glob("held_*.json")]
     assert len(held) == 4
     for rank in held:
