@@ -193,7 +193,7 @@ CHECKS: dict[str, Check] = {
     "lora": same_losses({f"zero{n}": {"stage": n, **LORA} for n in (1, 3)}),
     "resume": resume,
     "against_trainer_3": against_trainer,
-    # compiles DeepSpeed's CPU Adam, which needs g++, and on a GPU nvcc
+    # compiles DeepSpeed's CPU Adam, which needs g++
     "offload": same_losses({f"zero{n}": {"stage": n} for n in ("1", "2_offload", "3_offload")}),
 }
 
