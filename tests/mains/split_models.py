@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerotrain.config.schema import Config
-from zerotrain.model.tensor_parallel import TRIED
+from zerotrain.model.tensor_parallel import SUPPORTED_TYPES
 from zerotrain.runtime.process_group import process_group
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,7 +29,7 @@ def main(config: Config, mode: str) -> None:
     """
     ids = torch.randint(3, 320, (2, 17), generator=torch.Generator().manual_seed(1))
     with process_group() as ranks:
-        for kind in TRIED.split():
+        for kind in SUPPORTED_TYPES.split():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODEL))
             for parameter in model.parameters():

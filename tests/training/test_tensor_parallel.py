@@ -20,7 +20,7 @@ from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.checkpoint.shards import read_shard, shard_name
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
-from zerotrain.model.tensor_parallel import TRIED, check_tensor_parallel
+from zerotrain.model.tensor_parallel import SUPPORTED_TYPES, check_tensor_parallel
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.export import export_checkpoint
@@ -134,7 +134,7 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
 def test_every_listed_architecture_is_split_right(forks, tiny_config):
     finished = forks.finish(tiny_config(), ranks=2, module="split_models")
     found = re.findall(r"^split (\S+) (\S+) (\S+)$", finished.output, re.MULTILINE)
-    assert [kind for kind, *_ in found] == TRIED.split()
+    assert [kind for kind, *_ in found] == SUPPORTED_TYPES.split()
     for kind, of_logits, of_norm in found:
         assert float(of_logits) < 1e-5 and float(of_norm) < 2e-6, kind
 

@@ -13,7 +13,7 @@ from zerotrain.runtime.errors import UserError
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The highest id plus one: more than the number of tokens where ids are left out."""
+    """The highest token id plus one: more than the number of tokens if ids are left out."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -112,11 +112,11 @@ class ModelFlops:
     """
 
     token: float
-    """Of all matrices but the output head, per token."""
+    """FLOPs of a token in all matrices but the output head."""
     supervised_token: float
-    """Of the output head, per token that is a target of the loss."""
+    """FLOPs of the output head for a token that is a target of the loss."""
     pair: float
-    """Of attention, per pair of a token and itself or one before it."""
+    """FLOPs of attention for a pair of a token and itself or one before it."""
 
     def of_examples(self, lengths: np.ndarray, supervised_tokens: float) -> float:
         """FLOPs for examples of these lengths, int [examples]."""
@@ -130,7 +130,7 @@ class ModelFlops:
 
 
 def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
-    """A size of the architecture, or that of each layer; empty if it is missing."""
+    """The architecture's size of this name, or each layer's; empty if there is none."""
     try:
         size = getattr(text, name, None)
     except RuntimeError:  # configs with sizes per layer refuse access to the global one
@@ -140,7 +140,7 @@ def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
 
 
 def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
-    """Whether so many ranks can have equally many heads of keys and values each."""
+    """Whether the heads of keys and values can be divided equally among so many ranks."""
     text = text_config_of(skeleton.config)
     heads = sizes_of(text, "num_key_value_heads") or sizes_of(text, "num_attention_heads")
     if getattr(text, "multi_query", False):
@@ -190,8 +190,8 @@ def hidden_size(skeleton: nn.Module) -> int:
 
 
 def _multiplied_weights(skeleton: nn.Module) -> list[tuple[float, float]]:
-    """How many weights a token is multiplied with, and how many of them are trained: of the part
-    for text without the output head, and of the head.
+    """How many weights a token is multiplied with, and how many of them are trained: first in the
+    part for text without the output head, then in the head.
     """
     text = text_config_of(skeleton.config)
     head = skeleton.get_output_embeddings()

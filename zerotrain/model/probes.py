@@ -52,9 +52,8 @@ def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device
     """
     before, after, other = draw(tokens, *[PROBE_TOKENS // 2] * 3)
     ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1).to(device)
-    halves = compute_logits(forward, ids)[:, : before.shape[1]]  # [3, half, vocabulary]
-    # the mean over positions: rounding may change a router's choice at one of them
-    _, leak, noise = (halves - halves[0]).abs().amax(-1).mean(-1) / _range(halves)
+    halves = compute_logits(forward, ids)[:, : PROBE_TOKENS // 2]  # [3, half, vocabulary]
+    leak, noise = (_change(half, halves[0]) for half in halves[1:])
     if leak > SEEN_AHEAD + 10 * noise:
         raise UserError(
             f"model.name_or_path: {_name(forward)} is not causal as it is configured: its tokens "
@@ -71,7 +70,7 @@ def check_packing(
 ) -> None:
     """Refuse a model whose packed examples differ from the same examples alone: some silently
     ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in its embeddings), or do
-    not hand their arguments on to attention.
+    not hand their masks on to attention.
 
     One example is run after another one, and alone as in a bucketed micro-batch, with the model's
     own attention and positions.
@@ -100,8 +99,7 @@ def check_packing(
         model.set_attn_implementation(None)  # what transformers chooses
     alone = compute_logits(forward, probe.to(device))[:, 27 * part : 27 * part + 15]
     model.set_attn_implementation(own)
-    # the mean over positions, for the reason in check_causal
-    leak = float((packed[:, 12:] - alone).abs().amax(-1).mean() / _range(alone))
+    leak = _change(packed[:, 12:], alone)
     if not leak < LEAK.get(next(model.parameters()).dtype, LEAK_16_BITS):
         key = "sequence_parallel_size of ds_config" if sequence_group else "data.batching"
         raise UserError(
@@ -177,5 +175,9 @@ def _name(forward: nn.Module) -> str:
     return type(getattr(forward, "module", forward)).__name__
 
 
-def _range(logits: torch.Tensor) -> torch.Tensor:
-    return (logits - logits.mean()).abs().max()
+def _change(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference at a position, relative to the range of the logits; its mean over
+    positions, since rounding may change a router's choice at one of them.
+    """
+    spread = (expected - expected.mean()).abs().max()
+    return float((logits - expected).abs().amax(-1).mean() / spread)

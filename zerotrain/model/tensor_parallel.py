@@ -15,12 +15,13 @@ from zerotrain.model.architecture import heads_divide
 from zerotrain.model.trained import Counts
 from zerotrain.runtime.errors import UserError
 
-TRIED = """
+SUPPORTED_TYPES = """
     arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text granite helium jais2 llama
     ministral ministral3 mistral nanochat nemotron olmo phi qwen2 qwen3 qwen3_5_text seed_oss
     smollm3 starcoder2 vaultgemma
 """
-"""Values of model_type; test_tensor_parallel.py compares each, split, with the whole model.
+"""Values of model_type whose models may be split; test_tensor_parallel.py compares a split model of
+each with the whole one.
 """
 
 
@@ -52,7 +53,7 @@ def check_tensor_parallel(
         problem = f"is not supported together with {others[0]}; remove one of them"
     elif counts.trained < counts.total:
         problem = "needs all weights to be trained; remove model.lora and model.trainable, or it"
-    elif skeleton.config.model_type not in TRIED.split():
+    elif skeleton.config.model_type not in SUPPORTED_TYPES.split():
         problem = f"has not been tried with {name}; remove it"
     elif not heads_divide(skeleton, size):
         problem = f"has to divide the heads of keys and values of {name}; change it"

@@ -9,6 +9,12 @@ READ_FROM = {"deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23", "da
 PATCHES = {
     "zerotrain/runtime/process_group.py: __compatible_ops__": "on CPU, gloo instead of a "
     "shared-memory all-reduce, which needs a compiler and leaves 69 MB per rank in /dev/shm",
+    "zerotrain/model/load.py: _original_object_hash": "a generation config with other end tokens "
+    "is saved as if unchanged, since transformers refuses to save what many models publish",
+    "zerotrain/training/engine.py: first_dataloader_check": "removed under tensor parallelism, "
+    "where it would send each rank's inputs to the others as pickles",
+    "zerotrain/training/guard.py: averaged_gradients": "cleared after an update that ZeRO 2 "
+    "with offload has skipped, since the next gradients would be added to NaN",
 }
 """FILE: ATTRIBUTE of an object of a library that is replaced, and why; at most five."""
 

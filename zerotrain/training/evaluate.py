@@ -34,7 +34,7 @@ class HeldOutSets:
 
     config: Config
     plans: dict[str, DataPlan]
-    """By name, the first set first."""
+    """The plan of each set by its name, the first set first."""
     tokenizer: PreTrainedTokenizerBase
     engine: "DeepSpeedEngine"
     loss: SupervisedLoss

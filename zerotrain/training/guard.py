@@ -24,7 +24,7 @@ class Problem:
 
     reason: str
     micro_batches: set[tuple[int, int]]
-    """(micro-step, data rank) of those whose loss was not finite."""
+    """Micro-step and data rank of each micro-batch whose loss was not finite."""
 
 
 class Guard:

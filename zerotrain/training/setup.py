@@ -68,7 +68,7 @@ class Setup:
     """A run whose settings are all resolved."""
 
     config: Config
-    """With data.batching, model.attn_implementation, train.lr_schedule and revisions resolved."""
+    """The run config with every default that depends on the model or the machine filled in."""
     machine: Machine
     architecture: Architecture
     precision: str

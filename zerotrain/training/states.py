@@ -20,9 +20,9 @@ class ModelStates:
     """What a rank holds during the whole run, in bytes."""
 
     on_device: dict[str, float]
-    """Of weights, gradients and optimizer, those in the memory of the GPU."""
+    """Bytes of weights, gradients and optimizer in the memory of the GPU."""
     offloaded: dict[str, float]
-    """Those that ZeRO-Offload has moved to CPU memory or NVMe."""
+    """Bytes of those that ZeRO-Offload has moved to CPU memory or NVMe."""
     trained: float
     """The number of trained parameters of which a rank computes gradients."""
     updated: float
