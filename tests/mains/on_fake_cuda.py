@@ -9,15 +9,14 @@ import json
 import traceback
 from collections import Counter
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
+from harness.batches import micro_batch
 from zerotrain.config.schema import ModelConfig
-from zerotrain.data.loader import MicroBatch
 from zerotrain.model import packing
 from zerotrain.model.blocks import change_blocks
 from zerotrain.training.loss import SupervisedLoss
@@ -46,7 +45,6 @@ CASES = {
     "bucketed, experts": (EXPERTS, {}),
 }
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item", "unique_consecutive"}
-LENGTHS = (40, 7, 90)
 
 
 class Counted(TorchDispatchMode):
@@ -87,19 +85,6 @@ def signature_of(names):
     positional = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in POSITIONAL.split()]
     keywords = [kind(name, kind.KEYWORD_ONLY, default=None) for name in names.split()]
     return inspect.Signature(positional + keywords)
-
-
-def micro_batch(packed):
-    rng = np.random.default_rng(0)
-    if packed:
-        ids = rng.integers(2, 320, (1, sum(LENGTHS)))
-        positions = np.concatenate([np.arange(n) for n in LENGTHS])[None]
-        return MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
-    ids = rng.integers(2, 320, (3, 64))
-    mask = np.ones_like(ids)
-    mask[1, 40:] = 0
-    is_target = (ids > 100) & (np.arange(64) > 0) & (mask > 0)
-    return MicroBatch.of(ids, is_target, attention_mask=mask)
 
 
 def run(name, config, options):

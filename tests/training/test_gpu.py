@@ -3,15 +3,14 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
+from harness.batches import micro_batch
 from harness.processes import environment
 from harness.repository import REPO
 from transformers import AutoModelForCausalLM
 
 from zerotrain.config.schema import ModelConfig
-from zerotrain.data.loader import MicroBatch
 from zerotrain.model.blocks import change_blocks
 from zerotrain.model.packing import PACKED_EXAMPLES
 from zerotrain.runtime.seeding import rng_state, seed_everything, set_rng_state
@@ -42,54 +41,36 @@ def test_random_numbers_continue_on_the_gpu(tmp_path):
     assert torch.equal(torch.rand(9, device="cuda"), first)
 
 
-@on_gpu
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_the_loss_is_that_of_the_cpu(tiny_model, dtype, tolerance):
-    torch.manual_seed(0)
-    ids = np.random.default_rng(0).integers(2, 320, (4, 60))
-    is_target = (ids > 100) & (np.arange(60) > 0)
-    batch = MicroBatch.of(ids, is_target, attention_mask=np.ones_like(ids))
-
-    def loss_on(device, dtype):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype).to(device)
-        loss = SupervisedLoss(model)(model, batch.pin_memory().to(device)).cross_entropy
-        loss.backward()
-        return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
-
-    value, gradient = loss_on("cuda", dtype)
-    exact, exact_gradient = loss_on("cpu", torch.float32)
-    assert value == pytest.approx(exact, rel=tolerance)
-    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5 * tolerance
-
-
-BLOCKS = (
-    {"activation_checkpointing": True},
-    {"compile": True, "activation_checkpointing": True},
-)
-
-
-def loss_of_packed(model_folder, device, dtype, **options):
-    """The loss of three packed examples with changed blocks, and a gradient."""
-    lengths, rng = (40, 7, 90), np.random.default_rng(0)
-    ids = rng.integers(2, 320, (1, sum(lengths)))
-    positions = np.concatenate([np.arange(n) for n in lengths])[None]
-    batch = MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
+def loss_and_gradient(folder, packed, device, dtype, **options):
+    """The loss of a micro-batch, with changed blocks, and the gradient of the embeddings."""
+    attention = PACKED_EXAMPLES if packed else None
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=dtype, attn_implementation=PACKED_EXAMPLES
+        folder, dtype=dtype, attn_implementation=attention
     ).to(device)
     change_blocks(model.train(), ModelConfig("x", **options))
+    batch = micro_batch(packed)
+    batch = batch.pin_memory() if device == "cuda" else batch
     loss = SupervisedLoss(model)(model, batch.to(device)).cross_entropy
     loss.backward()
     return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
 
 
 @on_gpu
-@pytest.mark.parametrize("options", BLOCKS, ids=str)
-def test_packed_examples_have_the_same_loss_with_changed_blocks(tiny_model, options):
-    value, gradient = loss_of_packed(tiny_model, "cuda", torch.bfloat16, **options)
-    exact, exact_gradient = loss_of_packed(tiny_model, "cpu", torch.float32)
-    assert value == pytest.approx(exact, rel=1e-2)
-    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5e-2
+@pytest.mark.parametrize(
+    "packed, dtype, options",
+    [
+        (False, torch.float32, {}),
+        (False, torch.bfloat16, {}),
+        (True, torch.bfloat16, {"activation_checkpointing": True}),
+        (True, torch.bfloat16, {"activation_checkpointing": True, "compile": True}),
+    ],
+)
+def test_the_loss_is_that_of_the_cpu(tiny_model, packed, dtype, options):
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    value, gradient = loss_and_gradient(tiny_model, packed, "cuda", dtype, **options)
+    exact, exact_gradient = loss_and_gradient(tiny_model, packed, "cpu", torch.float32)
+    assert value == pytest.approx(exact, rel=tolerance)
+    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5 * tolerance
 
 
 @on_gpu

@@ -93,30 +93,17 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.fixture
-def wide_plan(tiny_config):
+def test_the_number_to_try_is_half_or_less_but_holds_the_longest_example(tiny_config):
     flags = ["--data.micro_batch_tokens", "8192"]
     config = parse_command_line(["--config", str(tiny_config()), *flags]).config
     *_, plan, _ = open_plans(config, 2)
-    return plan
-
-
-@pytest.mark.parametrize(
-    "to_try, named", [(None, "4,096"), (8192, "4,096"), (5120, "4,096"), (300, "300")]
-)
-def test_the_number_to_try_is_half_or_less(wide_plan, to_try, named):
-    text = describe_micro_batch(wide_plan, np.array([8, 8, 3]), to_try)
-    assert f"is 8,192: set it to {named}," in text and text.count("jsonl:9 ") == 1
-
-
-def test_no_number_below_the_longest_example_is_named(wide_plan):
-    alone = wide_plan.with_budget(1)
-    longest = int(wide_plan.data.lengths.argmax())
+    longest = int(plan.data.lengths.argmax())
+    alone = plan.with_budget(1)
     tokens = alone.budget.micro_batch_tokens
-    assert tokens == wide_plan.budget.padded(wide_plan.data.lengths[longest])
-    for group in alone.step(0).micro_batches[0]:
-        assert wide_plan.data.lengths[group].sum() <= tokens
-    assert f"set it to {tokens}," in describe_micro_batch(wide_plan, np.array([8]), 8)
+    assert tokens == plan.budget.padded(plan.data.lengths[longest])
+    for to_try, named in ((None, 4096), (8192, 4096), (5120, 4096), (300, 300), (8, tokens)):
+        text = describe_micro_batch(plan, np.array([8, 8, 3]), to_try)
+        assert f"is 8,192: set it to {named:,}," in text and text.count("jsonl:9 ") == 1
     for examples in ([longest], []):  # a rank may have none
         text = describe_micro_batch(alone, np.array(examples, int), 300)
         assert "set it to" not in text and "data.max_length" in text

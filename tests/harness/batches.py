@@ -1,0 +1,22 @@
+"""Micro-batches of random tokens."""
+
+import numpy as np
+
+from zerotrain.data.loader import MicroBatch
+
+LENGTHS = (40, 7, 90)
+
+
+def micro_batch(packed):
+    """Examples of LENGTHS with ids below 320, most of which are targets: packed, or padded."""
+    rng = np.random.default_rng(0)
+    examples = [rng.integers(2, 320, length) for length in LENGTHS]
+    if packed:
+        ids = np.concatenate(examples)[None]
+        positions = np.concatenate([np.arange(length) for length in LENGTHS])[None]
+        return MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
+    mask = (np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]).astype(np.int64)
+    ids = mask.copy()
+    ids[mask == 1] = np.concatenate(examples)
+    is_target = (ids > 100) & (np.arange(max(LENGTHS)) > 0)
+    return MicroBatch.of(ids, is_target, attention_mask=mask)
