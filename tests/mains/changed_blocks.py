@@ -1,4 +1,4 @@
-"""train.py for test_blocks.py and test_router_loss.py: torch.compile without generating
+"""train.py for test_router_loss.py: torch.compile without generating
 code, which takes 20 s.
 """
 

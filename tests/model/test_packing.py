@@ -20,15 +20,12 @@ from transformers import (
     GPTBigCodeConfig,
     LlamaConfig,
     MambaConfig,
-    MistralConfig,
-    MixtralConfig,
     OPTConfig,
     PersimmonConfig,
     Phi3Config,
     PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
-    Qwen3Config,
     RobertaConfig,
 )
 
@@ -52,11 +49,7 @@ NO_DROPOUT = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
 FAMILIES = {
     "llama, grouped heads": LlamaConfig(**SIZES),
     "qwen2, sliding window": Qwen2Config(**SIZES, **MIXED, use_sliding_window=True),
-    "qwen3": Qwen3Config(**SIZES),
-    "mistral, sliding window": MistralConfig(**SIZES, sliding_window=5),
-    "phi3": Phi3Config(**SIZES),
     "gemma3, sliding window": Gemma3TextConfig(**SIZES, **MIXED),
-    "mixtral": MixtralConfig(**SIZES, **EXPERTS),
     "deepseek_v3, two head sizes": DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4}, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,

@@ -169,21 +169,22 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
 
 def freeze_others(model):
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = "layers.1.mlp" in name or name.endswith("norm.weight")
+        parameter.requires_grad = "layers.1.mlp" in name or name == "model.norm.weight"
     return model
 
 
 def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
+    """The first block is frozen: ZeRO-3 reduces a block when the gradient of its input is there.
+    With activation checkpointing a gradient of zeros would not show.
+    """
     config = write(
-        model__lora=None, model__trainable=[r"layers\.1\.mlp", r"norm\.weight$"],
+        model__lora=None, model__trainable=[r"layers\.1\.mlp", r"model\.norm"],
         train__learning_rate=1e-3, ds_config=str(strategy(tmp_path, "zero3")),
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, freeze_others)
     forks.finish(config, ranks=2)
     assert_equal_to(expected, tmp_path / "run")
-    assert_only_trained(
-        last_checkpoint(tmp_path / "run"), 4 * (3 * 32 * INNER + (2 * LAYERS + 1) * 32)
-    )
+    assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * (3 * 32 * INNER + 32))
 
 
 # --------------------------------------------------------------------------------------------------

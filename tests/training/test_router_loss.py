@@ -47,7 +47,7 @@ def folders(tmp_path_factory, sample_tokenizer):
         model = AutoModelForCausalLM.from_config(config)
         for layer in model.model.layers if name == "gpt_oss" else ():
             torch.nn.init.constant_(layer.mlp.router.bias[0], -1e3)  # no token chooses expert 0
-        model.save_pretrained(made[name])
+        model.save_pretrained(made[name], max_shard_size="20KB")
         sample_tokenizer.save_pretrained(made[name])
     return made
 

@@ -20,8 +20,8 @@ has gathered them, once per micro-batch; to call the head for each chunk would g
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class SupervisedLoss:
             Why the loss needs whole logits, or has no fast kernel on CUDA; None if neither.
         """
         [ids] = draw(tokens, 20)
-        with self._head_hooks(after=lambda head, args, logits: torch.full_like(logits, 2)):
+        with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
             final = compute_logits(engine, ids.to(device))
         dtype = next(self._head.parameters()).dtype
         expected = self._finish(torch.full_like(final, 2, dtype=dtype)).float()
@@ -129,7 +129,9 @@ class SupervisedLoss:
         with ExitStack() as stack:
             inputs = stack.enter_context(attend_within(self._model, batch, self._sequence_group))
             if not self._takes_whole_logits:
-                stack.enter_context(self._head_hooks(compute, select))
+                # the first of all hooks: `compute` runs before ZeRO-3 releases the weights
+                stack.enter_context(self._head.register_forward_pre_hook(select, prepend=True))
+                stack.enter_context(self._head.register_forward_hook(compute, prepend=True))
             out = engine(input_ids=batch.input_ids, use_cache=False, **inputs)
         if losses:
             loss = losses[0] + out.logits.sum()
@@ -145,23 +147,6 @@ class SupervisedLoss:
         if len(batch.targets) == 0:
             tokens = 0  # filler: any example has a target
         return MicroLoss(loss, router.float() * tokens)
-
-    @contextmanager
-    def _head_hooks(
-        self, after: Callable[..., Any], before: Callable[..., Any] = lambda head, args: None
-    ) -> Iterator[None]:
-        """Call `before` with the head's arguments, and `after` with its output too; first of all
-        hooks, so that `after` runs before ZeRO-3 releases the weights.
-        """
-        hooks = (
-            self._head.register_forward_pre_hook(before, prepend=True),
-            self._head.register_forward_hook(after, prepend=True),
-        )
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model returns for these logits of its head."""
