@@ -41,7 +41,9 @@ def counts(tmp_path_factory):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="fake CUDA needs g++")
 @pytest.mark.parametrize("name", CASES)
 def test_a_micro_step_waits_for_nothing_and_copies_the_batch_alone(counts, name):
-    """Each tensor of the batch once, from the loader's line, and nothing in a layer."""
+    """Each tensor of the batch once, from the loader's line, and nothing in a layer. What
+    transformers leaves out for tensors without values, in masks of padding, is in test_waits.py.
+    """
     copies, calls = CASES[name]
     found = counts[name]
     assert found["waits"] == found["on_cpu"] == {}

@@ -17,13 +17,19 @@ WAITS = {  # by ZeRO stage
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", WAITS)
-def test_a_step_waits_for_named_values_alone(forks, tiny_config, tmp_path, stage):
-    """In bf16. None of the functions runs in each micro-step, of which there are several."""
+@pytest.mark.parametrize(
+    "stage, batching", [*((stage, "packed") for stage in WAITS), (2, "bucketed")]
+)
+def test_a_step_waits_for_named_values_alone(forks, tiny_config, tmp_path, stage, batching):
+    """In bf16. Of packed examples no function waits in each micro-step; of padded ones transformers
+    looks twice whether the mask hides anything.
+    """
     config = tiny_config(
         ds_config=f"ds_configs/zero{stage}.json", train__precision="bf16", train__epochs=None,
-        train__steps=6, data__micro_batch_tokens=300,
+        train__steps=6, data__micro_batch_tokens=300, data__batching=batching,
     )  # fmt: skip
     forks.finish(config, module="counted_waits")
-    assert json.loads((tmp_path / "run" / "waits.json").read_text()) == WAITS[stage]
-    assert read_metrics(tmp_path / "run")[5]["micro_steps"] > 1
+    micro_steps = read_metrics(tmp_path / "run")[5]["micro_steps"]
+    of_masks = {} if batching == "packed" else {"_ignore_causal_mask_sdpa": 2 * micro_steps}
+    waits = json.loads((tmp_path / "run" / "waits.json").read_text())
+    assert waits == WAITS[stage] | of_masks and micro_steps > 1
