@@ -17,7 +17,7 @@ from harness.inputs import write_rows
 from zerotrain.config.schema import Source
 from zerotrain.data import readers
 from zerotrain.data.readers import RawRow
-from zerotrain.data.sources import BadRow, count_rows, local_files, parse_row, read_rows
+from zerotrain.data.sources import BadRow, local_files, parse_row, read_rows
 from zerotrain.runtime.errors import UserError
 
 ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
@@ -88,18 +88,6 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     assert rows_in(path) == ROWS
 
 
-def test_rows_are_counted_where_they_need_not_be_parsed(tmp_path):
-    for name in ("a.parquet", "b.parquet"):
-        save(tmp_path, name)
-    assert count_rows(Source(path=str(tmp_path))) == 2 * len(ROWS)
-    write_rows(tmp_path / "a.jsonl", ROWS)
-    assert count_rows(Source(path=str(tmp_path))) == 3 * len(ROWS)
-    for name in ("a.csv", "a.jsonl.gz"):
-        assert count_rows(Source(path=str(save(tmp_path, name)))) is None
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    assert count_rows(Source(path=str(tmp_path / "a.parquet"))) is None
-
-
 def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
     import datasets
 
@@ -126,6 +114,9 @@ def test_bad_files_say_what_is_wrong(tmp_path):
     assert "Expecting ',' delimiter" in refusal(tmp_path / "x.json")
     (tmp_path / "x.csv").write_text('a,b\n1,2\n3,"4" 5\n')
     assert "not CSV after line 2" in refusal(tmp_path / "x.csv")
+    for text, problem in (("a;b\n1;2\n", "has one column, 'a;b'"), ("a,a\n1,2\n", "twice: a, a")):
+        (tmp_path / "x.csv").write_text(text)
+        assert problem in refusal(tmp_path / "x.csv")
     table = pa.table({"text": ["a"]})
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
         writer.write_table(table)

@@ -85,6 +85,7 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     "several lines": (PRETTY.encode(), ["ccccc", "ccccc"]),
     "a list": (json.dumps([SHORT, SHORT], indent=1).encode(), ["ccccc", "ccccc"]),
     "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
+    "UTF-16 CSV": ("prompt,completion\r\np,é\r\n".encode("utf-16"), ["é"]),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
     "pairs": (json.dumps({"prompt": "p", "chosen": "good", "rejected": "bad"}).encode(), ["good"]),
     **{
@@ -104,8 +105,8 @@ CURES = {  # the file as it is, and the answers that are left after the command 
 @pytest.mark.parametrize("case", CURES)
 def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokenizer, case):
     content, answers = CURES[case]
-    config = data_config(tmp_path, [])
-    file = tmp_path / "rows.jsonl"
+    file = tmp_path / ("rows.csv" if "CSV" in case else "rows.jsonl")
+    config = data_config(tmp_path, [], train_sources=[str(file)])
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
         tokenize(config, sample_tokenizer)

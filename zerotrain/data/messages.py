@@ -22,7 +22,6 @@ from zerotrain.data.sources import (
     CHAT_FORMATS,
     FORMAT_KEYS,
     MESSAGE_COLUMNS,
-    OPTIONAL_KEYS,
     BadRow,
     json_type,
 )
@@ -50,6 +49,9 @@ ROLES = {
     "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
     "tool": "tool", "observation": "tool",
 }  # fmt: skip
+# Keys that rows may have besides those of their format. `prompt` and `text` are not used: UltraChat
+# repeats the first message, Alpaca the rendered text.
+OPTIONAL_KEYS = {"messages": {"prompt"}, "instruction": {"input", "text"}}
 RENAMED_KEYS = {"from": "role", "value": "content"}  # of ShareGPT
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
 WEIGHT_KEYS = ("weight", "train", "training", "loss")  # of OpenAI; axolotl (two); ms-swift
@@ -81,9 +83,9 @@ def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[st
             f"key {missing[0]!r} is missing, which {kind} rows need; rows of another format belong "
             "into another file, as a source of its own",
         )
-    known = {*required, *OPTIONAL_KEYS[kind]}
-    if not uses_template(kind, config):
-        known -= {"system", "tools"}
+    known = {*required, *OPTIONAL_KEYS.get(kind, ())}
+    if uses_template(kind, config):
+        known |= {"system", "tools"}
     row = _known(row, known, f"a row of the format {kind}", config)
     if kind == "text":
         if not _string(row, "text").strip():

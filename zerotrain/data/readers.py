@@ -2,6 +2,7 @@
 MAX_ROW_CHARACTERS exist at a time, however well its file compresses.
 """
 
+import codecs
 import csv
 import io
 import json
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")  # of text files
 MAX_ROW_CHARACTERS = 8_000_000
+MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # of Arrow, each of which takes over 100 bytes
 MAX_LINE_BYTES = 4 * MAX_ROW_CHARACTERS + 4  # UTF-8 has at most 4 bytes per character
 MAX_CHUNK_VALUES = 1 << 26  # of a column in a row group: a few bytes of Parquet can stand for any
 TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
@@ -42,19 +44,6 @@ def reader_of(file: str) -> "Reader | None":
     return READERS.get(path.suffix)
 
 
-def rows_in(file: str) -> int | None:
-    """The rows of a Parquet file, or the lines of a JSONL file; None for other kinds."""
-    suffix = Path(file).suffix
-    if suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_metadata(file).num_rows
-    if suffix not in (".jsonl", ".ndjson"):
-        return None
-    with Path(file).open("rb") as stream:
-        return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
-
-
 def _read_text(file: str, at_once: int | None = None) -> Iterator[str]:
     """The lines of a text file, or pieces of `at_once` characters, decompressed according to its
     extension.
@@ -62,6 +51,8 @@ def _read_text(file: str, at_once: int | None = None) -> Iterator[str]:
     import pyarrow
 
     with io.BufferedReader(pyarrow.input_stream(file)) as stream:
+        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ValueError("it is UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts it")
         if at_once:
             decoded = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape")
             yield from iter(lambda: decoded.read(at_once), "")
@@ -135,6 +126,8 @@ def _read_csv(file: str) -> Iterator[RawRow]:
                 f"its header has one column, {header[0]!r}; columns are separated by commas, in "
                 ".tsv files by tabs"
             )
+        if len({*header}) < len(header):
+            raise ValueError(f"its header names a column twice: {', '.join(header)}")
         for row in reader:
             characters = 0
             yield RawRow(reader.line_num, json.dumps(row, ensure_ascii=False))
@@ -213,7 +206,7 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         return {key: inner for key, inner in value.items() if inner.is_valid}
     is_list = isinstance(value, pyarrow.ListScalar) and not isinstance(value, pyarrow.MapScalar)
     if value.is_valid and is_list:
-        if len(value) > MAX_ROW_CHARACTERS:  # so is its text; elements would take 100 times that
+        if len(value) > MAX_LIST_VALUES:
             return " " * MAX_ROW_CHARACTERS
         return list(value)
     plain = value.as_py()

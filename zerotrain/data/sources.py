@@ -18,7 +18,6 @@ from zerotrain.data.readers import (
     ROWS_AT_ONCE,
     RawRow,
     reader_of,
-    rows_in,
     rows_of,
 )
 from zerotrain.runtime.errors import UserError, describe
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import Source
 
-# Row format -> its required and its optional keys, tried in this order when a source's format is
-# auto. With a prompt that is a list, prompt + completion is conversational.
+# Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
+# that is a list, prompt + completion is conversational.
 FORMAT_KEYS = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -38,21 +37,11 @@ FORMAT_KEYS = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
-# `prompt` and `text` are not used: UltraChat repeats the first message, Alpaca the rendered text.
-OPTIONAL_KEYS = {
-    "messages": ("system", "tools", "prompt"),
-    "sharegpt": ("system", "tools"),
-    "conversational": ("system", "tools"),
-    "prompt_completion": ("system", "tools"),
-    "instruction": ("input", "system", "tools", "text"),
-    "text": (),
-}
 CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 MESSAGE_COLUMNS = ("role", "content")  # keys of each message that data.columns can rename
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
-UTF_16 = ("\udcff\udcfe", "\udcfe\udcff")  # its marks at the beginning of a file
 
 
 class BadRow(ValueError):
@@ -172,17 +161,6 @@ def read_rows(source: "Source") -> Iterator[tuple[str, RawRow]]:
             raise UserError(f"{name}: cannot be read: {describe(error)}") from error
 
 
-def count_rows(source: "Source") -> int | None:
-    """The rows of a source, counted in seconds; None where they would have to be parsed."""
-    if source.hub is not None:
-        return None
-    try:
-        counts = [rows_in(file) for file in local_files(source.path)]
-    except Exception:  # each kind of file raises its own; reading the rows names the problem
-        return None
-    return None if None in counts else sum(counts)
-
-
 # --------------------------------------------------------------------------------------------------
 # Rows
 
@@ -207,15 +185,10 @@ def parse_row(
             "NEW` converts a Latin-1 file",
         ) from error
     except (ValueError, RecursionError) as error:
-        if raw.text.startswith(UTF_16):
-            raise BadRow(
-                "not UTF-8", "UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts the file"
-            ) from error
-        raise BadRow(
-            "not JSON",
-            f"not JSON ({error}); each row must be complete on one line, as `jq -c "
-            f"{'.[]' if raw.text.startswith('[') else '.'} OLD > NEW` writes it",
-        ) from error
+        cure = "a row is a JSON object on one line"
+        if split := {"{": ".", "[": "'.[]'"}.get(raw.text[:1]):
+            cure = f"each row must be complete on one line, as `jq -c {split} OLD > NEW` writes it"
+        raise BadRow("not JSON", f"not JSON ({error}); {cure}") from error
     if not isinstance(row, dict):
         raise BadRow("not an object", f"a row must be a JSON object, not {json_type(row)}")
     for key in ignore_keys:
@@ -259,7 +232,10 @@ def detect_format(row: dict[str, Any]) -> str:
         if all(row.get(key) is not None for key in keys):
             return name
     formats = "; ".join(dict.fromkeys(" + ".join(keys) for keys in FORMAT_KEYS.values()))
-    cure = "data.columns: {our key: key in the file} renames keys"
+    cure = (
+        "data.columns: {our key: key in the file} renames keys, which in CSV are the first line of "
+        "the file"
+    )
     if "chosen" in row:
         cure = (
             "of a pair, one answer can be trained on: jq -c '{prompt, completion: .chosen}' "

@@ -15,7 +15,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from multiprocessing import get_context
@@ -35,7 +35,6 @@ from zerotrain.data.readers import RawRow
 from zerotrain.data.render import OUTCOMES, cut_to_length, tokenize_row
 from zerotrain.data.sources import (
     BadRow,
-    count_rows,
     detect_format,
     fingerprint,
     name_of,
@@ -168,13 +167,8 @@ def tokenize_sources(
 # One batch, usually in another process
 
 
-@dataclass(frozen=True)
-class RowBatch:
-    """Consecutive rows of a source, with their files."""
-
-    first: int
-    """Number of the first row among all rows."""
-    rows: list[tuple[str, RawRow]] = field(default_factory=list)
+RowBatch = list[tuple[int, str, RawRow]]
+"""Consecutive rows of a source: the number among all rows, the file, and the row."""
 
 
 @dataclass
@@ -207,7 +201,7 @@ def tokenize_batch(
     columns: dict[str, list] = {name: [] for name in SCHEMA.names}
     counts = Counter[tuple[str, str]]()
     rejected = []
-    for number, (file, raw) in enumerate(batch.rows, start=batch.first):
+    for number, file, raw in batch:
         try:
             row = parse_row(raw, config.columns, config.ignore_keys)
             tokens = tokenize_row(row, tokenizer, kind, config)
@@ -228,7 +222,7 @@ def tokenize_batch(
             for name, value in zip(SCHEMA.names, values, strict=True):
                 columns[name].append(value)
     examples = pa.RecordBatch.from_pydict(columns, SCHEMA)  # arrays are copied as a whole
-    return TokenizedBatch(len(batch.rows), examples, counts, rejected)
+    return TokenizedBatch(len(batch), examples, counts, rejected)
 
 
 def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
@@ -287,16 +281,16 @@ def map_ahead(
 
 def _batches(source: "Source", first: int) -> Iterator[RowBatch]:
     """The rows of a source, numbered from `first` on."""
-    batch = RowBatch(first)
+    batch: RowBatch = []
     characters = 0
-    for file, raw in read_rows(source):
-        batch.rows.append((file, raw))
+    for number, (file, raw) in enumerate(read_rows(source), start=first):
+        batch.append((number, file, raw))
         characters += len(raw.text)
-        if len(batch.rows) == BATCH_ROWS or characters > BATCH_CHARACTERS:
+        if len(batch) == BATCH_ROWS or characters > BATCH_CHARACTERS:
             yield batch
-            batch = RowBatch(batch.first + len(batch.rows))
+            batch = []
             characters = 0
-    if batch.rows:
+    if batch:
         yield batch
 
 
@@ -334,14 +328,12 @@ def _build_cache(
             "model.chat_template; or no tokenizer.json, which maps answers to tokens: set "
             "model.tokenizer to a folder that has one"
         )
-    row_counts = [count_rows(source) for source in given]
-    total = None if None in row_counts else sum(row_counts)  # of which the bar tells the time left
     examples = []
     rows_read = 0
     content = xxhash.xxh3_64()
     counts = Counter()
     with (
-        progress_bar("tokenizing", total, "rows") as bar,
+        progress_bar("tokenizing", None, "rows") as bar,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,

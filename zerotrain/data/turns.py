@@ -144,8 +144,8 @@ def _locate(
 ) -> tuple[str, list[Span], str]:
     text = template.render(messages)
     labeled, strings, owners = label_messages(messages)
-    layout = _layout(template, json.dumps(labeled), tuple(owners))
-    return text, layout.spans(text, strings, wanted), layout.unprompted(wanted)
+    layout = _layout(template, json.dumps(labeled), tuple(owners), tuple(wanted))
+    return text, layout.spans(text, strings), layout.unprompted
 
 
 def with_arguments_as_text(messages: list[Message]) -> list[Message]:
@@ -209,8 +209,10 @@ class Template(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _layout(template: Template, messages: str, owners: tuple[int, ...]) -> "Layout":
-    return Layout(template, json.loads(messages), owners)
+def _layout(
+    template: Template, messages: str, owners: tuple[int, ...], wanted: tuple[int, ...]
+) -> "Layout":
+    return Layout(template, json.loads(messages), owners, wanted)
 
 
 class Frame(NamedTuple):
@@ -255,10 +257,23 @@ def shared_pieces(one: str, other: str, step: int = 1) -> str:
 
 
 class Layout:
-    """A rendered conversation of labels, and where its turns are."""
+    """A rendered conversation of labels, and where its turns are.
+
+    Attributes:
+        text: the rendered text: constants[0], a label, constants[1], a label ... constants[-1].
+        labels: their numbers in the order of the text; a label may occur several times, or never.
+        places: the characters of `text` at which they are.
+        turns: spans of `text`, of the messages `wanted`.
+        unprompted: what the generation prompt ends with before the first or the last of these, and
+            the text there does not have: a block of thoughts, in most cases.
+    """
 
     def __init__(
-        self, template: Template, messages: list[Message], owners: tuple[int, ...]
+        self,
+        template: Template,
+        messages: list[Message],
+        owners: tuple[int, ...],
+        wanted: tuple[int, ...],
     ) -> None:
         self.template = template
         self.messages = messages
@@ -268,52 +283,47 @@ class Layout:
         self.constants = LABEL.split(self.text)
         self.places = [found.start() for found in LABEL.finditer(self.text)]
         self.labels = [ord(label) - FIRST_LABEL for label in LABEL.findall(self.text)]
-        self.turns: dict[int, list[Span]] = {}
-        self.lacking: dict[int, str] = {}
-        for tool in json.loads(template.tools) or []:
+        self._check_complete(wanted)
+        self.turns = [span for number in wanted for span in self._turn(number)]
+        lacking = map(self._lacking, {*wanted[:1], *wanted[-1:]})
+        self.unprompted = next(filter(None, lacking), "")
+
+    def _check_complete(self, wanted: tuple[int, ...]) -> None:
+        for tool in json.loads(self.template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in self.text:
                 raise BadRow(
                     INCOMPLETE,
                     "the chat template leaves out the tools; set model.chat_template to one that "
                     "writes them, or data.ignore_keys: [tools]",
                 )
-        for number, message in enumerate(messages):
+        for number, message in enumerate(self.messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
                 if arguments and repr(arguments) in self.text:
                     raise self._refused(number, "is not written with its arguments as JSON")
-
-    def spans(self, text: str, strings: list[str], wanted: list[int]) -> list[Span]:
-        """The turns `wanted` in the text of a row with these strings; see locate."""
         for label, owner in enumerate(self.owners):
             is_needed = owner in wanted or self.messages[owner]["role"] != "assistant"
             if is_needed and label not in self.labels:
                 raise self._refused(owner, "is not complete", INCOMPLETE)
+
+    def spans(self, text: str, strings: list[str]) -> list[Span]:
+        """The turns in the text of a row with these strings, which must be this layout's text with
+        the strings in place of the labels.
+        """
         shifts = self._shifts(text, strings)
 
         def moved(place: int) -> int:
             return place + shifts[bisect_left(self.places, place)]
 
-        return [
-            (moved(start), moved(end)) for number in wanted for start, end in self._turn(number)
-        ]
+        return [(moved(start), moved(end)) for start, end in self.turns]
 
-    def unprompted(self, wanted: list[int]) -> str:
-        """What the generation prompt ends with before the first or the last turn of `wanted`, and
-        the text there does not have: a block of thoughts, in most cases.
-        """
-        for number in {*wanted[:1], *wanted[-1:]}:
-            if number not in self.lacking:
-                prompt = ""
-                with contextlib.suppress(BadRow):  # of the messages before
-                    prompt = self.template.tail(self.messages[:number], prompt=True)
-                first = next(i for i, own in enumerate(self.labels) if self.owners[own] == number)
-                before = self.constants[first]
-                shared = "" if before.startswith(prompt) else shared_pieces(prompt, before)
-                self.lacking[number] = prompt.removeprefix(shared) if shared.strip() else ""
-            if self.lacking[number]:
-                return self.lacking[number]
-        return ""
+    def _lacking(self, number: int) -> str:
+        prompt = ""
+        with contextlib.suppress(BadRow):  # of the messages before
+            prompt = self.template.tail(self.messages[:number], prompt=True)
+        before = self.constants[self._labels_of(number)[0]]
+        shared = "" if before.startswith(prompt) else shared_pieces(prompt, before)
+        return prompt.removeprefix(shared) if shared.strip() else ""
 
     def _shifts(self, text: str, strings: list[str]) -> list[int]:
         """By how much longer the row's text is than this one after 0, 1, 2 ... labels."""
@@ -334,23 +344,24 @@ class Layout:
             )
         return shifts
 
+    def _labels_of(self, number: int) -> tuple[int, int]:
+        """Where the first and the last label of a message are in `labels`."""
+        own = [
+            i
+            for i, label in enumerate(self.labels)
+            if self.owners[label] == number and label not in self.labels[:i]
+        ]
+        if not own or any(self.owners[i] != number for i in self.labels[own[0] : own[-1]]):
+            raise self._refused(number, "is not in one piece")
+        return own[0], own[-1]
+
     def _turn(self, number: int) -> list[Span]:
-        if number not in self.turns:
-            own = [
-                i
-                for i, label in enumerate(self.labels)
-                if self.owners[label] == number and label not in self.labels[:i]
-            ]
-            if not own or any(self.owners[i] != number for i in self.labels[own[0] : own[-1]]):
-                raise self._refused(number, "is not in one piece")
-            first = own[0]
-            last = own[-1]
-            if self.marks:
-                spans = self._marked_turn(number, first, last)
-            else:
-                spans = [(self._start(number, first), self._end(number, last))]
-            self.turns[number] = self._without_next_header(number, spans, self.places[last] + 1)
-        return self.turns[number]
+        first, last = self._labels_of(number)
+        if self.marks:
+            spans = self._marked_turn(number, first, last)
+        else:
+            spans = [(self._start(number, first), self._end(number, last))]
+        return self._without_next_header(number, spans, self.places[last] + 1)
 
     def _without_next_header(self, number: int, spans: list[Span], content_end: int) -> list[Span]:
         """The spans up to the end mark. The line break that follows it belongs to the template, not
@@ -404,8 +415,8 @@ class Layout:
         end = self.template.tail(self.messages[:number])
         prompt = self.template.tail(self.messages[:number], prompt=True)
         shared = shared_pieces(prompt, before)
-        follows = shared == prompt and (header is None or before.strip() == prompt.strip())
-        if not follows and (header is None or not shared.removeprefix(end).strip()):
+        has_header = shared.removeprefix(end).strip() or before.strip() == prompt.strip()
+        if not (shared == prompt if header is None else has_header):
             raise self._refused(number, "does not begin as the generation prompt does")
         return self.places[first] - len(before) + len(OPEN_THOUGHTS.sub("", shared))
 
@@ -417,9 +428,7 @@ class Layout:
         user_end = _frame(self.template).user_end
         after = self.constants[last + 1]
         if not after.startswith(end):
-            marks = iter([piece for piece in PIECE.findall(end) if piece.strip()])
-            pieces = PIECE.findall(after)  # in which the white space may be another
-            end = "".join(takewhile(lambda p: not p.strip() or p == next(marks, None), pieces))
+            end = shared_pieces(after, end)
             if not end.strip() and after.startswith(user_end):
                 end = user_end
         return self.places[last] + 1 + len(end)
