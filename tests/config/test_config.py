@@ -12,9 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from harness.processes import run
 from harness.repository import REPO
 
-from zerotrain.config.ds_config import KEYS, check_machine, resolve_ds_config
+from zerotrain.config.ds_config import KEYS, check_machine, check_ranks, resolve_ds_config
 from zerotrain.config.parse import (
-    check_global_batch,
     check_start,
     config_keys,
     dump_config,
@@ -138,8 +137,11 @@ def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
         assert problem in complaint(parse(tiny_config(**changes)), of=check_start)
     config = parse(tiny_config(train__global_batch_size=3))
     check_start(config)
-    check_global_batch(config, 3)
-    assert "train.global_batch_size: 3 is smaller" in complaint(config, 4, of=check_global_batch)
+    ds_config = {"zero_optimization": {}}
+    check_ranks(config, ds_config, 3)
+    assert "train.global_batch_size: 3 is smaller" in complaint(
+        config, ds_config, 4, of=check_ranks
+    )
 
 
 def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):

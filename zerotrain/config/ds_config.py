@@ -21,7 +21,6 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from zerotrain.config.parse import check_global_batch
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
@@ -144,7 +143,12 @@ def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
                 f"{config.ds_config}: {ranks} ranks cannot be divided into groups of {size}, by "
                 "autotp_size, sequence_parallel_size or zero_hpz_partition_size; change one of them"
             )
-    check_global_batch(config, ranks // group)
+    train = config.train
+    if train.global_batch < ranks // group:
+        raise UserError(
+            f"train.{train.global_batch_key}: {train.global_batch} is smaller than the number of "
+            f"ranks with micro-batches of their own ({ranks // group}); raise it or use fewer ranks"
+        )
 
 
 def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -> None:

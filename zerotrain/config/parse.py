@@ -156,18 +156,6 @@ def config_keys(section: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def check_global_batch(config: Config, data_size: int) -> None:
-    """Raise UserError if there is not an example for each of `data_size` ranks, or groups of ranks
-    that share micro-batches.
-    """
-    train = config.train
-    if train.global_batch < data_size:
-        raise UserError(
-            f"train.{train.global_batch_key}: {train.global_batch} is smaller than the number of "
-            f"ranks with micro-batches of their own ({data_size}); raise it or use fewer ranks"
-        )
-
-
 def check_start(config: Config) -> None:
     """Check what can be known before anything is loaded: that folders exist, and that the output
     folder can be written.
@@ -177,10 +165,9 @@ def check_start(config: Config) -> None:
     """
     model = config.model.name_or_path
     resume = config.checkpoint.resume
-    path = Path(model)
-    # a hub id has one slash, and its owner is no folder here
-    is_path = model.startswith((".", "/", "~")) or len(path.parts) != 2 or path.parent.is_dir()
-    if is_path and "/" in model and not path.is_dir():
+    # the owner of a hub id is no folder here
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).parent.is_dir()
+    if "/" in model and not is_hub_id and not Path(model).is_dir():
         raise UserError(f"model.name_or_path: no such folder: {model}")
     if config.output_dir.startswith("~") or "$" in config.output_dir:
         meant = os.path.expandvars(Path(config.output_dir).expanduser())
