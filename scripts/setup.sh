@@ -3,6 +3,7 @@
 # unless that has been done, and puts .venv on PATH. An interrupted install is repeated.
 #   PYTHON=python3.12 ./scripts/setup.sh    makes .venv with another interpreter
 #   NO_LOCK=1 ./scripts/setup.sh            installs requirements.txt, without hashes
+#   UP_TO=tracking ./scripts/setup.sh       installs its sections up to that one
 #
 # requirements.lock has the versions and hashes of everything but torch, which comes last, with the
 # CUDA packages of its build, from the one index that pip or uv is set up for, unless .venv has it
@@ -13,12 +14,18 @@ setup_failed() {
   exit 2
 }
 
+# A file of requirements without the sections after UP_TO.
+up_to() {
+  awk -v last="[${UP_TO:-}]" '/^# \[/ && past { exit } $2 == last { past = 1 } 1' "$1"
+}
+
 # Whether .venv, which is not ours to install into, has the versions of requirements.txt.
 has_requirements() {
-  .venv/bin/python - 2>/dev/null <<'EOF'
+  .venv/bin/python - <(up_to requirements.txt) 2>/dev/null <<'EOF'
+import sys
 from importlib.metadata import version
 from packaging.requirements import Requirement
-for line in open("requirements.txt", encoding="utf-8"):
+for line in open(sys.argv[1], encoding="utf-8"):
     if text := line.split("#")[0].strip():
         wanted = Requirement(text)
         if wanted.marker is None or wanted.marker.evaluate():
@@ -51,17 +58,18 @@ install_requirements() {
     install=(uv pip install --quiet --python .venv/bin/python)
     check=(uv pip check --quiet --python .venv/bin/python)
   fi
-  local lock=(--require-hashes --no-deps -r requirements.lock)
+  local list=requirements.lock lock=(--require-hashes --no-deps -r .venv/requirements)
   case "${NO_LOCK:+no lock} $(uname -sm)" in
     " Linux x86_64" | " Linux aarch64") ;;
     *)
       echo "requirements.lock is not used (NO_LOCK, or not Linux on x86_64 or aarch64): no hashes are checked"
-      lock=(-r requirements.txt)
+      list=requirements.txt lock=(-r .venv/requirements)
       ;;
   esac
-  echo "installing ${lock[-1]} (a minute or more) ..."
+  up_to $list > .venv/requirements
+  echo "installing $list (a minute or more) ..."
   "${install[@]}" "${lock[@]}" ||
-    setup_failed "cannot install ${lock[-1]} (see above); if hashes differ, the index serves other files than the lock \
+    setup_failed "cannot install $list (see above); if hashes differ, the index serves other files than the lock \
 names: use another index, renew the lock from this one with scripts/lock.sh, or set NO_LOCK=1 to check no hashes"
   echo "installing torch ..."
   "${install[@]}" "$(grep -o '^torch==[^ ;#]*' requirements.txt)" ||
@@ -73,7 +81,9 @@ names: use another index, renew the lock from this one with scripts/lock.sh, or 
 }
 
 stamp=.venv/installed
-wanted="$(cat requirements.txt requirements.lock pyproject.toml | sha256sum)"
+grep -qF "# [${UP_TO:-}]" requirements.txt || [ -z "${UP_TO:-}" ] ||
+  setup_failed "UP_TO=$UP_TO is no section of requirements.txt: $(grep -o '^# \[.*\]' requirements.txt | tr -d '#[]' | xargs)"
+wanted="$({ up_to requirements.txt; up_to requirements.lock; cat pyproject.toml; } | sha256sum)"
 if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
   if [ -L .venv ]; then
     has_requirements || setup_failed ".venv is a link to $(readlink .venv), which does not have the versions of \

@@ -54,7 +54,7 @@ def test_every_imported_package_is_pinned():
     distributions = importlib.metadata.packages_distributions()
     pinned = pins(REPO / "requirements.txt", ENVIRONMENTS[2])
     code = [REPO / name for name in repository_files() if name.endswith(".py")]
-    ours = {file.stem for file in code} | {file.relative_to(REPO).parts[0] for file in code}
+    ours = {p.removesuffix(".py") for file in code for p in file.relative_to(REPO).parts}
     imported = {}
     for file in code:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -76,6 +76,11 @@ def test_the_lock_has_the_pinned_versions_with_hashes_and_no_index():
     )
     assert len(entries) == len(re.findall(r"^[^#\s]", lock, re.MULTILINE)) > 60
     assert "://" not in lock and "index" not in lock
+    listed = (REPO / "requirements.txt").read_text()
+    sections = re.compile(r"^# \[(\w+)\]$", re.MULTILINE)
+    assert sections.findall(lock) == sections.findall(listed)
+    last = [re.findall(r"^[\w-]+", t.split("# [copying]")[1], re.MULTILINE) for t in (listed, lock)]
+    assert set(last[0]) <= set(last[1])
     for environment in ENVIRONMENTS:
         wanted = pins(REPO / "requirements.txt", environment)
         locked = pins(REPO / "requirements.lock", environment)
@@ -178,6 +183,19 @@ def test_an_install_checks_hashes_and_is_not_repeated(checkout):
     refused = set_up(checkout)
     assert refused.code == 2 and ".venv is a link to elsewhere" in refused.errors[0], refused.output
     assert contents(checkout / "elsewhere") == made
+
+
+def test_the_sections_up_to_one_are_installed(checkout):
+    entry = wheel(checkout / "wheels", "later", "1.0")
+    for name, last in (("requirements.txt", "later==1.0\n"), ("requirements.lock", entry)):
+        file = checkout / name
+        file.write_text(f"# [first]\n{file.read_text()}\n# [second]\n{last}")
+    unknown = set_up(checkout, UP_TO="third")
+    assert unknown.code == 2 and "first second" in unknown.errors[0], unknown.output
+    for variables, count in (({"UP_TO": "first"}, 0), ({}, 1)):
+        installed = set_up(checkout, **variables)
+        assert installed.code == 0, installed.output
+        assert len([*(checkout / ".venv").glob("lib/*/site-packages/later.py")]) == count
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "file"])
