@@ -12,9 +12,7 @@ gradients over the ranks, under ZeRO 0 and 1 once, in the last micro-batch, and 
 in every micro-batch. Then the optimizer updates once. Under ZeRO 1 and 2 the ranks gather the
 updated weights; under ZeRO 3 each layer is gathered when it runs.
 
-Exit code: 0 finished, or stopped by its user and saved; 2 a mistake in the input, in one line; 75
-preempted by SIGTERM or SIGUSR1 and saved: the same command resumes; 130 Ctrl-C; 143 or 138 stopped
-by SIGTERM or SIGUSR1 with nothing to save, or without the time to; 1 a failure.
+The exit codes are in zerotrain/runtime/errors.py.
 """
 
 import sys
