@@ -271,11 +271,12 @@ def shards_target() -> Target:
     import torch
 
     from zerotrain.checkpoint.shards import Shards
+    from zerotrain.tools.saved_weights import whole_weight
 
     flat = torch.arange(6.0)
     whole = {
         "parts": {n: (0, {"fp32": f, "exp_avg": f}) for n, f in (("a", flat), ("b", flat[:4]))},
-        "states": ["fp32", "exp_avg"], "shapes": {"a": [2, 3], "b": [4], "c": [2]},
+        "shapes": {"a": [2, 3], "b": [4], "c": [2]},
         "tensor": 1, "split": {},
         "trained": ["a", "b"], "buffers": {}, "updates": 4, "loss_scaler": {},
         "rng": {"cuda": None},
@@ -287,7 +288,10 @@ def shards_target() -> Target:
         ranks = rng.choice([1, 2])  # that have the pieces of "a"
         files = {}
         for rank in range(ranks):
-            shard = whole | ({"tensor": 2, "split": {"a": 1}} if ranks == 2 else {})
+            shard = dict(whole)
+            if ranks == 2:
+                parts = {f"a@{rank}": whole["parts"]["a"], "b": whole["parts"]["b"]}
+                shard |= {"tensor": 2, "split": {"a": 1}, "parts": parts}
             out = io.BytesIO()
             try:
                 torch.save(with_changes(rng, changed, shard, odd), out)
@@ -305,10 +309,11 @@ def shards_target() -> Target:
         shards = Shards(folder / "checkpoint")
         for name, shape in shards.first.shapes.items():
             if shards.holds(name):
-                weight = shards.weight(name)
+                weight = whole_weight(shards, name)
                 assert name in shards.first.split or list(weight.shape) == shape
-                for key in shards.first.states:
-                    shards.read(name, key, 0, math.prod(shape))
+                part = name if name in shards.first.parts else f"{name}@0"
+                for key in ("fp32", "exp_avg"):
+                    shards.read(part, key, 0, math.prod(shape))
 
     return make, read
 

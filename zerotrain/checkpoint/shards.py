@@ -7,19 +7,25 @@ of any layout without a conversion; where the layout is the same, each rank read
 Only the parts of a tensor-parallel group stay as they are: a run of another size starts from an
 export.
 
+DeepSpeed's public `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` are for stage 3
+alone and copy what they return to the GPU, where offloaded state does not fit; with NVMe they read
+a group of parameters for each one. So the flat tensors are used at every stage.
+
 Reading runs no code of the checkpoint's: torch unpickles only tensors and plain types, and only
 files that the manifest names are opened.
 """
 
+import functools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, PositiveInt, TypeAdapter
 
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import SHARDS
@@ -35,8 +41,10 @@ if TYPE_CHECKING:
 
 Part = tuple[int, dict[str, torch.Tensor]]
 """Consecutive elements of a flattened parameter: the number of the first one, and a tensor of them
-for each state; of a frozen weight only `fp32`, in its own precision.
+for each state: `fp32`, the weights, and MOMENTS. A frozen parameter has only `fp32`, in its own
+precision.
 """
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -47,21 +55,20 @@ class Shard:
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # tensors
 
     parts: dict[str, Part]
-    """Those of the parameters that this rank holds elements of."""
-    states: list[str]
-    """`fp32` and those of the optimizer, such as AdamW's moments."""
+    """This rank's part of each parameter that it has elements of; of a split one, by piece_name."""
     shapes: dict[str, list[int]]
-    """Of all parameters of the model, of those in `split` of this rank's piece."""
-    tensor: int
-    """Consecutive ranks that have the pieces of the same parameters: tensor_parallel.autotp_size.
+    """Shape of every parameter of the model; of a split one, the shape of this rank's piece."""
+    tensor: PositiveInt
+    """tensor_parallel.autotp_size: as many consecutive ranks have the pieces of split parameters.
     """
     split: dict[str, int]
-    """Of each parameter in pieces the dimension along which they are concatenated."""
+    """Parameters that tensor parallelism has split: the dimension to concatenate pieces along."""
     trained: list[str]
+    """Names of the parameters that are not frozen."""
     buffers: dict[str, torch.Tensor]
-    """The persistent ones."""
+    """The model's persistent buffers."""
     updates: int | None
-    """For AdamW's bias correction; None: without the optimizer's state."""
+    """Finished updates, for AdamW's bias correction; None: without the optimizer's state."""
     loss_scaler: dict[str, Any]
     """LOSS_SCALER, of fp16."""
     base: Base | None
@@ -74,22 +81,13 @@ def shard_name(rank: int) -> str:
     return f"{SHARDS}/rank_{rank:05d}.pt"
 
 
+def piece_name(name: str, tensor_rank: int) -> str:
+    """The name in Shard.parts of a rank's piece of a split parameter."""
+    return f"{name}@{tensor_rank}"
+
+
 # --------------------------------------------------------------------------------------------------
 # Of a running engine
-
-
-class Fragment(NamedTuple):
-    """Consecutive elements of a parameter in a flat tensor. All numbers count elements."""
-
-    name: str
-    flat: torch.Tensor
-    offset: int  # first element in the flat tensor
-    start: int  # first element in the flattened parameter
-    numel: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor that is laid out as `flat`."""
-        return flat.detach().view(-1)[self.offset : self.offset + self.numel]
 
 
 def flat_weights(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
@@ -102,12 +100,11 @@ def flat_weights(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
 
 
 def saved_states(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`fp32` and the moments of one of flat_weights; of what is on NVMe, DeepSpeed's files, mapped
-    into memory.
+    """`fp32` and MOMENTS of one of flat_weights, as far as they exist; of what is on NVMe,
+    DeepSpeed's files, mapped into memory.
     """
     state = engine.basic_optimizer.state[flat]
-    moments = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape}
-    states = {"fp32": flat, **moments}
+    states = {"fp32": flat.detach(), **{key: state[key] for key in MOMENTS if key in state}}
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     on_nvme = swapper and swapper.swap_params_info.get(flat.ds_id)
     if not on_nvme:
@@ -117,64 +114,80 @@ def saved_states(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, tor
     return {key: torch.from_file(path, size=size) for key, path in zip(states, paths, strict=True)}
 
 
+def part_names(engine: "DeepSpeedEngine", split: Collection[str]) -> dict[torch.Tensor, str]:
+    """The name in Shard.parts of this rank's part of each parameter."""
+    tensor_rank = dist.get_rank() % max(1, engine.autotp_size())
+    return {
+        p: piece_name(name, tensor_rank) if name in split else name
+        for name, p in engine.module.named_parameters()
+    }
+
+
 def shape_of(p: torch.Tensor) -> list[int]:
-    """Of the whole parameter, which ZeRO-3 partitions."""
+    """The shape of the whole parameter, which ZeRO-3 partitions."""
     return list(getattr(p, "ds_shape", p.shape))
-
-
-def split_dimension(p: torch.Tensor) -> int | None:
-    """The dimension along which tensor parallelism has split a parameter; None if it is whole."""
-    return getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")
 
 
 def partition(p: torch.Tensor) -> tuple[int, int]:
     """(start, numel) of this rank's partition of a flattened ZeRO-3 parameter, without padding."""
     size = p.ds_tensor.ds_numel
-    start = min(size * torch.distributed.get_rank(p.ds_process_group), p.ds_numel)
+    start = min(size * dist.get_rank(p.ds_process_group), p.ds_numel)
     return start, min(size, p.ds_numel - start)
 
 
-def fragments(engine: "DeepSpeedEngine") -> list[Fragment]:
-    """What this rank's flat_weights hold, at most one fragment of each parameter."""
-    stage = engine.zero_optimization_stage()
-    optimizer = engine.optimizer
-    names = engine.param_names
-    flats = flat_weights(engine)
-    found = []
-    if stage in (1, 2):  # each group concatenated, then partitioned
-        groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
-        for flat, group in zip(flats, groups, strict=True):
-            for p in group:
-                if (at := p._hp_mapping) is not None:
-                    in_flat = at.hp_fragment_address
-                    in_parameter = at.lp_fragment_address
-                    where = in_flat.start, in_parameter.start, in_flat.numel
-                    found.append(Fragment(names[p], flat, *where))
-    elif stage == 3 or hasattr(optimizer, "fp32_groups_flat"):
-        # stage 3: each parameter partitioned into equal parts, the last ones padded;
-        # stage 0 in 16 bits with FusedAdam: each group concatenated
-        for flat, group in zip(flats, optimizer.fp16_groups, strict=True):
-            offset = 0
-            for p in group:
-                start, numel = partition(p) if stage == 3 else (0, p.numel())
-                found.append(Fragment(names[p], flat, offset, start, numel))
-                offset += p.ds_tensor.ds_numel if stage == 3 else numel
-    else:
-        groups = getattr(optimizer, "fp16_groups", None) or [
-            group["params"] for group in engine.basic_optimizer.param_groups
-        ]
-        parameters = [p for group in groups for p in group]
-        for flat, p in zip(flats, parameters, strict=True):
-            found.append(Fragment(names[p], flat, 0, 0, p.numel()))
-    return found
-
-
-def frozen_part(p: torch.Tensor, stage: int) -> tuple[int, torch.Tensor]:
-    """This rank's first element of a flattened frozen parameter, and its elements."""
+def computed_part(p: torch.Tensor, stage: int) -> tuple[int, torch.Tensor]:
+    """The first element of a flattened parameter that this rank holds, and its elements as the
+    model computes with them; below stage 3 all of them.
+    """
     if stage < 3:
         return 0, p.detach().view(-1)
     start, numel = partition(p)
     return start, p.ds_tensor.detach().view(-1)[:numel]
+
+
+def positions(engine: "DeepSpeedEngine") -> Iterator[tuple[torch.Tensor, int, int, int, int]]:
+    """Where this rank's flat_weights have its parameters: parameter, number of the flat tensor,
+    first element in it, first element in the flattened parameter, and number of elements.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 0:
+        # in 16 bits with FusedAdam a flat tensor is a group of parameters, otherwise a single one
+        groups = getattr(optimizer, "fp16_groups", None) or [
+            group["params"] for group in engine.basic_optimizer.param_groups
+        ]
+        parameters = (p for group in groups for p in group)
+        for i, flat in enumerate(flat_weights(engine)):
+            offset = 0
+            while offset < flat.numel():
+                p = next(parameters)
+                yield p, i, offset, 0, p.numel()
+                offset += p.numel()
+        return
+    for p in engine.module.parameters():
+        if not p.requires_grad:
+            continue
+        if engine.zero_optimization_stage() == 3:  # each parameter is partitioned and padded
+            i, offset, _ = optimizer.grad_position[optimizer.get_param_id(p)]
+            yield p, i, offset, *partition(p)
+        elif (at := p._hp_mapping) is not None:  # groups are concatenated, then partitioned
+            in_flat = at.hp_fragment_address
+            yield (
+                p,
+                at.param_group_index,
+                in_flat.start,
+                at.lp_fragment_address.start,
+                in_flat.numel,
+            )
+
+
+def trained_parts(engine: "DeepSpeedEngine") -> Iterator[tuple[torch.Tensor, Part]]:
+    """This rank's part of each trained parameter, as views of the tensors in use."""
+    states = [saved_states(engine, flat) for flat in flat_weights(engine)]
+    for p, i, offset, start, numel in positions(engine):
+        yield (
+            p,
+            (start, {k: flat.view(-1)[offset : offset + numel] for k, flat in states[i].items()}),
+        )
 
 
 @torch.no_grad()
@@ -186,38 +199,34 @@ def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Sh
         base: the files that have the frozen weights, which are then left out.
     """
     stage = engine.zero_optimization_stage()
-    updates: int | None = 0
-    of_flat = {}
-    states = ["fp32"]
-    for flat in flat_weights(engine):
-        of_flat[id(flat)] = saved_states(engine, flat)
-        updates = max(updates, int(engine.basic_optimizer.state[flat].get("step", 0)))
-        states = max(states, list(of_flat[id(flat)]), key=len)
-    if engine.super_offload():  # the moments are in a process of their own, which keeps them
-        states = ["fp32"]
-        updates = None
-    parts: dict[str, Part] = {}
-    for at in fragments(engine) if stage > 0 or has_whole else ():
-        tensors = of_flat[id(at.flat)]
-        parts[at.name] = at.start, {key: at.of(tensors[key]) for key in states}
+    counts = (state.get("step", 0) for state in engine.basic_optimizer.state.values())
+    has_optimizer = not engine.super_offload()  # its moments are in a process that keeps them
     parameters = dict(engine.module.named_parameters())
-    for name, p in parameters.items():
+    of_tensor_parallelism = {n: getattr(p, DS_AUTOTP_UC_META, {}) for n, p in parameters.items()}
+    split = {
+        name: meta["partition_dim"]
+        for name, meta in of_tensor_parallelism.items()
+        if meta.get("partition_dim") is not None
+    }
+    names = part_names(engine, split)
+    parts: dict[str, Part] = {}
+    if stage > 0 or has_whole:
+        parts = {names[p]: part for p, part in trained_parts(engine)}
+    for p in parameters.values():
         if base is None and not p.requires_grad and (stage == 3 or has_whole):
-            start, weight = frozen_part(p, stage)
+            start, weight = computed_part(p, stage)
             # a clone, since torch.save would write all that its ZeRO-3 storage has
-            parts[name] = start, {"fp32": weight.clone() if stage == 3 else weight}
-    splits = {name: split_dimension(p) for name, p in parameters.items()}
+            parts[names[p]] = start, {"fp32": weight.clone() if stage == 3 else weight}
     in_state = engine.module.state_dict()
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
         parts=parts,
-        states=states,
         shapes={name: shape_of(p) for name, p in parameters.items()},
         tensor=max(1, engine.autotp_size()),
-        split={name: d for name, d in splits.items() if d is not None},
+        split=split,
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
-        updates=updates,
+        updates=max(map(int, counts), default=0) if has_optimizer else None,
         loss_scaler={name: scaler[name] for name in LOSS_SCALER if name in scaler},
         base=base,
         rng=rng_state(),
@@ -246,85 +255,46 @@ class Shards:
         if not here:
             raise UserError(f"{checkpoint} has no weights; use another checkpoint")
         self.has_own = own in here
-        self._names = sorted(here, key=lambda name: (name != own, name))
-        self._shards: dict[str, Shard] = {}
-        tensor = self._shard(self._names[0]).tensor
-        if tensor < 1 or self.world_size % tensor:
-            raise UserError(f"{checkpoint} has files of only some ranks; use another checkpoint")
-        self._tensor_rank = rank % tensor
-        # of each rank in a tensor-parallel group, the files with its pieces
-        self._with_pieces = [
-            [name for name in self._names if name in names[i::tensor]] for i in range(tensor)
-        ]
-        self.first = self._shard([*self._with_pieces[self._tensor_rank], self._names[0]][0])
+        self._shard = functools.cache(functools.partial(read_shard, checkpoint))
+        tensor = self._shard(here[0]).tensor
+        # then the files of ranks with the same pieces
+        self._names = sorted(
+            here, key=lambda name: (name != own, (names.index(name) - rank) % tensor > 0, name)
+        )
+        self.first = self._shard(self._names[0])
 
     def holds(self, name: str) -> bool:
         """Whether the weight is in the checkpoint, and not only in the files of `first.base`."""
         return self.first.base is None or name in self.first.trained
 
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(
-            prod(shape) * (self.first.tensor if name in self.first.split else 1)
-            for name, shape in self.first.shapes.items()
-        )
-
-    def weight(self, name: str) -> torch.Tensor:
-        """A parameter in fp32 and its shape, on the CPU."""
-        if name not in self.first.split:
-            shape = self.first.shapes[name]
-            return self.read(name, "fp32", 0, prod(shape)).view(shape)
-        pieces = []
-        try:
-            for tensor_rank, files in enumerate(self._with_pieces):
-                shape = self._shard((files or self._names)[0]).shapes[name]
-                pieces.append(self.read(name, "fp32", 0, prod(shape), tensor_rank).view(shape))
-            return torch.cat(pieces, self.first.split[name])
-        except (LookupError, RuntimeError) as error:
-            raise UserError(
-                f"{self.checkpoint}: the pieces of {name} do not fit together ({describe(error)}); "
-                "use another checkpoint"
-            ) from error
-
-    def read(
-        self, name: str, key: str, start: int, numel: int, tensor_rank: int | None = None
-    ) -> torch.Tensor:
+    def read(self, part: str, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
         Do not modify them: they may be the mapped file.
 
         Args:
-            tensor_rank: whose piece of a split parameter; None: this rank's.
+            part: name of the parameter in Shard.parts.
+            key: `fp32` or one of MOMENTS.
         """
-        files = self._names
-        if name in self.first.split:
-            files = self._with_pieces[self._tensor_rank if tensor_rank is None else tensor_rank]
         found = [torch.empty(0)]
         position = start
         while position < start + numel:
-            first, values = self._part_at(files, name, key, position)
-            values = values[position - first : start + numel - first].float()
+            _, (first, tensors) = self.find(part, key, position)
+            values = tensors[key][position - first : start + numel - first].float()
             found.append(values)
             position += len(values)
         return found[-1] if len(found) < 3 else torch.cat(found)
 
-    def _part_at(
-        self, files: list[str], name: str, key: str, position: int
-    ) -> tuple[int, torch.Tensor]:
-        """The part of a flattened state that has an element, and the number of its first one."""
-        for file in files:
-            start, tensors = self._shard(file).parts.get(name, (0, {}))
+    def find(self, part: str, key: str, position: int) -> tuple[Shard, Part]:
+        """The first file, and what it has of a parameter, with an element of a flattened state."""
+        for shard in map(self._shard, self._names):
+            start, tensors = shard.parts.get(part, (0, {}))
             if key in tensors and start <= position < start + len(tensors[key]):
-                return start, tensors[key]
+                return shard, (start, tensors)
         raise UserError(
-            f"{self.checkpoint}: {key} of {name} is not in the files of {len(self._names)} of "
+            f"{self.checkpoint}: {key} of {part} is not in the files of {len(self._names)} of "
             f"{self.world_size} ranks that are on this node; resume with the same ranks on the "
             "same nodes, or gather the files of all nodes"
         )
-
-    def _shard(self, name: str) -> Shard:
-        if name not in self._shards:
-            self._shards[name] = read_shard(self.checkpoint, name)
-        return self._shards[name]
 
 
 def read_shard(checkpoint: Path, name: str) -> Shard:
@@ -369,15 +339,11 @@ def load_shards(
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # releases all gathered parameters
     run_on_all_ranks(ranks, lambda: _fill(engine, shards, weights_only))
-    # from the fp32 weights to those that the model computes with
     if stage == 3:
-        flats = flat_weights(engine)
-        for weights, flat in zip(optimizer.fp16_partitioned_groups_flat, flats, strict=True):
-            weights.copy_(flat)
         optimizer.invalidate_secondary_tensor()  # the copies of hpZ
         optimizer.checkpoint_event_epilogue()
     elif stage > 0:
-        optimizer.update_lp_params()
+        optimizer.update_lp_params()  # from the fp32 weights of all ranks
     frozen = (name for name, p in engine.module.named_parameters() if not p.requires_grad)
     return None if any(map(shards.holds, frozen)) else base
 
@@ -441,42 +407,39 @@ def _fill(engine: "DeepSpeedEngine", shards: Shards, weights_only: bool) -> None
     """Copy this rank's part of everything, without communication."""
     stage = engine.zero_optimization_stage()
     saved = shards.first
-    parameters = dict(engine.module.named_parameters())
-    restores_optimizer = not weights_only and bool(saved.updates)
-    if restores_optimizer:
+    parts = part_names(engine, saved.split)
+    names = {p: name for name, p in engine.module.named_parameters()}
+    keys = ("fp32",) if weights_only or not saved.updates else ("fp32", *MOMENTS)
+    if len(keys) > 1:
         for flat in flat_weights(engine):
-            _prepare_state(engine, flat, saved)
-    for at in fragments(engine):
-        tensors = {"fp32": at.flat}
-        if restores_optimizer:
-            tensors |= engine.basic_optimizer.state[at.flat]
-        for key in saved.states if restores_optimizer else ["fp32"]:
-            if shards.holds(at.name):
-                at.of(tensors[key]).copy_(shards.read(at.name, key, at.start, at.numel))
-        if stage == 0:
-            parameters[at.name].view(-1).copy_(at.of(at.flat))
-    for name, p in parameters.items():
+            _prepare_state(engine.basic_optimizer, flat, saved.updates)
+    for p, (start, tensors) in trained_parts(engine):
+        if not shards.holds(names[p]):
+            continue
+        for key in keys:
+            tensors[key].copy_(shards.read(parts[p], key, start, len(tensors[key])))
+        if stage in (0, 3):
+            computed_part(p, stage)[1].copy_(tensors["fp32"])
+    for p, name in names.items():
         if not p.requires_grad and shards.holds(name):
-            start, weight = frozen_part(p, stage)
-            weight.copy_(shards.read(name, "fp32", start, len(weight)))
+            start, weight = computed_part(p, stage)
+            weight.copy_(shards.read(parts[p], "fp32", start, len(weight)))
     for name, values in saved.buffers.items():
         engine.module.get_buffer(name).copy_(values)
     if engine.fp16_enabled() and not weights_only:
         vars(engine.optimizer.loss_scaler).update(saved.loss_scaler)
 
 
-def _prepare_state(engine: "DeepSpeedEngine", flat: torch.Tensor, saved: Shard) -> None:
-    """Make the optimizer's state of a flat tensor, which torch makes at the first update, and set
-    the number of updates.
+def _prepare_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor, updates: int) -> None:
+    """Set the number of updates of a flat tensor, and allocate its moments, which the optimizer
+    would do at its first update.
     """
-    state = engine.basic_optimizer.state[flat]
-    optimizer = engine.basic_optimizer
-    state["step"] = saved.updates
-    if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's have a number
+    state = optimizer.state[flat]
+    state["step"] = updates
+    if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's optimizers have a plain number
         on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-        state["step"] = torch.tensor(
-            float(saved.updates), device=flat.device if on_device else "cpu"
-        )
-    for key in saved.states[1:]:
+        device = flat.device if on_device else "cpu"
+        state["step"] = torch.tensor(float(updates), device=device)
+    for key in MOMENTS:
         if key not in state:
             state[key] = torch.zeros_like(flat)

@@ -27,22 +27,21 @@ INTERNALS = {
         deepspeed.launcher.launch: terminate_process_tree
     """,
     "zerotrain/checkpoint/shards.py": """
-        deepspeed.runtime.engine: param_names basic_optimizer
+        deepspeed.runtime.engine: basic_optimizer
         deepspeed.checkpoint.constants: DS_AUTOTP_UC_META
         deepspeed.module_inject.layers: partition_dim
-        deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
-            checkpoint_event_prologue checkpoint_event_epilogue
-            fp16_partitioned_groups_flat optimizer_swapper invalidate_secondary_tensor
+        deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat grad_position get_param_id
+            ds_tensor checkpoint_event_prologue checkpoint_event_epilogue optimizer_swapper
+            invalidate_secondary_tensor
         deepspeed.runtime.swap_tensor.optimizer_utils: swap_params_info get_swap_paths
         deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
-        deepspeed.runtime.zero.stage_1_and_2: bit16_groups update_lp_params
-        deepspeed.runtime.bf16_optimizer: bf16_groups
-        deepspeed.utils.tensor_fragment: hp_fragment_address lp_fragment_address start
-            numel
+        deepspeed.runtime.zero.stage_1_and_2: update_lp_params
+        deepspeed.utils.tensor_fragment: hp_fragment_address lp_fragment_address
+            param_group_index start numel
         deepspeed.runtime.fp16.loss_scaler: cur_scale cur_iter last_overflow_iter
             cur_hysteresis
         deepspeed.utils.mixed_precision_linkage: _hp_mapping
-        deepspeed.runtime.fp16.fused_optimizer: fp16_groups fp32_groups_flat
+        deepspeed.runtime.fp16.fused_optimizer: fp16_groups
         deepspeed.runtime.fp16.unfused_optimizer: fp16_groups
     """,
     "zerotrain/checkpoint/save.py": """

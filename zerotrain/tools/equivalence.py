@@ -42,6 +42,7 @@ from zerotrain.runtime.seeding import seed_everything
 from zerotrain.tools.local_ranks import Ended, run_local_ranks
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.plain_loop import PlainRun, train_plainly
+from zerotrain.tools.saved_weights import whole_weight
 from zerotrain.tracking.metrics import read_metrics
 
 ROWS = 200  # of each source
@@ -143,7 +144,7 @@ def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
     for name, peak in plain.peaks.items():
         compared = (peak == 0) | (peak > largest / 2**24)
         expected = plain.weights[name].detach()
-        distance = (shards.weight(name) - expected)[compared].norm().item()
+        distance = (whole_weight(shards, name) - expected)[compared].norm().item()
         distances.append(distance / max(expected.norm().item(), 1e-30))
     micro_steps = " or ".join(str(n) for n in sorted({step["micro_steps"] for step in steps}))
     return micro_steps, [*found, float(np.max(distances))]

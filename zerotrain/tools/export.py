@@ -29,6 +29,7 @@ from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.tools.new_folder import new_folder
+from zerotrain.tools.saved_weights import count_elements, whole_weight
 
 if TYPE_CHECKING:
     from peft import LoraModel
@@ -117,7 +118,7 @@ def export_adapter(
         (draft / "config.json").unlink()  # that of the base model
         _insert_adapters(model, run, shards)
         model.peft_config[ADAPTER].save_pretrained(draft)
-        trained = {name: shards.weight(name) for name in shards.first.trained}
+        trained = {name: whole_weight(shards, name) for name in shards.first.trained}
         named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
         weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
         save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
@@ -142,7 +143,7 @@ def _copy(files: list[Path], folder: Path) -> None:
 
 
 def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
-    needed = shards.numel() * dtype.itemsize
+    needed = count_elements(shards) * dtype.itemsize
     free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
@@ -230,7 +231,7 @@ def _fill(model: nn.Module, shards: Shards) -> None:
             "use another checkpoint"
         )
     for name in filter(shards.holds, names):
-        parameters[name].copy_(shards.weight(name))
+        parameters[name].copy_(whole_weight(shards, name))
     for name, values in shards.first.buffers.items():
         model.get_buffer(name).copy_(values)
 
