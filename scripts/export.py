@@ -79,9 +79,9 @@ def main() -> None:
 def find_in_run(folder: Path, best: bool) -> Path:
     """The checkpoint to export: `folder` itself, or one of the run whose folder it is."""
 
-    from zerotrain.checkpoint.manifest import checkpoint_problem
     from zerotrain.checkpoint.run_folder import checkpoints_folder
     from zerotrain.tools.export import best_checkpoint, newest_checkpoint
+    from zerotrain.tools.saved import checkpoint_problem
 
     if not checkpoints_folder(folder).is_dir():
         if best:

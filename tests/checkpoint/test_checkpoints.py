@@ -16,10 +16,10 @@ import torch
 from harness.inputs import strategy
 from harness.runs import is_saving, read_metrics
 
-from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.checkpoint.start import find_checkpoint, see
+from zerotrain.checkpoint.start import find_checkpoint, inspect_on_this_node
 from zerotrain.config.schema import CheckpointConfig
+from zerotrain.tools.saved import checkpoint_problem
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
@@ -247,7 +247,7 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
         shutil.copytree(intact, run_folder)
         damage(newest)
         (folder / "latest").write_text("")
-        found, skipped = find_checkpoint(settings, folder, [see(settings, folder)])
+        found, skipped = find_checkpoint(settings, folder, [inspect_on_this_node(settings, folder)])
         assert found == older and len(skipped) == 1, case
         assert skipped[0].startswith(f"skipping {newest}: ") and line in skipped[0]
 

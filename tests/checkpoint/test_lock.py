@@ -13,9 +13,9 @@ from filelock import SoftFileLease
 from harness.runs import read_metrics
 
 from zerotrain.checkpoint import lock
-from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete, list_temporary
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
+from zerotrain.tools.saved import checkpoint_problem
 
 LEASE_SECONDS = 1.0
 

@@ -1,11 +1,13 @@
 """What is saved of an engine and loaded into another one.
 pytest tests/checkpoint/test_shards.py"""
 
+import json
+
 import pytest
 import torch
 from harness.inputs import strategy
 
-from zerotrain.checkpoint.manifest import MeasuredFile
+from zerotrain.checkpoint.save import write_shard
 from zerotrain.checkpoint.shards import Shards, collect, load_shards, shard_name
 from zerotrain.config.parse import parse_command_line
 from zerotrain.data.loader import load_steps
@@ -64,9 +66,6 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
 def write_checkpoint(folder, shard):
     """A checkpoint with the file of one rank."""
     (folder / "shards").mkdir(parents=True)
-    with (folder / shard_name(0)).open("wb") as file:
-        measured = MeasuredFile(file)
-        torch.save(vars(shard), measured)
-    entry = f'{{"bytes": {measured.entry["bytes"]}, "xxh3_64": "{measured.entry["xxh3_64"]}"}}'
-    files = f'{{"{shard_name(0)}": {entry}}}'
-    (folder / "manifest.json").write_text(f'{{"save_id": "x", "made_by": {{}}, "files": {files}}}')
+    files = {shard_name(0): write_shard(folder / shard_name(0), vars(shard))}
+    manifest = {"save_id": "x", "made_by": {}, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))

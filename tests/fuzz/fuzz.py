@@ -257,7 +257,7 @@ def state_target() -> Target:
         return {f"checkpoints/step_00000004/{name}": content for name, content in files.items()}
 
     def read(folder: Path) -> None:
-        views = [start.see(settings, folder / "checkpoints")]
+        views = [start.inspect_on_this_node(settings, folder / "checkpoints")]
         found, _ = start.find_checkpoint(settings, folder / "checkpoints", views)
         if found is not None:
             read = state.read_state(found)
@@ -271,7 +271,7 @@ def shards_target() -> Target:
     import torch
 
     from zerotrain.checkpoint.shards import Shards
-    from zerotrain.tools.saved_weights import whole_weight
+    from zerotrain.tools.saved import whole_weight
 
     flat = torch.arange(6.0)
     whole = {

@@ -14,8 +14,8 @@ from harness.repository import REPO
 from test_per_node_checkpoints import Disks, curve
 
 from scripts import gather_checkpoint
-from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.runtime.errors import UserError
+from zerotrain.tools.saved import checkpoint_problem
 
 WHY_NOT = namespaces.why_not()
 pytestmark = [

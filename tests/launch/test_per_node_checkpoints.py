@@ -11,7 +11,8 @@ import subprocess
 import pytest
 from harness.runs import read_metrics
 
-from zerotrain.checkpoint.manifest import checkpoint_problem, inspect
+from zerotrain.checkpoint.manifest import inspect
+from zerotrain.tools.saved import checkpoint_problem
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount disks for nodes")
 

@@ -10,8 +10,8 @@ from harness.inputs import strategy, write_rows
 from harness.processes import start, wait_until
 from harness.runs import determined, is_saving, logged, read_metrics
 
-from zerotrain.checkpoint.manifest import checkpoint_problem
 from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.tools.saved import checkpoint_problem
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ folder: a symbolic link in an untrusted checkpoint could lead to any file of the
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
@@ -85,46 +85,46 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return read_json(checkpoint, MANIFEST, Manifest)
 
 
-class MeasuredFile:
-    """A binary file that is measured while it is written from beginning to end."""
+class MeasuredFile(BufferedWriter):
+    """A new binary file that is measured while it is written from beginning to end."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        super().__init__(FileIO(path, "wb"))
         self._digest = xxhash.xxh3_64()
-        self._bytes = 0
 
     def write(self, data: bytes) -> int:
         self._digest.update(data)
-        self._bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+        return super().write(data)
 
     @property
     def entry(self) -> dict[str, Any]:
         """The FileEntry of what has been written, as JSON."""
-        return {"bytes": self._bytes, "xxh3_64": self._digest.hexdigest()}
+        return {"bytes": self.tell(), "xxh3_64": self._digest.hexdigest()}
 
 
 def measure(path: Path) -> dict[str, Any]:
     """The FileEntry of a file that has been written, as JSON."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_64)
-    return {"bytes": path.stat().st_size, "xxh3_64": digest.hexdigest()}
+        return {"bytes": file.tell(), "xxh3_64": digest.hexdigest()}
 
 
-def find_damage(checkpoint: Path, entries: Iterable[tuple[str, FileEntry]]) -> dict[str, str]:
-    """What is wrong with those of some files whose content is not that of the manifest."""
+def find_problems(
+    checkpoint: Path, files: dict[str, FileEntry], checksums: bool = False
+) -> dict[str, str]:
+    """What is wrong with each file that is missing or is not the manifest's, by its size or, with
+    `checksums`, by its content.
+    """
     problems = {}
-    for name, entry in entries:
+    for name, entry in files.items():
         try:
-            is_same = measure(checkpoint / name)["xxh3_64"] == entry.xxh3_64
-        except OSError as error:
+            size = stat_inside(checkpoint, name).st_size
+            if size != entry.bytes:
+                problems[name] = f"has {size:,} bytes instead of {entry.bytes:,}"
+            elif checksums and measure(checkpoint / name)["xxh3_64"] != entry.xxh3_64:
+                problems[name] = "is damaged: its checksum differs from the manifest's"
+        except (OSError, ValueError) as error:
             problems[name] = f"cannot be read: {describe(error)}"
-            continue
-        if not is_same:
-            problems[name] = "is damaged: its checksum differs from the manifest's"
     return problems
 
 
@@ -140,21 +140,4 @@ def inspect(checkpoint: Path) -> tuple[str | None, dict[str, str]]:
         manifest = read_manifest(checkpoint)
     except UserError as error:
         return None, {MANIFEST: str(error)}
-    problems = {}
-    for name, entry in manifest.files.items():
-        try:
-            size = stat_inside(checkpoint, name).st_size
-        except (OSError, ValueError) as error:
-            problems[name] = f"cannot be read: {describe(error)}"
-            continue
-        if size != entry.bytes:
-            problems[name] = f"has {size:,} bytes instead of {entry.bytes:,}"
-    return manifest.save_id, problems
-
-
-def checkpoint_problem(checkpoint: Path) -> str | None:
-    """Why `checkpoint` cannot be used; None if it can. All of its files are read."""
-    _, problems = inspect(checkpoint)
-    if not problems:
-        problems = find_damage(checkpoint, read_manifest(checkpoint).files.items())
-    return next((f"{name} {problem}" for name, problem in problems.items()), None)
+    return manifest.save_id, find_problems(checkpoint, manifest.files)

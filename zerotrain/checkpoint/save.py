@@ -18,17 +18,20 @@ node has the files of its own ranks, and together they are the checkpoint.
 import json
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
+from deepspeed import DeepSpeedEngine
+from torch.utils._pytree import tree_map, tree_map_only
+from transformers import PreTrainedTokenizerBase
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.manifest import MeasuredFile, measure
@@ -45,21 +48,20 @@ from zerotrain.checkpoint.run_folder import (
     temporary,
 )
 from zerotrain.checkpoint.shards import collect, shard_name
-from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import TrainerState, write_state
+from zerotrain.config.schema import CheckpointConfig
 from zerotrain.model.hub import Base
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import RunFailed, UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree
 from zerotrain.runtime.process_group import Ranks
-from zerotrain.training.setup import Setup
 
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-    from transformers import PreTrainedTokenizerBase
+T = TypeVar("T")
 
 OUT_OF_REACH_SECONDS = 30  # after which a save fails
 PACKAGES = ("torch", "deepspeed", "transformers")
+DESCRIBING = ("world_size", "zero_stage", "config_hash")
+"""What a manifest says of its run."""
 
 
 def wait_for(folder: Path) -> None:
@@ -71,10 +73,22 @@ def wait_for(folder: Path) -> None:
         time.sleep(1)
 
 
+def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Write a rank's file and return its FileEntry, as JSON."""
+    # 4 x as slow as writing; the manifest has a faster checksum of the whole file
+    torch.serialization.set_crc32_options(False)
+    with MeasuredFile(path) as file:
+        torch.save(content, file)
+        entry = file.entry
+    sync_folder(path)  # other hosts cannot sync what this one has not written yet
+    return entry
+
+
 class SaveError(RunFailed):
     """A checkpoint could not be written. It is removed, and older ones are unchanged."""
 
 
+@dataclass
 class Saver:
     """Writes checkpoints of one run into its output folder, and removes old ones.
 
@@ -82,51 +96,41 @@ class Saver:
     the folder's lock is lost.
     """
 
-    def __init__(
-        self,
-        engine: "DeepSpeedEngine",
-        base: Base | None,
-        setup: Setup,
-        tokenizer: "PreTrainedTokenizerBase",
-        ranks: Ranks,
-        lock: RunLock,
-        start: Start,
-        log: Callable[[str, dict[str, Any]], None],
-    ) -> None:
-        """
-        Args:
-            base: the files that hold the frozen weights; None: checkpoints hold them.
-            lock: of the output folder; rank 0 holds it.
-            start: of the run; its checkpoint is never removed.
-            log: is called with "save" and its values when a checkpoint is complete.
-        """
-        self.engine = engine
-        self.base = base
-        self.tokenizer = tokenizer
-        self.config = setup.config.checkpoint
-        self.ranks = ranks
-        self.lock = lock
-        self.log = log
-        self.folder = checkpoints_folder(lock.folder)
-        self._started_from = start.checkpoint
-        self._copies: dict[str, Any] | None = None
-        self._last_began = time.monotonic()
-        self._blocked_seconds = 0.0
-        # of the pending save
-        self._pending: tuple[Path, TrainerState] | None = None
-        self._owns_disk = False
-        self._writer: threading.Thread | None = None
-        self._entry: dict[str, Any] | None = None
-        self._error: UserError | None = None
+    engine: DeepSpeedEngine
+    base: Base | None
+    """The files that have the frozen weights; None: the checkpoints have them."""
+    tokenizer: PreTrainedTokenizerBase
+    settings: CheckpointConfig
+    ranks: Ranks
+    lock: RunLock
+    """The lock of the output folder, which rank 0 holds."""
+    started_from: Path | None
+    """The checkpoint that the run starts from, which is never removed."""
+    log: Callable[[str, dict[str, Any]], None]
+    """Called with "save" and its values when a checkpoint is complete."""
+    _copies: dict[str, Any] | None = None
+    """Buffers of asynchronous saves."""
+    _last_began: float = field(default_factory=time.monotonic)
+    _blocked_seconds: float = 0.0
+    _threads: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)
+    _pending: tuple[Path, TrainerState, Future[dict[str, Any]]] | None = None
+    """The save that has begun: its folder, its state, and the FileEntry of this rank's file."""
+    _owns_disk: bool = False
+    """Whether this rank has created that folder on its disk."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints."""
+        return checkpoints_folder(self.lock.folder)
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step` finished steps. It may depend on the clock of this rank, so
         only the answer of rank 0 is used.
         """
-        if self.config.every_steps and step % self.config.every_steps == 0:
+        if self.settings.every_steps and step % self.settings.every_steps == 0:
             return True
         minutes = (time.monotonic() - self._last_began) / 60
-        return 0 < self.config.every_minutes <= minutes
+        return 0 < self.settings.every_minutes <= minutes
 
     def save(self, state: TrainerState) -> None:
         """Write a checkpoint, or with async_save start writing it, after finishing the previous
@@ -139,17 +143,18 @@ class Saver:
         self._last_began = time.monotonic()
         save_id = gather_json(self.ranks, uuid.uuid4().hex)[0]
         draft = temporary(self.folder / checkpoint_name(state.progress.step), save_id)
-        self._create_on_each_disk(draft, state)
+        self._owns_disk = False
+        is_first = self.ranks.is_first
+        # rank 0 creates the folder, then the first rank of every other node that does not see it
+        for is_turn in (is_first, self.ranks.local_rank == 0 and not is_first):
+            self._run(draft, lambda turn=is_turn: turn and self._create(draft, state))
         content = vars(collect(self.engine, self._owns_disk, self.base))
-        if self.config.async_save:
+        if self.settings.async_save:
             content = self._copy(content)
         path = draft / shard_name(self.ranks.rank)
-        self._entry = self._error = None
-        self._writer = threading.Thread(target=self._write, args=(path, content))
-        self._writer.start()
-        self._pending = draft, state
+        self._pending = draft, state, self._threads.submit(write_shard, path, content)
         self._blocked_seconds = time.monotonic() - self._last_began
-        if not self.config.async_save:
+        if not self.settings.async_save:
             self.finish()
 
     @property
@@ -157,7 +162,7 @@ class Saver:
         """Whether this rank's file of a pending save is on disk, so that finish() would not wait
         for it.
         """
-        return self._pending is not None and not self._writer.is_alive()
+        return self._pending is not None and self._pending[2].done()
 
     def finish(self) -> None:
         """Wait for the pending save, if any, and make it complete.
@@ -168,11 +173,10 @@ class Saver:
         if self._pending is None:
             return
         began = time.monotonic()
-        draft, state = self._pending
+        draft, state, entry = self._pending
         self._pending = None
-        self._writer.join()
-        self._run(draft, self._raise_error)
-        entries = gather_json(self.ranks, self._entry)
+        wait([entry])
+        entries = gather_json(self.ranks, self._run(draft, entry.result))
         self._run(draft, lambda: self._seal(draft, state, entries))
         # the owners of all disks have sealed theirs; it is usable once all have renamed it
         self._run(draft, lambda: self._publish(draft, state))
@@ -181,22 +185,24 @@ class Saver:
 
     # The steps of a save
 
-    def _run(self, draft: Path, work: Callable[[], None]) -> None:
-        """Run `work` on all ranks; if it fails on one of them, remove the draft and raise SaveError
-        on all.
+    def _run(self, draft: Path, work: Callable[[], T]) -> T:
+        """Run `work` on all ranks and return its result; if it fails on one of them, remove the
+        draft and raise SaveError on all.
         """
 
-        def with_lock() -> None:
+        def with_lock() -> T:
             try:
                 self.lock.check()
-                work()
+                return work()
             except UserError:
                 raise
             except Exception as error:
-                raise UserError(describe(error)) from error
+                # torch raises errors of its own where the file's write() has failed
+                cause = error.__context__ if isinstance(error.__context__, OSError) else error
+                raise UserError(describe(cause)) from error
 
         try:
-            run_on_all_ranks(self.ranks, with_lock)
+            return run_on_all_ranks(self.ranks, with_lock)
         except UserError as error:
             if self._owns_disk:
                 remove(draft)
@@ -208,15 +214,6 @@ class Saver:
             raise SaveError(
                 f"{name} could not be saved in {self.folder}: {error}; {rest}"
             ) from error
-
-    def _create_on_each_disk(self, draft: Path, state: TrainerState) -> None:
-        """Create the draft with its small files: rank 0, then the first rank of every other node
-        that does not see it.
-        """
-        is_first = self.ranks.is_first
-        self._owns_disk = False
-        for is_turn in (is_first, self.ranks.local_rank == 0 and not is_first):
-            self._run(draft, (lambda: self._create(draft, state)) if is_turn else (lambda: None))
 
     def _create(self, draft: Path, state: TrainerState) -> None:
         if self.ranks.is_first:  # the other ranks create it on a disk of their own
@@ -247,40 +244,20 @@ class Saver:
         if there is a GPU.
         """
         on_gpu = torch.cuda.is_initialized()  # not is_available: a CPU run leaves GPUs alone
-
-        def allocate(value: Any) -> Any:
-            if not torch.is_tensor(value):
-                return None
-            return torch.empty_like(value, device="cpu", pin_memory=on_gpu)
-
-        def copy(value: Any, buffer: torch.Tensor | None) -> Any:
-            return value if buffer is None else buffer.copy_(value, non_blocking=True)
-
         if self._copies is None:
-            self._copies = tree_map(allocate, content)
+            self._copies = tree_map_only(
+                torch.Tensor,
+                lambda tensor: torch.empty_like(tensor, device="cpu", pin_memory=on_gpu),
+                content,
+            )
+
+        def copy(value: Any, buffer: Any) -> Any:
+            return buffer.copy_(value, non_blocking=True) if torch.is_tensor(value) else value
+
         copied = tree_map(copy, content, self._copies)
         if on_gpu:
             torch.cuda.synchronize()
         return copied
-
-    def _write(self, path: Path, content: dict[str, Any]) -> None:
-        """Write this rank's file. Runs in a thread."""
-        try:
-            # 4 x as slow as writing; the manifest has a faster checksum of the whole file
-            torch.serialization.set_crc32_options(False)
-            with path.open("wb", buffering=0) as file:
-                measured = MeasuredFile(file)
-                torch.save(content, measured)
-            sync_folder(path)  # other hosts cannot sync what this one has not written yet
-            self._entry = measured.entry
-        except Exception as error:  # reported to the other ranks, whatever it is
-            # torch raises errors of its own where the file's write() has failed
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            self._error = UserError(describe(cause))
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _seal(self, draft: Path, state: TrainerState, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""
@@ -290,12 +267,8 @@ class Saver:
         for path in (draft / TRAINER_STATE, *draft.glob("model/**/*")):
             if path.is_file():
                 files[str(path.relative_to(draft))] = measure(path)
-        made_by = {
-            "world_size": state.run.world_size,
-            "zero_stage": state.run.zero_stage,
-            "config_hash": state.run.config_hash,
-            "versions": {name: version(name) for name in PACKAGES},
-        }
+        made_by = {name: getattr(state.run, name) for name in DESCRIBING}
+        made_by["versions"] = {name: version(name) for name in PACKAGES}
         manifest = {"save_id": draft.name, "made_by": made_by, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
         sync_tree(draft)
@@ -310,15 +283,13 @@ class Saver:
         hidden = [self._hide(target)]  # written before the run was resumed from an earlier step
         os.replace(draft, target)
         sync_folder(self.folder)
-        kept = self._kept(state)
-        for path in list_complete(self.folder):
-            if path not in kept:
-                try:
-                    hidden.append(self._hide(path))
-                except OSError as error:  # the new one is complete
-                    print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
+        for path in self._superseded(state):
+            try:
+                hidden.append(self._hide(path))
+            except OSError as error:  # the new one is complete
+                print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
         # in a thread, since 5 GB take a second
-        threading.Thread(target=lambda: [remove(path) for path in hidden if path]).start()
+        self._threads.submit(lambda: [remove(path) for path in hidden if path])
 
     def _hide(self, checkpoint: Path) -> Path | None:
         """Rename a checkpoint before it is removed, so that an interrupted removal does not leave
@@ -335,12 +306,13 @@ class Saver:
         except FileNotFoundError:
             return None
 
-    def _kept(self, state: TrainerState) -> set[Path]:
-        """The checkpoints that are kept once that of `state` is complete."""
-        config = self.config
+    def _superseded(self, state: TrainerState) -> list[Path]:
+        """The checkpoints that are no longer kept once the one of `state` is complete."""
+        settings = self.settings
         best = state.progress.best
-        kept = {*list_complete(self.folder)[-config.keep_last :], self._started_from}
+        complete = list_complete(self.folder)
+        kept = {*complete[-settings.keep_last :], self.started_from}
         kept.add(self.folder / checkpoint_name(state.progress.step))
-        if config.keep_best and best is not None:
+        if settings.keep_best and best is not None:
             kept.add(self.folder / checkpoint_name(best.step))
-        return kept
+        return [path for path in complete if path not in kept]

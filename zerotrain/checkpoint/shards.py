@@ -20,10 +20,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from pydantic import ConfigDict, PositiveInt, TypeAdapter
 
@@ -35,9 +36,6 @@ from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rng_state
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 Part = tuple[int, dict[str, torch.Tensor]]
 """Consecutive elements of a flattened parameter: the number of the first one, and a tensor of them
@@ -81,6 +79,11 @@ def shard_name(rank: int) -> str:
     return f"{SHARDS}/rank_{rank:05d}.pt"
 
 
+def is_shard(name: str) -> bool:
+    """Whether a file of a manifest is a rank's file."""
+    return name.startswith(f"{SHARDS}/")
+
+
 def piece_name(name: str, tensor_rank: int) -> str:
     """The name in Shard.parts of a rank's piece of a split parameter."""
     return f"{name}@{tensor_rank}"
@@ -90,7 +93,7 @@ def piece_name(name: str, tensor_rank: int) -> str:
 # Of a running engine
 
 
-def flat_weights(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
+def flat_weights(engine: DeepSpeedEngine) -> list[torch.Tensor]:
     """The fp32 tensors that this rank's optimizer updates: flat tensors, or at stage 0 single
     parameters.
     """
@@ -99,7 +102,7 @@ def flat_weights(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
     return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
 
 
-def saved_states(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def saved_states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """`fp32` and MOMENTS of one of flat_weights, as far as they exist; of what is on NVMe,
     DeepSpeed's files, mapped into memory.
     """
@@ -114,7 +117,7 @@ def saved_states(engine: "DeepSpeedEngine", flat: torch.Tensor) -> dict[str, tor
     return {key: torch.from_file(path, size=size) for key, path in zip(states, paths, strict=True)}
 
 
-def part_names(engine: "DeepSpeedEngine", split: Collection[str]) -> dict[torch.Tensor, str]:
+def part_names(engine: DeepSpeedEngine, split: Collection[str]) -> dict[torch.Tensor, str]:
     """The name in Shard.parts of this rank's part of each parameter."""
     tensor_rank = dist.get_rank() % max(1, engine.autotp_size())
     return {
@@ -145,7 +148,7 @@ def computed_part(p: torch.Tensor, stage: int) -> tuple[int, torch.Tensor]:
     return start, p.ds_tensor.detach().view(-1)[:numel]
 
 
-def positions(engine: "DeepSpeedEngine") -> Iterator[tuple[torch.Tensor, int, int, int, int]]:
+def positions(engine: DeepSpeedEngine) -> Iterator[tuple[torch.Tensor, int, int, int, int]]:
     """Where this rank's flat_weights have its parameters: parameter, number of the flat tensor,
     first element in it, first element in the flattened parameter, and number of elements.
     """
@@ -180,7 +183,7 @@ def positions(engine: "DeepSpeedEngine") -> Iterator[tuple[torch.Tensor, int, in
             )
 
 
-def trained_parts(engine: "DeepSpeedEngine") -> Iterator[tuple[torch.Tensor, Part]]:
+def trained_parts(engine: DeepSpeedEngine) -> Iterator[tuple[torch.Tensor, Part]]:
     """This rank's part of each trained parameter, as views of the tensors in use."""
     states = [saved_states(engine, flat) for flat in flat_weights(engine)]
     for p, i, offset, start, numel in positions(engine):
@@ -191,7 +194,7 @@ def trained_parts(engine: "DeepSpeedEngine") -> Iterator[tuple[torch.Tensor, Par
 
 
 @torch.no_grad()
-def collect(engine: "DeepSpeedEngine", has_whole: bool, base: Base | None) -> Shard:
+def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shard:
     """What this rank has to save; tensors are those in use, not copies.
 
     Args:
@@ -248,7 +251,7 @@ class Shards:
         """`rank`: whose file is looked into first."""
         self.checkpoint = checkpoint
         files = read_manifest(checkpoint).files
-        names = sorted(name for name in files if name.startswith(f"{SHARDS}/"))
+        names = sorted(filter(is_shard, files))
         self.world_size = len(names)
         own = shard_name(rank)
         here = [name for name in names if (checkpoint / name).exists()]
@@ -321,7 +324,7 @@ def read_shard(checkpoint: Path, name: str) -> Shard:
 
 @torch.no_grad()
 def load_shards(
-    engine: "DeepSpeedEngine", shards: Shards, ranks: Ranks, base: Base | None, weights_only: bool
+    engine: DeepSpeedEngine, shards: Shards, ranks: Ranks, base: Base | None, weights_only: bool
 ) -> Base | None:
     """Load weights and buffers, and unless `weights_only` AdamW's state; called by all ranks.
     Parameter groups keep this run's settings. What the checkpoint leaves out stays as it was read
@@ -349,7 +352,7 @@ def load_shards(
 
 
 def check_model(
-    engine: "DeepSpeedEngine", shards: Shards, base: Base | None, weights_only: bool
+    engine: DeepSpeedEngine, shards: Shards, base: Base | None, weights_only: bool
 ) -> None:
     """Check that a checkpoint is of the engine's model.
 
@@ -403,7 +406,7 @@ def check_model(
         )
 
 
-def _fill(engine: "DeepSpeedEngine", shards: Shards, weights_only: bool) -> None:
+def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
     """Copy this rank's part of everything, without communication."""
     stage = engine.zero_optimization_stage()
     saved = shards.first

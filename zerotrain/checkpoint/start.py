@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from zerotrain.checkpoint.manifest import find_damage, inspect, read_manifest
+from deepspeed import DeepSpeedEngine
+
+from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
 from zerotrain.checkpoint.run_folder import (
     COMPLETE,
-    SHARDS,
     TRAINER_STATE,
     checkpoints_folder,
     list_checkpoints,
 )
-from zerotrain.checkpoint.shards import Shards, load_shards
+from zerotrain.checkpoint.shards import Shards, is_shard, load_shards
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
@@ -23,9 +23,6 @@ from zerotrain.runtime.errors import UserError, describe, printable
 from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Start:
     progress: Progress = field(default_factory=Progress)
 
     def load(
-        self, engine: "DeepSpeedEngine", ranks: Ranks, seed: int, base: Base | None
+        self, engine: DeepSpeedEngine, ranks: Ranks, seed: int, base: Base | None
     ) -> Base | None:
         """Load what the run starts from into the engine; called by all ranks.
 
@@ -62,6 +59,10 @@ class Start:
         return base
 
 
+NodeView = dict[str, tuple[str | None, dict[str, str]]]
+"""What a node has of each checkpoint, by path: what manifest.inspect returns."""
+
+
 def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ranks) -> Start:
     """Decide where the run starts, for all ranks, before anything is loaded or written.
 
@@ -72,113 +73,107 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
         UserError: there are checkpoints and none is usable, or they were written by another run, or
             the rest of the epoch cannot be determined.
     """
-
     settings = config.checkpoint
     folder = checkpoints_folder(config.output_dir)
-    views = gather_json(ranks, see(settings, folder) if ranks.local_rank == 0 else None)
-    nodes = [view for view in views if view is not None]
-    while True:
+    view = inspect_on_this_node(settings, folder) if ranks.local_rank == 0 else None
+    nodes = [view for view in gather_json(ranks, view) if view is not None]
+    damage: dict[str, str] | None = None
+    while damage != {}:
         checkpoint, lines = run_on_all_ranks(
             ranks, lambda: find_checkpoint(settings, folder, nodes)
         )
-        damage = find_damage_on_all_ranks(checkpoint, nodes, ranks)
-        if not damage:
-            break
-        for view in nodes:
+        damage = find_damage_on_all_ranks(checkpoint, nodes, ranks) if checkpoint else {}
+        for view in nodes if damage else ():
             view[str(checkpoint)][1].update(damage)
-
-    def decide() -> tuple[Start, list[str]]:
-        if checkpoint is None:
-            return Start(plan), lines
-        saved = read_state(checkpoint)
-        step = saved.progress.step
-        if settings.weights_only and checkpoint == Path(settings.resume):
-            check_same_adapters(checkpoint, saved.run, identity)
-            lines.append(f"starting with the weights of {checkpoint}: step {step:,}")
-            return Start(plan, checkpoint, weights_only=True), lines
-        check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
-        lines.append(f"resuming from {checkpoint}: step {step:,}")
-        try:
-            rest = continue_plan(plan, saved.run.plan, saved.progress.plan_start, step)
-        except (ArithmeticError, LookupError, ValueError) as error:
-            raise UserError(
-                f"{checkpoint / TRAINER_STATE}: the position in the data is none that the run "
-                f"could have ({describe(error)}); use another checkpoint"
-            ) from error
-        progress = replace(saved.progress, plan_start=rest.start)
-        return Start(rest, checkpoint, progress=progress), lines
-
-    start, lines = run_on_all_ranks(ranks, decide)
+    start = Start(plan)
+    if checkpoint is not None:
+        start = run_on_all_ranks(ranks, lambda: start_from(checkpoint, settings, identity, plan))
+        line = f"resuming from {checkpoint}: step {start.progress.step:,}"
+        lines.append(f"starting with the weights of {checkpoint}" if start.weights_only else line)
     wandb_id = gather_json(ranks, start.progress.wandb_id)[0]  # each node's checkpoints have it
-    start = replace(start, progress=replace(start.progress, wandb_id=wandb_id))
-    if ranks.is_first:
-        for line in lines:
-            print(printable(line), flush=True)
-    return start
+    for line in lines if ranks.is_first else ():
+        print(printable(line), flush=True)
+    return replace(start, progress=replace(start.progress, wandb_id=wandb_id))
 
 
-def see(settings: CheckpointConfig, folder: Path) -> dict[str, Any]:
-    """What this node has of each checkpoint that a run may start from; see manifest.inspect."""
+def start_from(
+    checkpoint: Path, settings: CheckpointConfig, identity: RunIdentity, plan: DataPlan
+) -> Start:
+    """The start of a run at a usable checkpoint.
+
+    Raises:
+        UserError: the checkpoint is of another run.
+    """
+    saved = read_state(checkpoint)
+    if settings.weights_only and checkpoint == Path(settings.resume):
+        was = saved.run.settings.get("model.lora")
+        now = identity.settings["model.lora"]
+        if was and now and was != now:
+            raise UserError(
+                f"checkpoint.weights_only: {checkpoint} has adapters with model.lora {was}; keep "
+                "it, or export the checkpoint and train the export"
+            )
+        return Start(plan, checkpoint, weights_only=True)
+    check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
+    progress = saved.progress
+    try:
+        rest = continue_plan(plan, saved.run.plan, progress.plan_start, progress.step)
+    except (ArithmeticError, LookupError, ValueError) as error:
+        raise UserError(
+            f"{checkpoint / TRAINER_STATE}: the position in the data is none that the run could "
+            f"have ({describe(error)}); use another checkpoint"
+        ) from error
+    return Start(rest, checkpoint, progress=replace(progress, plan_start=rest.start))
+
+
+def inspect_on_this_node(settings: CheckpointConfig, folder: Path) -> NodeView:
+    """What this node has of each checkpoint that the run may start from."""
     given = [] if settings.resume == "auto" else [Path(settings.resume)]
     return {str(path): inspect(path) for path in (*list_checkpoints(folder), *given)}
 
 
 def find_damage_on_all_ranks(
-    checkpoint: Path | None, views: Sequence[dict[str, Any]], ranks: Ranks
+    checkpoint: Path, nodes: Sequence[NodeView], ranks: Ranks
 ) -> dict[str, str]:
     """What is wrong with the content of a checkpoint's files, by name; called by all ranks.
 
-    Each rank reads the file that it would resume from, and an equal share of those of further
-    ranks; the first rank of a node reads the small files. Where nodes have disks of their own, the
-    ranks of each node read all that it has.
-
-    Args:
-        views: what see() returned on each node.
+    Each rank reads the shard that it would resume from, and an equal share of further ones. What
+    each node has on a disk of its own, and the small files, are shared among the node's ranks.
     """
-    if checkpoint is None:
-        return {}
     local_ranks = this_machine(ranks).local_ranks
-    lacking = set().union(*(view[str(checkpoint)][1] for view in views))
-
-    def is_own(number: int, name: str) -> bool:
-        if not name.startswith(f"{SHARDS}/"):
-            return ranks.local_rank == 0
-        is_share = number % ranks.world_size == ranks.rank
-        return is_share or (name in lacking and number % local_ranks == ranks.local_rank)
+    lacking = set().union(*(view[str(checkpoint)][1] for view in nodes))
 
     def find() -> dict[str, str]:
-        files = sorted(read_manifest(checkpoint).files.items())
-        shards = [name for name, _ in files if name.startswith(f"{SHARDS}/")]
-        number = {name: i for i, name in enumerate(shards)}
-        own = [
-            (name, entry)
-            for name, entry in files
-            if is_own(number.get(name, 0), name) and (checkpoint / name).exists()
-        ]
-        return find_damage(checkpoint, own)
+        files = read_manifest(checkpoint).files
+        own = {}
+        # shards first, so that their numbers are those of their ranks
+        for i, name in enumerate(sorted(files, key=lambda name: (not is_shard(name), name))):
+            reader, readers = ranks.local_rank, local_ranks
+            if is_shard(name) and name not in lacking:
+                reader, readers = ranks.rank, ranks.world_size
+            if i % readers == reader and (checkpoint / name).exists():
+                own[name] = files[name]
+        return find_problems(checkpoint, own, checksums=True)
 
     found = gather_json(ranks, run_on_all_ranks(ranks, find))
     return {name: problem for of_rank in found for name, problem in of_rank.items()}
 
 
 def find_checkpoint(
-    settings: CheckpointConfig, folder: Path, views: Sequence[dict[str, Any]]
+    settings: CheckpointConfig, folder: Path, nodes: Sequence[NodeView]
 ) -> tuple[Path | None, list[str]]:
-    """The newest usable checkpoint in `folder`, otherwise that of checkpoint.resume, and a line for
-    each one that is skipped.
-
-    Args:
-        views: what see() returned on each node.
+    """The newest usable checkpoint in `folder`, otherwise the one of checkpoint.resume, and a line
+    for each one that is skipped.
 
     Raises:
         UserError: the given path is not a usable checkpoint, or is in `folder`, which has a later
             one; or there are checkpoints, and none is usable.
     """
-    paths = {path for view in views for path in view if Path(path).parent == folder}
+    paths = {path for view in nodes for path in view if Path(path).parent == folder}
     skipped = []
     newest = None
     for path in sorted(paths, reverse=True):
-        problem = _problem(path, views)
+        problem = unusable_because(path, nodes)
         if problem is None:
             newest = Path(path)
             break
@@ -189,7 +184,7 @@ def find_checkpoint(
             fix = "restore one, or remove them to start at step 0"
             raise UserError(f"no usable checkpoint in {folder}: {'; '.join(skipped)}; {fix}")
     elif newest is None:
-        if problem := _problem(str(given), views):
+        if problem := unusable_because(str(given), nodes):
             raise UserError(f"checkpoint.resume: {given} is not a usable checkpoint: {problem}")
         newest = given
     elif given.resolve().parent == folder.resolve():
@@ -206,11 +201,11 @@ def find_checkpoint(
     return newest, skipped
 
 
-def _problem(path: str, views: Sequence[dict[str, Any]]) -> str | None:
+def unusable_because(path: str, nodes: Sequence[NodeView]) -> str | None:
     """Why a checkpoint cannot be used; None if it can. Nodes without a shared disk have the files
     of their own ranks only, so each file has to be right on one node.
     """
-    found = [view.get(path, (None, {COMPLETE: "is missing"})) for view in views]
+    found = [view.get(path, (None, {COMPLETE: "is missing"})) for view in nodes]
     everywhere = set.intersection(*(set(problems) for _, problems in found))
     if everywhere:
         name = min(everywhere)
@@ -218,15 +213,6 @@ def _problem(path: str, views: Sequence[dict[str, Any]]) -> str | None:
     if len({save_id for save_id, _ in found}) > 1:
         return "not all nodes have the same save of it"
     return None
-
-
-def check_same_adapters(checkpoint: Path, saved: RunIdentity, now: RunIdentity) -> None:
-    """Raise UserError if a checkpoint has other adapters than this run."""
-    if saved.lora and now.lora and saved.lora != now.lora:
-        raise UserError(
-            f"checkpoint.weights_only: {checkpoint} has adapters with model.lora {saved.lora}; "
-            "keep it, or export the checkpoint and train the export"
-        )
 
 
 def check_resumable(
@@ -244,16 +230,15 @@ def check_resumable(
         "start a new run in another output_dir (from its weights: --checkpoint.weights_only true "
         f"--checkpoint.resume {checkpoint})"
     )
-    is_now = now.compared()
-    for key, was in saved.compared().items():
-        if was == is_now.get(key) or (allow_plan_change and key in FOLLOWS_PLAN):
+    for key, was in saved.settings.items():
+        if was == now.settings.get(key) or (allow_plan_change and key in FOLLOWS_PLAN):
             continue
         fix = weights
         if key in FOLLOWS_PLAN:
             fix = "set --checkpoint.allow_plan_change true for the new one"
         raise UserError(
-            f"{checkpoint}: {key} was {was}, this run's is {is_now.get(key)}; resume with the old "
-            f"one, or {fix}"
+            f"{checkpoint}: {key} was {was}, this run's is {now.settings.get(key)}; resume with "
+            f"the old one, or {fix}"
         )
     if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
         raise UserError(f"{checkpoint}: the training data has changed since; {weights}")

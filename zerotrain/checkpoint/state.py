@@ -18,7 +18,7 @@ from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.training.optimizer import optimization_of
 from zerotrain.training.setup import Setup
 
-# What of RunIdentity.compared() may change with checkpoint.allow_plan_change
+# What of RunIdentity.settings may change with checkpoint.allow_plan_change
 FOLLOWS_PLAN = (
     "train.global_batch_size", "train.global_batch_tokens",
     "train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args",
@@ -35,35 +35,27 @@ class RunIdentity:
     world_size: int
     zero_stage: int
     precision: Literal["fp32", "bf16", "fp16"]
-    optimization: dict[str, Any]
-    """Settings that a resumed run has to share, by run config key."""
-
-    @property
-    def lora(self) -> dict[str, Any] | None:
-        """model.lora of the run config."""
-        return self.optimization.get("model.lora")
-
-    def compared(self) -> dict[str, Any]:
-        """Settings that a resumed run has to share with the saved one, by run config key."""
-        return {
-            "train.seed": self.plan.seed,
-            "train.global_batch_size": self.plan.global_batch_size,
-            "train.global_batch_tokens": self.plan.global_batch_tokens,
-            **self.optimization,
-            "train.precision": self.precision,
-        }
+    settings: dict[str, Any]
+    """What a resumed run has to share with the saved one, by run config key."""
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
         """The identity of a run whose training plan is `plan`."""
         config = setup.config
+        record = PlanRecord.of(plan)
         return cls(
-            plan=PlanRecord.of(plan),
+            plan=record,
             config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,
-            optimization=optimization_of(config, plan.mean_batch),
+            settings={
+                "train.seed": record.seed,
+                "train.global_batch_size": record.global_batch_size,
+                "train.global_batch_tokens": record.global_batch_tokens,
+                **optimization_of(config, plan.mean_batch),
+                "train.precision": setup.precision,
+            },
         )
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.checkpoint.manifest import checkpoint_problem, inspect, read_manifest
+from zerotrain.checkpoint.manifest import inspect, read_manifest
 from zerotrain.checkpoint.run_folder import checkpoint_name, checkpoints_folder, list_checkpoints
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
@@ -29,7 +29,7 @@ from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.tools.new_folder import new_folder
-from zerotrain.tools.saved_weights import count_elements, whole_weight
+from zerotrain.tools.saved import checkpoint_problem, count_elements, whole_weight
 
 if TYPE_CHECKING:
     from peft import LoraModel
@@ -63,7 +63,7 @@ def export_checkpoint(
     run, small_files = _open(checkpoint)
     shards = Shards(checkpoint)
     target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
-    working = torch.float32 if run.lora else target
+    working = torch.float32 if run.settings.get("model.lora") else target
     _check_memory(shards, working)
     with new_folder(out) as draft:
         _copy(small_files, draft)
@@ -105,7 +105,7 @@ def export_adapter(
             be written.
     """
     run, small_files = _open(checkpoint)
-    if run.lora is None:
+    if run.settings.get("model.lora") is None:
         raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
@@ -181,7 +181,7 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
     name, revision = (base, None) if base else (was["name_or_path"], was["revision"])
     fix = f"give the model that {was['name_or_path']} was during the run with --base"
     dtype = DTYPES[run.precision]
-    in_4_bits = run.optimization.get("model.quantization") is not None
+    in_4_bits = run.settings.get("model.quantization") is not None
     options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
     try:
         load = AutoModelForCausalLM.from_pretrained
@@ -200,11 +200,11 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
 
 def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "LoraModel | None":
     """Insert the adapters of a run, if it has some, into a model."""
-    if run.lora is None:
+    if run.settings.get("model.lora") is None:
         return None
     base = shards.first.base or {"name_or_path": "", "revision": None}
     try:
-        lora = LoraConfig(**run.lora)
+        lora = LoraConfig(**run.settings.get("model.lora"))
         config = ModelConfig(base["name_or_path"], revision=base["revision"], lora=lora)
         return insert_adapters(model, config, lora)
     except UserError:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zerotrain.checkpoint.manifest import checkpoint_problem, read_manifest
+from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST, STEP, checkpoints_folder
 from zerotrain.runtime.errors import UserError
+from zerotrain.tools.saved import checkpoint_problem
 
 MAX_CONNECTIONS = 16  # hosts that are contacted at the same time
 Copy = Callable[..., None]

@@ -64,7 +64,7 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
         examples=progress.examples,
         tokens=progress.tokens,
         data="\n".join(f"- {kind}: `{s.hub or Path(s.path).name}`" for kind, s in sources),
-        rate=state.run.optimization["train.learning_rate (scaled)"],
+        rate=state.run.settings["train.learning_rate (scaled)"],
         schedule=train.lr_schedule,
         batch=train.global_batch,
         unit="tokens" if train.global_batch_tokens else "examples",

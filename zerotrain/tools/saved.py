@@ -1,9 +1,11 @@
-"""Whole weights of a checkpoint, whose parameters tensor parallelism may have split."""
+"""Checkpoints as tools read them: whole weights, and whether any file is damaged."""
 
 from math import prod
+from pathlib import Path
 
 import torch
 
+from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
 from zerotrain.checkpoint.shards import Shards, piece_name
 from zerotrain.runtime.errors import UserError, describe
 
@@ -40,3 +42,11 @@ def whole_weight(shards: Shards, name: str) -> torch.Tensor:
             f"{shards.checkpoint}: the pieces of {name} do not fit together ({describe(error)}); "
             "use another checkpoint"
         ) from error
+
+
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Why `checkpoint` cannot be used; None if it can. All of its files are read."""
+    _, problems = inspect(checkpoint)
+    if not problems:
+        problems = find_problems(checkpoint, read_manifest(checkpoint).files, checksums=True)
+    return next((f"{name} {problem}" for name, problem in problems.items()), None)
