@@ -42,7 +42,7 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
         return [e for e in logged(run, "event") if e["name"] == kind]
 
     here = socket.gethostname()
-    late = rf"\[rank 1 @ {here}\] no step has ended for 2 s(.*\n)+?.*rank 1 @ {here}.*in load_late"
+    late = rf"\[rank 1 @ {here}\] Timeout (.*\n)+?\[rank 1 @ {here}\].*in load_late"
     ranks.until(lambda: re.search(late, ranks.log.read_text()))
     (run / "go_on").touch()
     finished = ranks.wait()

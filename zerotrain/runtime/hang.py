@@ -1,15 +1,15 @@
 """Shows where a rank is while no step ends."""
 
+import faulthandler
+import subprocess
 import sys
-import threading
-import traceback
 
-from zerotrain.runtime.errors import with_rank
+from zerotrain.runtime.errors import rank_prefix
 
 
 class HangWatch:
-    """Prints the stack of this rank once no step has ended for 9/10 of the process group's timeout,
-    at which the ranks that wait in a collective fail.
+    """Prints the stacks of this rank's threads once no step has ended for 9/10 of the process
+    group's timeout, at which the ranks that wait in a collective fail.
 
     All ranks print theirs. The one that is not in the same collective as the others is the one
     that they wait for; one that prints nothing is stopped, or its host is lost.
@@ -17,21 +17,18 @@ class HangWatch:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._seconds = 0.9 * timeout_seconds
-        self._timer: threading.Timer | None = None
+        # faulthandler prints even while no Python runs, into a file; sed says of which rank it is
+        self._sed = subprocess.Popen(
+            ["sed", "-u", f"s|^|{rank_prefix()}|"],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            env={},
+        )
 
     def restart(self) -> None:
         """Count from now on; called before every step, evaluation and save."""
-        self.close()
-        self._timer = threading.Timer(self._seconds, self._report)
-        self._timer.daemon = True
-        self._timer.start()
+        faulthandler.dump_traceback_later(self._seconds, file=self._sed.stdin)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()  # a thread left at exit can abort the process
-
-    def _report(self) -> None:
-        stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        text = f"no step has ended for {self._seconds:.0f} s; this rank is at:\n{''.join(stack)}"
-        print(with_rank(text), file=sys.stderr, flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        self._sed.communicate()

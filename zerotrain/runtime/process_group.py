@@ -21,11 +21,20 @@ from zerotrain.runtime.rank_env import rank_variables
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
+# Eight ranks. Those in a cell share a micro-batch: the number in it is data_rank.
+#
+#   rank            0     1     2     3     4     5     6     7
+#                |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  each rank: a replica
+#   tensor = 2   |     0     |     1     |     2     |     3     |  each cell: a replica, in parts
+#   sequence = 2 |     0     |     1     |     2     |     3     |  each rank: a replica, and
+#                                                                   part rank % 2 of sequences
+# Across the replicas DeepSpeed averages gradients, and with ZeRO shares optimizer state (stage 1
+# and above), gradients (2) and weights (3).
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all ranks, of which `tensor` or `sequence` consecutive ones share each
-    micro-batch.
-    """
+    """This process among all ranks of a run."""
 
     rank: int
     local_rank: int
@@ -37,11 +46,12 @@ class Ranks:
     """
     stop: PreemptionHandler
     tensor: int = 1
-    """Ranks that hold a part of each weight matrix and get the same tokens (AutoTP)."""
+    """The number of ranks that hold parts of each weight matrix and get the same tokens (AutoTP).
+    """
     sequence: int = 1
-    """Ranks that get a part of each sequence (Ulysses)."""
+    """The number of ranks that get parts of each sequence (Ulysses)."""
     sequence_group: dist.ProcessGroup | None = None
-    """Those of this rank; None if `sequence` is 1."""
+    """The ranks that get the parts of this rank's sequences; None if `sequence` is 1."""
 
     @property
     def is_first(self) -> bool:
@@ -49,12 +59,12 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """The number of micro-batches in a micro-step: the plan's world size."""
+        """The number of micro-batches that all ranks together run at a time."""
         return self.world_size // (self.tensor * self.sequence)
 
     @property
     def data_rank(self) -> int:
-        """Which of them this rank gets."""
+        """The number of the micro-batch, of `data_size`, that this rank runs or runs a part of."""
         return self.rank // (self.tensor * self.sequence)
 
     @property
@@ -64,12 +74,12 @@ class Ranks:
 
     @property
     def replicas(self) -> int:
-        """Of the whole model. DeepSpeed averages gradients over them."""
+        """The number of replicas of the model, over which DeepSpeed averages gradients."""
         return self.world_size // self.tensor
 
     @property
     def replica(self) -> int:
-        """Which of them this rank belongs to."""
+        """The number of the replica that this rank belongs to."""
         return self.rank // self.tensor
 
 
@@ -101,7 +111,9 @@ def process_group(
         EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
-    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     if expected_ranks not in (None, world_size):
         raise UserError(
             f"distributed.world_size is {expected_ranks}, but WORLD_SIZE is {world_size}; were all "
@@ -111,10 +123,34 @@ def process_group(
     stop = PreemptionHandler(grace_seconds)
     if follow_launcher():
         stop.grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
+    device = _choose_device(local_rank)
+    _share_cores()
+    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
+    _join(backend, rank, world_size, device, timedelta(seconds=timeout_seconds))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
+    to_destroy = None  # all groups
+    try:
+        yield Ranks(rank, local_rank, world_size, device, control, stop)
+    except AgreedError:
+        raise
+    except BaseException:
+        if backend == "nccl" and world_size > 1:
+            # Its shutdown waits for the other ranks, and they wait in a collective for this one,
+            # whose error would not be printed before their timeout.
+            to_destroy = control
+        raise
+    finally:
+        dist.destroy_process_group(to_destroy)
+
+
+def _choose_device(local_rank: int) -> torch.device:
+    """The device of this rank, which DeepSpeed's accelerator uses from now on.
+
+    Raises:
+        UserError: there is no GPU for it.
+    """
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if on_cpu:
+    if accelerator.device_name() == "cpu":
         # DeepSpeed would compile a shared-memory all-reduce, which needs g++ and leaves 69 MB per
         # rank in /dev/shm after every run; gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -125,12 +161,20 @@ def process_group(
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         accelerator.set_device(local_rank)
-    _share_cores()
+    return torch.device(accelerator.current_device_name())
+
+
+def _join(
+    backend: str, rank: int, world_size: int, device: torch.device, timeout: timedelta
+) -> None:
+    """Meet the other ranks, in torch's default process group and DeepSpeed's communication.
+
+    Raises:
+        UserError: there is no address to meet at.
+        EnvironmentFailure: the ranks do not meet within the timeout, or the port is busy.
+    """
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
-    timeout = timedelta(seconds=timeout_seconds)
-    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
-    device = torch.device(accelerator.current_device_name())
     try:
         dist.init_process_group(
             backend,
@@ -151,20 +195,6 @@ def process_group(
             "the launcher's --master_port"
         ) from error
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
-    to_destroy = None  # all groups
-    try:
-        yield Ranks(rank, local_rank, world_size, device, control, stop)
-    except AgreedError:
-        raise
-    except BaseException:
-        if backend == "nccl" and world_size > 1:
-            # Its shutdown waits for the other ranks, and they wait in a collective for this one,
-            # whose error would not be printed before their timeout.
-            to_destroy = control
-        raise
-    finally:
-        dist.destroy_process_group(to_destroy)
 
 
 def check_devices(local_rank: int, visible: int) -> None:

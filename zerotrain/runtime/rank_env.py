@@ -1,12 +1,11 @@
-"""RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, whichever launcher started the process."""
+"""The variables with which launchers tell a process its rank."""
 
 from collections.abc import Mapping
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, whichever launcher started this process:
-    deepspeed and torchrun set them, mpirun and srun set variables with other names. Empty if no
-    launcher did.
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a process, by the variables of
+    deepspeed, torchrun, mpirun or srun; empty if no launcher has started it.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         local_ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or "1"
