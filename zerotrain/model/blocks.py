@@ -4,7 +4,6 @@ pass.
 
 import warnings
 
-import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,6 +35,5 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
             f"model.compile: {type(model).__name__} does not say which modules are its blocks"
         )
     for block in blocks if options.compile else ():
-        torch._dynamo.config.recompile_limit = MAX_GRAPHS
-        block.compile(dynamic=True)
+        block.compile(dynamic=True, recompile_limit=MAX_GRAPHS)
     return blocks

@@ -15,8 +15,10 @@ PATCHES = {
     "where it would send each rank's inputs to the others as pickles",
     "zerotrain/training/guard.py: averaged_gradients": "cleared after an update that ZeRO 2 "
     "with offload has skipped, since the next gradients would be added to NaN",
+    "zerotrain/model/load.py: _from_model_config": "the same config no longer follows from "
+    "config.json",
 }
-"""FILE: ATTRIBUTE of an object of a library that is replaced, and why; at most five."""
+"""FILE: ATTRIBUTE of an object of a library that is changed, and why; at most five."""
 
 INTERNALS = {
     "zerotrain/runtime/process_group.py": """
@@ -62,9 +64,6 @@ INTERNALS = {
     """,
     "zerotrain/model/probes.py": """
         transformers.configuration_utils: _attn_implementation
-    """,
-    "zerotrain/model/blocks.py": """
-        torch._dynamo.config: recompile_limit
     """,
     "zerotrain/training/engine.py": """
         deepspeed.runtime.engine: basic_optimizer first_dataloader_check

@@ -1,6 +1,5 @@
 """What a person sees while a run trains."""
 
-import functools
 import logging
 import os
 import sys
@@ -119,12 +118,17 @@ def quieten_libraries(is_first: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # Python's own record of what has been shown is emptied by every `catch_warnings`, which
     # libraries enter in each step
-    warnings.showwarning = lambda message, category, *_: show_warning(str(message), category)
+    logging.captureWarnings(True)
+    logger = logging.getLogger("py.warnings")
+    logger.addHandler(logging.lastResort)  # standard error
+    shown = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_repeated = text in shown
+        shown.add(text)
+        return not is_repeated
+
+    logger.addFilter(is_new)
     if not is_first:
-        warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-
-
-@functools.cache  # once
-def show_warning(text: str, category: type[Warning]) -> None:
-    print(f"{category.__name__}: {text}", file=sys.stderr, flush=True)
