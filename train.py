@@ -52,8 +52,10 @@ from zerotrain.runtime.progress import show_rows
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.destinations import open_metrics
 from zerotrain.tracking.metrics import Metrics
+from zerotrain.tracking.profiler import open_profiler
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
-from zerotrain.tracking.steps import PhaseTimer, StepReporter, open_profiler
+from zerotrain.tracking.steps import StepReporter
+from zerotrain.tracking.timer import PhaseTimer
 from zerotrain.training.engine import build_engine, check_engine
 from zerotrain.training.evaluate import HeldOutSets
 from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Guard, apply_update
@@ -156,7 +158,7 @@ def main(config: Config, mode: str = "train") -> None:
                 metrics.log,
             ),
             metrics=metrics,
-            reporter=StepReporter(setup, start.plan, metrics, ranks, start.progress),
+            reporter=StepReporter(setup, start.plan, metrics, ranks),
             timer=PhaseTimer(ranks.device),
             profiler=open_profiler(setup.config, start.progress, ranks),
             hang_watch=HangWatch(config.distributed.timeout_seconds),

@@ -32,7 +32,7 @@ from zerotrain.runtime.agreement import run_on_first_rank
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.runtime.process_group import group_ranks, process_group
 from zerotrain.tools.memory import estimate_memory
-from zerotrain.tracking.steps import PhaseTimer
+from zerotrain.tracking.timer import PhaseTimer
 from zerotrain.training.optimizer import make_schedule
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 from zerotrain.training.states import GIB

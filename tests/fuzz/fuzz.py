@@ -215,7 +215,7 @@ STATE = {
         "zero_stage": 2, "precision": "fp32",
         "plan": {"version": 4, "content": "5302444610fda9dc", "seed": 42, "global_batch_size": 16,
                  "global_batch_tokens": None},
-        "optimization": {"train.weight_decay": 0.01, "train.adam_betas": [0.9, 0.98]},
+        "settings": {"train.weight_decay": 0.01, "train.adam_betas": [0.9, 0.98]},
     },
     "progress": {
         "step": 4, "examples": 63, "tokens": 5132, "eval_loss": 1.25, "wandb_id": "5f3a91c2",

@@ -8,7 +8,7 @@ from pathlib import Path
 import train
 from zerotrain.config.schema import Config
 from zerotrain.runtime.hang import HangWatch
-from zerotrain.tracking import steps
+from zerotrain.tracking import slow_ranks
 
 
 def main(config: Config, mode: str) -> None:
@@ -26,5 +26,5 @@ def main(config: Config, mode: str) -> None:
 
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
-    steps.WINDOW_STEPS = 4
+    slow_ranks.WINDOW_STEPS = 4
     train.main(config, mode)

@@ -44,6 +44,10 @@ class Metrics:
         """
         self._for_each(lambda sink: sink.log(kind, values))
 
+    def log_event(self, step: int, name: str, text: str, **values: Any) -> None:
+        """Report that something has happened after a step."""
+        self.log("event", {"step": step, "name": name, "text": text, **values})
+
     def close(self, exit_code: int) -> None:
         """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""
         self._for_each(lambda sink: sink.close(exit_code))

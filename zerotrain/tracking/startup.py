@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
@@ -18,6 +16,7 @@ from zerotrain.runtime.process_group import Ranks
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
 
+FEW_STEPS = 50  # fewer are warned of
 SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-steps and padding
 
 
@@ -30,17 +29,16 @@ def startup_table(
 ) -> dict[str, str]:
     """What the run is about to do: a text by name, with units."""
     config = setup.config
-    counts = setup.architecture.counts
-    meta = plan.data.meta
-    data = config.data
     train = config.train
+    counts = setup.architecture.counts
+    steps = total_steps(train, plan)
     first = plan.start.step  # earlier steps are of another plan
     sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
     tokens = sum(step.tokens for step in sampled)
     padding = sum(step.padded_tokens for step in sampled) / tokens - 1
     supervised = sum(step.supervised_tokens for step in sampled) / tokens
-    changed = [f"{meta[name]:,} {text}" for name, text in OUTCOMES.items() if meta[name]]
-    steps = total_steps(train, plan)
+    micro_steps = span([len(step.micro_batches) for step in sampled])
+    examples = span([step.examples for step in sampled])
     rate = f"{schedule.peak:.3g}"
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
@@ -53,43 +51,57 @@ def startup_table(
         f"{counts.trained:,} of them trained",
         "ranks": f"{ranks.world_size} on {ranks.device.type}, {setup.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
-        "data": f"{meta['rows_read']:,} rows, {len(plan.data):,} training examples; over "
-        f"data.max_length {data.max_length:,}: {', '.join(changed) or 'none'}",
-    }
-    is_slow = ranks.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if is_slow and setup.precision != "fp32":
-        rows["precision"] = f"{setup.precision} is very slow on this CPU, without AVX-512; use fp32"
-    for i, name in enumerate(meta["sources"]):
-        count = f"{meta['source_examples'][i]:,} examples"
-        rows[f"source {i + 1}"] = f"{name}, read as {meta['formats'][i]}: {count}"
-    for name, each in eval_plans.items():
-        rows[f"held out: {name}"] = f"{len(each.data):,} examples"
-    unprompted = Counter()
-    for each in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
-        for reason, count in each.meta["rejected"].items():
-            rows[f"rejected: {reason}"] = f"{count:,} rows, listed in {each.rejected_rows}"
-        unprompted.update(each.meta["unprompted"])
-    for text, count in unprompted.items():
-        rows[f"WARNING: {text!r}"] = (
-            f"ends the generation prompt, but {count:,} rows have no such text before an answer: "
-            "the trained model would be asked for what it has not seen; see Reasoning in "
-            "data/README.md"
-        )
-    return {
-        **rows,
+        **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
-        f"{meta['masks']}",
-        "batch": f"{ranks.data_size} {shared} x {span([len(s.micro_batches) for s in sampled])} "
-        f"micro-steps x <= {plan.budget.micro_batch_tokens:,} tokens = "
-        f"{span([s.examples for s in sampled])} examples per step",
-        "batching": f"{data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
-        "learning rate": f"{rate}, {schedule.name}, warm-up {train.warmup_examples:,} examples = "
-        f"{schedule.warmup_steps:,} steps",
+        f"{plan.data.meta['masks']}",
+        "batch": f"{ranks.data_size} {shared} x {micro_steps} micro-steps x <= "
+        f"{plan.budget.micro_batch_tokens:,} tokens = {examples} examples per step",
+        "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
+        "learning rate": f"{rate}, {schedule.name}, warm-up "
+        f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
         "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
         "steps": f"{steps:,} = {plan.epochs_at(steps):.3g} epochs of {plan.steps_per_epoch:,}; "
         f"seed {train.seed}",
         "output": config.output_dir,
     }
+    if steps < max(FEW_STEPS, schedule.warmup_steps):
+        rows["WARNING: few steps"] = (
+            "lower train.global_batch_size or train.warmup_examples, or raise train.epochs"
+        )
+    return rows
+
+
+def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) -> dict[str, str]:
+    """The rows about the data: where they are from, and what of them is not trained on."""
+    meta = plan.data.meta
+    too_long = [f"{meta[name]:,} {text}" for name, text in OUTCOMES.items() if meta[name]]
+    rows = {
+        "data": f"{counted(meta['rows_read'], 'row')}, "
+        f"{counted(len(plan.data), 'training example')}; over data.max_length {max_length:,}: "
+        f"{', '.join(too_long) or 'none'}"
+    }
+    sources = zip(meta["sources"], meta["formats"], meta["source_examples"], strict=True)
+    for i, (name, kind, count) in enumerate(sources, start=1):
+        rows[f"source {i}"] = f"{name}, read as {kind}: {counted(count, 'example')}"
+    for name, each in eval_plans.items():
+        rows[f"held out: {name}"] = counted(len(each.data), "example")
+    unprompted: Counter[str] = Counter()
+    for data in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
+        for reason, count in data.meta["rejected"].items():
+            rows[f"rejected: {reason}"] = f"{counted(count, 'row')}, listed in {data.rejected_rows}"
+        unprompted.update(data.meta["unprompted"])
+    for text, count in unprompted.items():
+        rows[f"WARNING: {text!r}"] = (
+            f"ends the generation prompt, but {counted(count, 'row')} have no such text before an "
+            "answer: the trained model would be asked for what it has not seen; see Reasoning in "
+            "data/README.md"
+        )
+    return rows
+
+
+def counted(count: int, noun: str) -> str:
+    """For example "1 row" or "2,000 rows"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def span(values: Sequence[int]) -> str:
