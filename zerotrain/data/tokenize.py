@@ -43,7 +43,7 @@ from zerotrain.data.sources import (
 )
 from zerotrain.runtime.errors import UserError, describe, disk_error
 from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
-from zerotrain.runtime.progress import progress_bar
+from zerotrain.runtime.progress import report_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -332,8 +332,8 @@ def _build_cache(
     rows_read = 0
     content = xxhash.xxh3_64()
     counts = Counter()
+    report = report_progress("tokenizing", "rows")
     with (
-        progress_bar("tokenizing", None, "rows") as bar,
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
@@ -355,7 +355,7 @@ def _build_cache(
                 of_source += found.counts
                 examples[-1] += len(batch)
                 rows_read += found.rows_read
-                bar.update(found.rows_read)
+                report(found.rows_read)
             if not examples[-1]:
                 raise _nothing_left(source, of_source, config)
             counts += of_source

@@ -4,12 +4,13 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
-
-from tqdm import tqdm
+import time
+from collections.abc import Callable, Mapping
 
 from zerotrain.runtime.errors import printable
 from zerotrain.runtime.rank_env import rank_variables
+
+LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 
 def print_line(text: str) -> None:
@@ -18,25 +19,25 @@ def print_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def progress_bar(what: str, total: int | None, unit: str) -> tqdm:
-    """A bar on standard error, which is erased at the end; in a log it is written every 10 s, so
-    that short work writes nothing.
+def report_progress(what: str, unit: str) -> Callable[[int], None]:
+    """A function that takes the number of units that have been finished since its last call, and
+    prints a line on standard error every 10 s, so that short work prints nothing.
 
     Args:
-        what: e.g. "converting".
-        total: in `unit`; None if it is unknown.
+        what: e.g. "tokenizing".
         unit: in the plural, e.g. "rows".
     """
-    seconds = 0.1 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        desc=what,
-        total=total,
-        unit=f" {unit}",
-        leave=False,
-        mininterval=seconds,
-        delay=seconds,
-        disable=not _is_first(),
-    )
+    finished = 0
+    shown_at = time.monotonic()
+
+    def report(count: int) -> None:
+        nonlocal finished, shown_at
+        finished += count
+        if time.monotonic() - shown_at > LINE_SECONDS:
+            shown_at = time.monotonic()
+            print_line(f"{what}: {finished:,} {unit}")
+
+    return report
 
 
 def show_rows(rows: Mapping[str, str]) -> None:

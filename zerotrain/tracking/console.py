@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-LINE_SECONDS = 10.0  # between lines where there is no terminal
+from zerotrain.runtime.progress import LINE_SECONDS
+
 DRAW_SECONDS = 1.0  # between drawings of the bar
 SPEED_SECONDS = 3600.0  # from which the remaining time is estimated, evaluations and saves included
 FACTS = {
