@@ -90,16 +90,11 @@ class Progress:
         return self.best is not None and self.best.step == self.step
 
     def evaluated(self, eval_loss: float) -> "Progress":
-        """After an evaluation."""
+        """The progress after an evaluation. NaN is worse than any loss."""
         best = self.best
-        if best is None or lowest_first(eval_loss) < lowest_first(best.value):
+        if best is None or not (best.value <= eval_loss or math.isnan(eval_loss)):
             best = Best(eval_loss, self.step)
         return replace(self, eval_loss=eval_loss, best=best)
-
-
-def lowest_first(loss: float) -> float:
-    """A key that sorts losses, NaN last."""
-    return math.inf if math.isnan(loss) else loss
 
 
 @dataclass(frozen=True)

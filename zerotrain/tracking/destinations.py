@@ -1,6 +1,6 @@
 """Where the records of a run go: the console, metrics.jsonl, Weights & Biases.
 
-Another destination is a class with the methods of Sink and a line in open_metrics.
+Another destination is a class with the methods log and close and a line in open_metrics.
 """
 
 import socket

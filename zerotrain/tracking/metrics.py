@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.manifest import stat_inside
@@ -14,22 +14,15 @@ from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import replace_text
 
 
-class Sink(Protocol):
-    """A destination of records."""
-
-    def log(self, kind: str, values: dict[str, Any]) -> None: ...
-
-    def close(self, exit_code: int) -> None: ...
-
-
 class Metrics:
-    """Passes every record to every sink; has none on ranks other than 0.
+    """Passes every record to every sink; has none on ranks other than 0. A sink has the methods
+    log and close of this class.
 
     Training goes on where a sink fails, e.g. on a full disk: there is one warning, and the sink
     gets the next records.
     """
 
-    def __init__(self, sinks: list[Sink]) -> None:
+    def __init__(self, sinks: list[Any]) -> None:
         self.sinks = sinks
         self._failing: set[int] = set()
 
@@ -52,7 +45,7 @@ class Metrics:
         """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""
         self._for_each(lambda sink: sink.close(exit_code))
 
-    def _for_each(self, work: Callable[[Sink], None]) -> None:
+    def _for_each(self, work: Callable[[Any], None]) -> None:
         for i, sink in enumerate(self.sinks):
             try:
                 work(sink)
