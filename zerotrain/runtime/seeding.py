@@ -50,6 +50,6 @@ def set_rng_state(state: dict[str, Any]) -> bool:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])
-    except (LookupError, TypeError, ValueError, RuntimeError):  # it has another shape
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):  # another shape
         return False
     return True
