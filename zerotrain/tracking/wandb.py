@@ -7,7 +7,8 @@ axis of all charts is the run's own `step`, so that they are drawn where they be
 
 import json
 import os
-import signal
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,27 @@ from typing import Any
 from zerotrain.checkpoint.run_folder import RESOLVED_DS_CONFIG
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
-from zerotrain.runtime.errors import EXIT_PREEMPTED, UserError, describe
-from zerotrain.runtime.preemption import STOP_SIGNALS
+from zerotrain.runtime.errors import EXIT_PREEMPTED, EnvironmentFailure, UserError, describe
 
 INIT_SECONDS = 15  # the default waits 91 s for an unreachable server
 FINISH_SECONDS = 10  # the default waits forever; DeepSpeed's launcher kills after 30 s
 FLUSH_SECONDS = 2  # a killed run loses what was not flushed, by default up to 15 s
-# A launcher, or Ctrl-C, also stops the processes of a rank: W&B's would end before the rank has
-# reported its last steps.
-BLOCKED_SIGNALS = {*STOP_SIGNALS, signal.SIGINT}
+SERVICE = (sys.executable, "-m", "wandb", "beta", "core")
+
+
+def start_service() -> str:
+    """Start W&B's process in a session of its own, and return its address.
+
+    As a child of this rank it would get the SIGTERM with which DeepSpeed's launcher stops a rank
+    and its children, and the rank could not report its last steps. If the rank is killed, it exits
+    soon after that.
+    """
+    command = [*SERVICE, "start", "--idle-timeout", "20s"]
+    environment = {name: os.environ[name] for name in os.environ if name != "WANDB_SERVICE"}
+    started = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if started.returncode:
+        raise EnvironmentFailure(f"tracking: W&B does not start: {started.stderr.strip()[-200:]}")
+    return started.stdout.strip()
 
 
 class WandbSink:
@@ -52,23 +65,25 @@ class WandbSink:
             if start.step:
                 rewind = {"mode": mode, "resume_from": f"{start.wandb_id}?_step={start.step}"}
                 attempts.insert(0, rewind)
-        settings = wandb.Settings(
-            init_timeout=INIT_SECONDS,
-            login_timeout=INIT_SECONDS,  # on a terminal it asks for a key
-            finish_timeout=FINISH_SECONDS,
-            x_transaction_log_flush_interval=FLUSH_SECONDS,
-        )
-        shown = {**asdict(config), "resolved_ds_config": ds_config, "cluster": cluster}
-        name = os.environ.get("WANDB_NAME", folder.name)
         for options in attempts:
-            signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # W&B's process inherits it
+            # that of a failed attempt would keep the id of its run
+            os.environ["WANDB_SERVICE"] = start_service()
             try:
                 self.run = wandb.init(
                     project=config.tracking.project,
-                    name=name,
+                    name=os.environ.get("WANDB_NAME", folder.name),
                     dir=str(folder),
-                    config=shown,
-                    settings=settings,
+                    config={
+                        **asdict(config),
+                        "resolved_ds_config": ds_config,
+                        "cluster": cluster,
+                    },
+                    settings=wandb.Settings(
+                        init_timeout=INIT_SECONDS,
+                        login_timeout=INIT_SECONDS,  # on a terminal it asks for a key
+                        finish_timeout=FINISH_SECONDS,
+                        x_transaction_log_flush_interval=FLUSH_SECONDS,
+                    ),
                     **options,
                 )
                 break
@@ -77,9 +92,7 @@ class WandbSink:
                 if options is attempts[-1]:
                     raise UserError(f"tracking: W&B refuses to start: {problem}") from error
                 print(f"W&B: {problem}", flush=True)
-                wandb.teardown()  # its process would keep the id of the failed attempt's run
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+                wandb.teardown()
         # W&B drops rows whose number is lower than the last one's: where it has later steps of
         # this run than the checkpoint, it numbers the rows itself
         self._is_numbered = self.run.starting_step <= start.step + 1
@@ -106,3 +119,4 @@ class WandbSink:
         if exit_code == EXIT_PREEMPTED:
             self.run.mark_preempting()  # shown as preempted, not as failed
         self.run.finish(exit_code=exit_code)
+        subprocess.run([*SERVICE, "stop"], capture_output=True)
