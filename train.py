@@ -31,7 +31,7 @@ import deepspeed
 import torch
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.run_folder import METRICS, list_complete, take_requests
+from zerotrain.checkpoint.run_folder import METRICS, SAVE_NOW, STOP, list_complete, take_request
 from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.start import find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
@@ -316,8 +316,8 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
     is_lost = lock.is_lost()
     stop = save = False
     if ranks.is_first and not is_lost:
-        stop, save = take_requests(run.config.output_dir)
-        save = save or saver.is_due(step)
+        stop = take_request(run.config.output_dir, STOP)
+        save = take_request(run.config.output_dir, SAVE_NOW) or saver.is_due(step)
     preempted = ranks.stop.signal is not None
     stop, preempted, save, written, lost = count_ranks(
         ranks, stop, preempted, save, saver.is_written, is_lost

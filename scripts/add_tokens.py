@@ -13,7 +13,7 @@ memory, in its own precision. For a tokenizer to which tokens have been added el
 import argparse
 from pathlib import Path
 
-from zerotrain.runtime.errors import UserError, exit_on_error, listed
+from zerotrain.runtime.errors import UserError, exit_on_error, first_of
 from zerotrain.tools.new_folder import new_folder
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     if lost := sorted(report["unexpected_keys"]):
         raise UserError(
             f"{args.model} has weights that its causal language model does not use, and a copy "
-            f"would lack: {listed(lost)}; use a text model of its family"
+            f"would lack: {first_of(lost)}; use a text model of its family"
         )
     new_ids = count_ids(tokenizer)
     old_rows = model.get_input_embeddings().weight.shape[0]

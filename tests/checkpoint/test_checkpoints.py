@@ -52,15 +52,13 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
     no size is divisible by 3 ranks.
     """
     config = tiny_config(train__precision=precision, train__epochs=None, train__steps=7)
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert whole.code == 0, whole.output
+    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     for step, (name, ranks) in enumerate(CHAINS[precision], start=1):
         if step < len(CHAINS[precision]):
             (run_folder / "stop").touch()  # seen after the first step
-        finished = forks.train(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
-        assert finished.code == 0, finished.output
+        finished = forks.train(config, "--ds_config", strategy(tmp_path, name), ranks=ranks, code=0)
         assert ("resuming from" in finished.output) == (step > 1)
     expected = curve(tmp_path / "whole")
     steps, values = curve(run_folder)
@@ -74,16 +72,15 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     """
     first = tiny_config(name="first.yaml", train__epochs=None, train__steps=2)
     flags = "--output_dir", tmp_path / "first", "--train.precision", "bf16"
-    finished = forks.train(first, *flags, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
-    assert finished.code == 0, finished.output
+    forks.train(first, *flags, "--ds_config", strategy(tmp_path, "zero2"), ranks=2, code=0)
     checkpoint = tmp_path / "first" / "checkpoints" / "step_00000002"
     config = tiny_config(
         train__epochs=None, train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
     )  # fmt: skip
 
     def refusal(*flags):
-        finished = forks.train(config, "--checkpoint.resume", checkpoint, *flags)
-        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        finished = forks.train(config, "--checkpoint.resume", checkpoint, *flags, code=2)
+        assert len(finished.errors) == 1, finished.output
         return finished.errors[0]
 
     assert "train.learning_rate" in refusal()
@@ -101,10 +98,8 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     )  # fmt: skip
     run_folder = tmp_path / "run"
     (run_folder / "stop").touch()
-    finished = forks.train(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3)
-    assert finished.code == 0, finished.output
-    again = forks.train(config, "--ds_config", strategy(tmp_path, "zero0"))
-    assert again.code == 0, again.output
+    forks.train(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3, code=0)
+    again = forks.train(config, "--ds_config", strategy(tmp_path, "zero0"), code=0)
     assert f"resuming from {run_folder}/checkpoints/step_00000001: step 1\n" in again.output
     evals = [read_metrics(f, "eval")[i] for f, i in ((tmp_path / "first", -1), (run_folder, 0))]
     assert evals[0]["eval_loss"] == pytest.approx(evals[1]["eval_loss"], rel=5e-3)  # bf16
@@ -126,8 +121,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
         train__epochs=None, train__steps=steps, eval__every_steps=20,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert whole.code == 0, whole.output
+    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
     run_folder, chance, drafts = tmp_path / "run", random.Random(7), 0
     for attempt in range(kills):
         began = time.time()
@@ -144,8 +138,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
         for complete in list_complete(run_folder / "checkpoints"):
             assert checkpoint_problem(complete) is None
     assert drafts >= kills / 5, "too few kills happened during a save"
-    finished = forks.train(config, "--checkpoint.async_save", "true", ranks=2)
-    assert finished.code == 0, finished.output
+    forks.train(config, "--checkpoint.async_save", "true", ranks=2, code=0)
     assert curve(run_folder) == curve(tmp_path / "whole"), "each step once, bit for bit"
     assert names(run_folder)[-2:] == [f"step_{step:08d}" for step in (steps - 1, steps)]
     # an asynchronous save has the state of its step
@@ -173,8 +166,8 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
             train__epochs=None, train__steps=5000,
             checkpoint={"every_steps": 2, "keep_last": 9},
         )  # fmt: skip
-        finished = forks.train(config, ranks=2)
-        assert finished.code == 1 and len(finished.errors) == 1, finished.output
+        finished = forks.train(config, ranks=2, code=1)
+        assert len(finished.errors) == 1, finished.output
         kept = list_complete(disk)
         assert "No space left on device" in finished.errors[0]
         assert f"{kept[-1].name} is complete" in finished.errors[0]
@@ -194,7 +187,7 @@ def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
         train__warmup_examples=120,
         checkpoint={"every_steps": 1, "keep_last": 2, "keep_best": True},
     )  # fmt: skip
-    assert (finished := forks.train(config)).code == 0, finished.output
+    forks.train(config, code=0)
     evals = {e["step"]: e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")}
     best = min((s for s in evals if s > 0), key=evals.get)
     assert best < 8, evals
@@ -236,7 +229,7 @@ DAMAGE = {
 def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny_config, tmp_path):
     """The newest is damaged in different ways; a stale `latest` file is ignored."""
     config = tiny_config(train__epochs=None, train__steps=4, checkpoint={"every_steps": 2})
-    assert (finished := forks.train(config)).code == 0, finished.output
+    forks.train(config, code=0)
     intact, run_folder = tmp_path / "intact", tmp_path / "run"
     run_folder.rename(intact)
     folder = run_folder / "checkpoints"
@@ -252,8 +245,8 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
         assert skipped[0].startswith(f"skipping {newest}: ") and line in skipped[0]
 
     def refusal(*flags):
-        finished = forks.train(config, *flags)
-        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        finished = forks.train(config, *flags, code=2)
+        assert len(finished.errors) == 1, finished.output
         return finished.errors[0]
 
     shutil.rmtree(run_folder)
@@ -279,7 +272,7 @@ def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ra
         train__epochs=None, train__steps=5,
         checkpoint={"every_steps": 1, "keep_last": 9}, ds_config=str(strategy(tmp_path, "zero2")),
     )  # fmt: skip
-    assert (finished := forks.train(config, ranks=2)).code == 0, finished.output
+    finished = forks.train(config, ranks=2, code=0)
     checkpoints = tmp_path / "run" / "checkpoints"
     expected = curve(tmp_path / "run")
     for step, file in (
@@ -289,8 +282,7 @@ def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ra
         flip(checkpoints / f"step_{step:08d}" / file)
         assert f"{file} is damaged" in checkpoint_problem(checkpoints / f"step_{step:08d}")
     flags = "--ds_config", strategy(tmp_path, name)
-    finished = forks.train(config, *flags, ranks=ranks)
-    assert finished.code == 0, finished.output
+    finished = forks.train(config, *flags, ranks=ranks, code=0)
     assert finished.output.count("is damaged: its checksum differs") == 4, finished.output
     assert f"resuming from {checkpoints / 'step_00000001'}: step 1" in finished.output
     steps, values = curve(tmp_path / "run")
@@ -335,8 +327,7 @@ def test_a_run_folder_that_is_out_of_reach_for_two_seconds_is_waited_for(
     before = list_complete(checkpoints)[-1]
     run.until(lambda: list_complete(checkpoints)[-1] > before)
     (run_folder / "stop").touch()
-    ended = run.wait()
-    assert ended.code == 0, ended.output
+    run.wait(0)
     steps = [step["step"] for step in read_metrics(run_folder)]
     assert steps == list(range(1, steps[-1] + 1))
     assert checkpoint_problem(list_complete(checkpoints)[-1]) is None

@@ -48,8 +48,7 @@ def trained(forks, tmp_path_factory, tiny_model, chat_rows):
     config = write_tiny_config(
         folder, chat_rows, tiny_model, train__epochs=None, train__steps=2
     )  # fmt: skip
-    finished = forks.train(config, ranks=2)
-    assert finished.code == 0, finished.output
+    forks.train(config, ranks=2, code=0)
     return config, folder / "run" / "checkpoints" / "step_00000002"
 
 
@@ -66,8 +65,7 @@ def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path):
     assert not (tmp_path / "exported").exists()
     flags = "--output_dir", tmp_path / "run", "--checkpoint.resume", checkpoint
     for more in ([], ["--checkpoint.weights_only", "true"]):
-        finished = forks.train(config, *flags, *more, ranks=2)
-        assert finished.code == 2, finished.output
+        finished = forks.train(config, *flags, *more, ranks=2, code=2)
         assert line in finished.errors[0]
     assert not canary.exists()
 
@@ -94,15 +92,14 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     (tmp_path / "run" / "resolved_config.yaml").symlink_to(target)
     for _ in range(2):
         (tmp_path / "run" / "stop").touch()  # after one step
-        assert (finished := forks.train(config)).code == 0, finished.output
+        finished = forks.train(config, code=0)
     (folder / "step_00000001").rename(kept_elsewhere)
     (folder / "step_00000001").symlink_to(kept_elsewhere)
     shutil.copytree(kept_elsewhere, folder / "step_lowlr_ok", dirs_exist_ok=True)
     (folder / "step_00000009.tmp").symlink_to(kept_elsewhere)
     draft = folder / f"step_00000009.{'a' * 32}.tmp"
     draft.symlink_to(kept_elsewhere)  # a draft of a run by its name, a link by its kind
-    finished = forks.train(config)
-    assert finished.code == 0, finished.output
+    finished = forks.train(config, code=0)
     assert f"resuming from {folder}/step_00000002: step 2" in finished.output
     steps = [int(path.name[-1]) for path in list_complete(folder)]
     assert steps == [2, 4, 5], "that of step 2 was resumed from"

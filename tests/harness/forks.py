@@ -26,9 +26,10 @@ class Forked:
                     return None
         return "all ranks have ended"
 
-    def wait(self) -> Finished:
-        """The first non-zero exit code in rank order, and the output of all ranks. Ranks that do
-        not end are killed, and fail the test with what they have printed.
+    def wait(self, code: int | None = None) -> Finished:
+        """The first non-zero exit code in rank order, which has to be `code` if that is given, and
+        the output of all ranks. Ranks that do not end are killed, and fail the test with what they
+        have printed.
         """
         try:
             wait_until(self.poll, self, self.log)
@@ -38,8 +39,9 @@ class Forked:
             raise
         finally:
             codes = self.server.ask({"wait": self.pids})["codes"]
-        code = next((code for code in codes if code), 0)
-        return Finished(code, self.log.read_text())
+        finished = Finished(next(filter(None, codes), 0), self.log.read_text())
+        assert code in (None, finished.code), finished.output
+        return finished
 
     def until(self, happened) -> None:
         """Poll `happened()` until it is true; fails once all ranks have ended without it."""
@@ -82,9 +84,9 @@ class ForkServer:
             nodes["at"] = str(at)
         return self._start(module, ["--config", config, *flags], ranks, log, variables, **nodes)
 
-    def script(self, path, *args, **variables) -> Finished:
+    def script(self, path, *args, code=None, **variables) -> Finished:
         """Run a script like `python PATH ARGS`, but with its imports already done."""
-        return self._start(path, args, 1, None, variables).wait()
+        return self._start(path, args, 1, None, variables).wait(code)
 
     def _start(self, module, argv, ranks, log, variables, **nodes) -> Forked:
         self.runs += 1
@@ -96,11 +98,10 @@ class ForkServer:
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])
 
-    def train(self, config, *flags, ranks=1, **options) -> Finished:
-        return self.start(config, *flags, ranks=ranks, **options).wait()
+    def train(self, config, *flags, code=None, **options) -> Finished:
+        """Train, and fail the test if the exit code is not `code`, if that is given."""
+        return self.start(config, *flags, **options).wait(code)
 
     def finish(self, config, *flags, **options) -> Finished:
         """`train`, which has to succeed."""
-        finished = self.train(config, *flags, **options)
-        assert finished.code == 0, finished.output
-        return finished
+        return self.train(config, *flags, code=0, **options)

@@ -43,8 +43,7 @@ MOMENTS = {
 
 def test_preempted_at_any_moment(forks, config, tmp_path):
     """All ranks save the same step and exit with code 75; the resumed run completes the curve."""
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert whole.code == 0, whole.output
+    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
     for number, (moment, has_come) in enumerate(MOMENTS.items()):
         folder, began = tmp_path / moment, time.time()
         run = forks.start(config, "--output_dir", folder, ranks=2)
@@ -65,8 +64,7 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
             assert (steps, evals) == (6, 1), "it is interrupted and followed by no step"
         else:
             assert steps < 6, moment
-        finished = forks.train(config, "--output_dir", folder, ranks=2)
-        assert finished.code == 0, finished.output
+        finished = forks.train(config, "--output_dir", folder, ranks=2, code=0)
         assert curves(folder) == curves(tmp_path / "whole"), moment
 
 
@@ -117,8 +115,7 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
         train__precision=precision, eval__every_steps=2,
     )  # fmt: skip
     flags = ["--checkpoint.async_save", is_async]
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", *flags, ranks=2)
-    assert whole.code == 0, whole.output
+    forks.train(config, "--output_dir", tmp_path / "whole", *flags, ranks=2, code=0)
     run = forks.start(config, *flags, ranks=2)
     run.until(lambda: len(logged(tmp_path / "run", "train")) >= 3)
     run.kill(1, signal.SIGTERM)

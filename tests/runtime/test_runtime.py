@@ -22,8 +22,8 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config
     assert time.monotonic() - began < 50
     finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="together")
     assert finished.code == 2 and finished.errors == ["error: on all ranks"], finished.output
-    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="disk")
-    assert finished.code == 1 and len(finished.errors) == 1, finished.output
+    finished = forks.train(tiny_config(), ranks=2, module="nccl_shutdown", FAILS="disk", code=1)
+    assert len(finished.errors) == 1, finished.output
     assert "no room" in finished.errors[0]
 
 

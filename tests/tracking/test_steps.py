@@ -46,8 +46,7 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     late = rf"\[rank 1 @ {here}\] Timeout (.*\n)+?\[rank 1 @ {here}\].*in load_late"
     ranks.until(lambda: re.search(late, ranks.log.read_text()))
     (run / "go_on").touch()
-    finished = ranks.wait()
-    assert finished.code == 0, finished.output
+    ranks.wait(0)
     [slow] = events("slow_rank")
     assert slow["ranks"] == [1] and name in slow["text"] and slow["step"] == 4 * WINDOWS
     windows = read_metrics(run, "ranks")

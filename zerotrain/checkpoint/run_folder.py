@@ -30,7 +30,8 @@ MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 SHARDS = "shards"
 """Folder in a checkpoint with a file for each rank."""
-REQUESTS = ("stop", "save_now")
+STOP = "stop"
+SAVE_NOW = "save_now"
 STEP = "step_[0-9]{8}"
 """Regular expression of a checkpoint's name."""
 
@@ -77,18 +78,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def take_requests(output_dir: str | Path) -> list[bool]:
-    """Of each of REQUESTS, whether a user has touched it in OUTPUT_DIR; they are removed. What
+def take_request(output_dir: str | Path, name: str) -> bool:
+    """Whether a user has touched STOP or SAVE_NOW in OUTPUT_DIR; the file is removed. A file that
     cannot be read or removed is no request.
     """
-    found = []
-    for name in REQUESTS:
-        try:
-            (Path(output_dir) / name).unlink()
-            found.append(True)
-        except OSError:
-            found.append(False)
-    return found
+    try:
+        Path(output_dir, name).unlink()
+        return True
+    except OSError:
+        return False
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:

@@ -42,7 +42,7 @@ from zerotrain.data.sources import (
     read_rows,
 )
 from zerotrain.runtime.errors import UserError, describe, disk_error
-from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
+from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.progress import report_progress
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def tokenize_sources(
             data.cache_dir cannot be written.
     """
     target = cache_path(given, tokenizer, config)
-    draft = draft_of(target)
+    draft = temporary_name(target)
     try:
         if target.exists():
             return target

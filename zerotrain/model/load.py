@@ -30,7 +30,7 @@ from zerotrain.model.hub import (
     weight_files,
 )
 from zerotrain.model.trained import choose_trained
-from zerotrain.runtime.errors import UserError, listed, similar
+from zerotrain.runtime.errors import UserError, first_of, similar
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
@@ -194,11 +194,11 @@ def check_report(name: str, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"model.name_or_path: {name} has no weights for {len(missing):,} of the model's "
-            f"tensors: {listed(missing)}; they would start from random values: complete the files, "
-            "or set model.from_config to true to train from random weights"
+            f"tensors: {first_of(missing)}; they would start from random values: complete the "
+            "files, or set model.from_config to true to train from random weights"
         )
     if unused := sorted(report["unexpected_keys"]):  # e.g. a value head; unknown at ZeRO-3
-        print_line(f"{name}: {len(unused):,} tensors in its files are not used: {listed(unused)}")
+        print_line(f"{name}: {len(unused):,} tensors in its files are not used: {first_of(unused)}")
 
 
 def _check_ties(name: str, model: nn.Module, files: list[Path]) -> None:

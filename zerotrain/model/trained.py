@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import is_multimodal
 from zerotrain.model.hub import summarize
-from zerotrain.runtime.errors import UserError, listed, similar
+from zerotrain.runtime.errors import UserError, first_of, similar
 
 ADAPTER = "default"  # peft's name of the adapters
 
@@ -102,7 +102,7 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     if settings.target_parameters or settings.rank_pattern:
         raise UserError(
             f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
-            f"{listed(sorted(settings.target_parameters))}, which are experts or a router and "
+            f"{first_of(sorted(settings.target_parameters))}, which are experts or a router and "
             "cannot have adapters; name only layers such as [q_proj, k_proj, v_proj, o_proj]"
         )
     return adapters
@@ -143,7 +143,7 @@ def _freeze_others(model: nn.Module, patterns: list[str]) -> None:
         if not found:
             raise UserError(
                 f"model.trainable: no parameter matches {pattern}; names are like "
-                f"{listed([name for name, _ in named])}"
+                f"{first_of([name for name, _ in named])}"
             )
         for parameter in found:
             parameter.requires_grad_(True)

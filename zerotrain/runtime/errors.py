@@ -77,8 +77,8 @@ def describe(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def listed(names: Sequence[object], shown: int = 3) -> str:
-    """The first `shown` of names, for a message."""
+def first_of(names: Sequence[object], shown: int = 3) -> str:
+    """The first `shown` of some names, and "..." if there are more, for a message."""
     return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
 
 

@@ -10,8 +10,10 @@ from zerotrain.runtime.errors import UserError, describe
 MAX_TEXT_BYTES = 1 << 20
 
 
-def draft_of(path: Path) -> Path:
-    """A name beside `path` that nobody else uses, for what will be renamed to `path`."""
+def temporary_name(path: Path) -> Path:
+    """The name of a file or folder beside `path` that is written first and then renamed to `path`;
+    nobody else uses it.
+    """
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
@@ -39,7 +41,7 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; the old file remains.
     """
-    draft = draft_of(path)
+    draft = temporary_name(path)
     try:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.runtime.errors import UserError, listed
+from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.tracking.metrics import read_metrics
 
 TOLERANCE = 1e-5  # relative: the effect of summing in another order in fp32
@@ -38,7 +38,7 @@ def compare_curves(before: Path, after: Path) -> bool:
         print(f"{name}: largest relative difference {difference[worst]:.1e}, at step "
               f"{steps[worst]} of {len(steps)}")  # fmt: skip
         if in_one.size:
-            print(f"{name}: missing or NaN in one run only: steps {listed(in_one)}")
+            print(f"{name}: missing or NaN in one run only: steps {first_of(in_one)}")
     print("the same curve" if is_same else f"NOT the same within {TOLERANCE:.0e}")
     return is_same
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.runtime.files import draft_of, sync_folder, sync_tree
+from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
 
 MARK = ".written-by-a-tool"
 
@@ -43,7 +43,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"{out} is not empty, or not a folder; choose a new one")
     if Path.cwd().is_relative_to(target):
         raise UserError(f"{out} is the current folder; choose a new one")
-    draft = draft_of(target)
+    draft = temporary_name(target)
     try:
         draft.mkdir(parents=True)
         yield draft

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, collate
 from zerotrain.runtime.agreement import gather_json
-from zerotrain.runtime.errors import UserError, listed
+from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.training.guard import apply_update
@@ -235,4 +235,4 @@ def describe_micro_batch(
             f"data.micro_batch_tokens is {tokens:,}: set it to {smaller:,}, which changes neither "
             f"steps nor losses; if that is not enough, {cure}"
         )
-    return f"a micro-batch of {listed(rows)}; {cure}"
+    return f"a micro-batch of {first_of(rows)}; {cure}"
