@@ -11,6 +11,7 @@ from harness.repository import REPO
 
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
 from zerotrain.runtime.process_group import check_devices
+from zerotrain.runtime.seeding import rng_state, set_rng_state
 from zerotrain.training import engine
 
 
@@ -55,6 +56,13 @@ def test_no_message_between_ranks_is_a_pickle():
             assert not name.endswith(("gather_object", "broadcast_object", "_object_list")), (
                 f"{file}: {name}"
             )
+
+
+@pytest.mark.parametrize("numpy_state", [1, ("MT19937", [1 << 40] * 624, 0, 0, 0.0)])
+def test_random_numbers_of_another_shape_are_not_restored(numpy_state):
+    assert set_rng_state(rng_state())
+    assert not set_rng_state({**rng_state(), "numpy": numpy_state})
+    assert not set_rng_state({})
 
 
 def test_a_stale_lock_of_a_compiler_is_named(tmp_path, monkeypatch, capsys):

@@ -200,5 +200,7 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
 
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
+    """In a run whose warm-up is as long as it, which is said."""
     config = tiny_config(train__epochs=None, train__steps=2)
-    forks.train(config, module="without_trackers", code=0)
+    finished = forks.train(config, module="without_trackers", code=0)
+    assert "WARNING: few steps" in finished.output
