@@ -16,7 +16,7 @@ files that the manifest names are opened.
 """
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -53,12 +53,16 @@ class Shard:
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # tensors
 
     parts: dict[str, Part]
-    """This rank's part of each parameter that it has elements of; of a split one, by piece_name."""
+    """This rank's part of each parameter that it has elements of, by name; of a split parameter, a
+    part of its piece.
+    """
     shapes: dict[str, list[int]]
     """Shape of every parameter of the model; of a split one, the shape of this rank's piece."""
     tensor: PositiveInt
     """tensor_parallel.autotp_size: as many consecutive ranks have the pieces of split parameters.
     """
+    tensor_rank: int
+    """The number of this rank's pieces."""
     split: dict[str, int]
     """Parameters that tensor parallelism has split: the dimension to concatenate pieces along."""
     trained: list[str]
@@ -82,11 +86,6 @@ def shard_name(rank: int) -> str:
 def is_shard(name: str) -> bool:
     """Whether a file of a manifest is a rank's file."""
     return name.startswith(f"{SHARDS}/")
-
-
-def piece_name(name: str, tensor_rank: int) -> str:
-    """The name in Shard.parts of a rank's piece of a split parameter."""
-    return f"{name}@{tensor_rank}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -115,15 +114,6 @@ def saved_states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch
     paths = on_nvme.get_swap_paths()  # in the order of the states
     size = on_nvme.numel()
     return {key: torch.from_file(path, size=size) for key, path in zip(states, paths, strict=True)}
-
-
-def part_names(engine: DeepSpeedEngine, split: Collection[str]) -> dict[torch.Tensor, str]:
-    """The name in Shard.parts of this rank's part of each parameter."""
-    tensor_rank = dist.get_rank() % max(1, engine.autotp_size())
-    return {
-        p: piece_name(name, tensor_rank) if name in split else name
-        for name, p in engine.module.named_parameters()
-    }
 
 
 def shape_of(p: torch.Tensor) -> list[int]:
@@ -205,27 +195,28 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     counts = (state.get("step", 0) for state in engine.basic_optimizer.state.values())
     has_optimizer = not engine.super_offload()  # its moments are in a process that keeps them
     parameters = dict(engine.module.named_parameters())
-    of_tensor_parallelism = {n: getattr(p, DS_AUTOTP_UC_META, {}) for n, p in parameters.items()}
-    split = {
-        name: meta["partition_dim"]
-        for name, meta in of_tensor_parallelism.items()
-        if meta.get("partition_dim") is not None
-    }
-    names = part_names(engine, split)
+    names = {p: name for name, p in parameters.items()}
+    split = {}
+    for name, p in parameters.items():
+        dimension = getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")
+        if dimension is not None:
+            split[name] = dimension
+    tensor = max(1, engine.autotp_size())
     parts: dict[str, Part] = {}
     if stage > 0 or has_whole:
         parts = {names[p]: part for p, part in trained_parts(engine)}
-    for p in parameters.values():
+    for name, p in parameters.items():
         if base is None and not p.requires_grad and (stage == 3 or has_whole):
             start, weight = computed_part(p, stage)
             # a clone, since torch.save would write all that its ZeRO-3 storage has
-            parts[names[p]] = start, {"fp32": weight.clone() if stage == 3 else weight}
+            parts[name] = start, {"fp32": weight.clone() if stage == 3 else weight}
     in_state = engine.module.state_dict()
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
         parts=parts,
         shapes={name: shape_of(p) for name, p in parameters.items()},
-        tensor=max(1, engine.autotp_size()),
+        tensor=tensor,
+        tensor_rank=dist.get_rank() % tensor,
         split=split,
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
@@ -260,6 +251,7 @@ class Shards:
         self.has_own = own in here
         self._shard = functools.cache(functools.partial(read_shard, checkpoint))
         tensor = self._shard(here[0]).tensor
+        self.tensor_rank = rank % tensor
         # then the files of ranks with the same pieces
         self._names = sorted(
             here, key=lambda name: (name != own, (names.index(name) - rank) % tensor > 0, name)
@@ -270,31 +262,38 @@ class Shards:
         """Whether the weight is in the checkpoint, and not only in the files of `first.base`."""
         return self.first.base is None or name in self.first.trained
 
-    def read(self, part: str, key: str, start: int, numel: int) -> torch.Tensor:
+    def read(
+        self, name: str, key: str, start: int, numel: int, tensor_rank: int | None = None
+    ) -> torch.Tensor:
         """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
         Do not modify them: they may be the mapped file.
 
         Args:
-            part: name of the parameter in Shard.parts.
             key: `fp32` or one of MOMENTS.
+            tensor_rank: whose piece of a split parameter; None: this rank's.
         """
         found = [torch.empty(0)]
         position = start
         while position < start + numel:
-            _, (first, tensors) = self.find(part, key, position)
+            _, (first, tensors) = self.find(name, key, position, tensor_rank)
             values = tensors[key][position - first : start + numel - first].float()
             found.append(values)
             position += len(values)
         return found[-1] if len(found) < 3 else torch.cat(found)
 
-    def find(self, part: str, key: str, position: int) -> tuple[Shard, Part]:
+    def find(
+        self, name: str, key: str, position: int, tensor_rank: int | None
+    ) -> tuple[Shard, Part]:
         """The first file, and what it has of a parameter, with an element of a flattened state."""
+        wanted = self.tensor_rank if tensor_rank is None else tensor_rank
         for shard in map(self._shard, self._names):
-            start, tensors = shard.parts.get(part, (0, {}))
-            if key in tensors and start <= position < start + len(tensors[key]):
+            start, tensors = shard.parts.get(name, (0, {}))
+            if key not in tensors or (name in shard.split and shard.tensor_rank != wanted):
+                continue
+            if start <= position < start + len(tensors[key]):
                 return shard, (start, tensors)
         raise UserError(
-            f"{self.checkpoint}: {key} of {part} is not in the files of {len(self._names)} of "
+            f"{self.checkpoint}: {key} of {name} is not in the files of {len(self._names)} of "
             f"{self.world_size} ranks that are on this node; resume with the same ranks on the "
             "same nodes, or gather the files of all nodes"
         )
@@ -410,7 +409,6 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
     """Copy this rank's part of everything, without communication."""
     stage = engine.zero_optimization_stage()
     saved = shards.first
-    parts = part_names(engine, saved.split)
     names = {p: name for name, p in engine.module.named_parameters()}
     keys = ("fp32",) if weights_only or not saved.updates else ("fp32", *MOMENTS)
     if len(keys) > 1:
@@ -420,13 +418,13 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
         if not shards.holds(names[p]):
             continue
         for key in keys:
-            tensors[key].copy_(shards.read(parts[p], key, start, len(tensors[key])))
+            tensors[key].copy_(shards.read(names[p], key, start, len(tensors[key])))
         if stage in (0, 3):
             computed_part(p, stage)[1].copy_(tensors["fp32"])
     for p, name in names.items():
         if not p.requires_grad and shards.holds(name):
             start, weight = computed_part(p, stage)
-            weight.copy_(shards.read(parts[p], "fp32", start, len(weight)))
+            weight.copy_(shards.read(name, "fp32", start, len(weight)))
     for name, values in saved.buffers.items():
         engine.module.get_buffer(name).copy_(values)
     if engine.fp16_enabled() and not weights_only:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
-from zerotrain.checkpoint.shards import Shards, piece_name
+from zerotrain.checkpoint.shards import Shards
 from zerotrain.runtime.errors import UserError, describe
 
 
@@ -32,10 +32,9 @@ def whole_weight(shards: Shards, name: str) -> torch.Tensor:
     pieces = []
     try:
         for tensor_rank in range(saved.tensor):
-            part = piece_name(name, tensor_rank)
-            shard, _ = shards.find(part, "fp32", 0)
+            shard, _ = shards.find(name, "fp32", 0, tensor_rank)
             shape = shard.shapes[name]
-            pieces.append(shards.read(part, "fp32", 0, prod(shape)).view(shape))
+            pieces.append(shards.read(name, "fp32", 0, prod(shape), tensor_rank).view(shape))
         return torch.cat(pieces, saved.split[name])
     except (LookupError, RuntimeError) as error:
         raise UserError(
