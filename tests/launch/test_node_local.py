@@ -53,8 +53,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=12,
         eval__every_steps=4, checkpoint={"every_steps": 2},
     )  # fmt: skip
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert whole.code == 0, whole.output
+    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
     log, ssh_args = tmp_path / "log", f"-F {hosts.ssh_config}"
     command = [REPO / "scripts/launch.sh", "--hostfile", hostfile, "--ssh_args", ssh_args,
                "--max_restarts", "2", "--", "train.py", "--config", config]  # fmt: skip
@@ -81,8 +80,7 @@ def test_per_node_checkpoints_are_combined(
     what cannot be combined is refused.
     """
     config = tiny_config(train__epochs=None, train__steps=6, checkpoint={"every_steps": 2})
-    finished = forks.train(config, **disks.ranks(2, 1))
-    assert finished.code == 0, finished.output
+    forks.train(config, **disks.ranks(2, 1), code=0)
     expected = curve(disks.each[0])
     ssh_args = f"-F {hosts.ssh_config}"
 
@@ -96,8 +94,7 @@ def test_per_node_checkpoints_are_combined(
     assert checkpoint_problem(whole_at) is None
     # the last two steps once more, from the step before
     resume = ("--checkpoint.resume", whole_at, "--output_dir")
-    finished = forks.train(config, *resume, tmp_path / "one")
-    assert finished.code == 0, finished.output
+    forks.train(config, *resume, tmp_path / "one", code=0)
     np.testing.assert_allclose(curve(tmp_path / "one"), expected[-2:], rtol=1e-5)
     for disk in disks.each:
         shutil.copytree(whole_at, disk / "gathered")
@@ -120,7 +117,6 @@ def test_per_node_checkpoints_are_combined(
     for disk in disks.each:
         shutil.rmtree(disk / "checkpoints")
     resume = ("--checkpoint.resume", disks.at / "gathered")
-    finished = forks.train(config, *resume, **disks.ranks(1, 1))
-    assert finished.code == 0, finished.output
+    forks.train(config, *resume, **disks.ranks(1, 1), code=0)
     np.testing.assert_allclose(curve(disks.each[0]), expected, rtol=1e-5)
     assert disks.step(2, 6).exists()
