@@ -109,6 +109,7 @@ def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
     batch = parse_command_line(["--config", str(copies / "batch/recipes/batch.yaml")]).config
     own = parse_command_line(["--config", str(REPO / "recipes/qwen3-8b.yaml")]).config
     assert batch.model == own.model and batch.data == own.data and batch.train == own.train
+    assert batch.tracking.wandb == "online" and batch.tracking.project
     choices = set(QUESTIONS["recipe"]["choices"])
     assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
 

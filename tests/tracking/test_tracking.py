@@ -112,7 +112,7 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
 
 @pytest.mark.parametrize("answers", ["refuses", "is silent"])
 def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
-    tiny_config, tmp_path, monkeypatch, answers
+    tiny_config, tmp_path, monkeypatch, capsys, answers
 ):
     """Tracking is offline after INIT_SECONDS, here 1 s for each attempt, and has every step."""
     import wandb
@@ -134,6 +134,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         resumed = Progress(step=2, wandb_id="earlier")
         sink = WandbSink(config, resumed, {"hosts": ["host-1"]})
         assert time.monotonic() - began < 200, "offline mode takes seconds to start too"
+        assert "W&B: tracking is offline" in capsys.readouterr().out
         began = time.monotonic()
         for step in (3, 4):
             sink.log("train", {"step": step, "loss": 1 / step})

@@ -93,6 +93,8 @@ class WandbSink:
                     raise UserError(f"tracking: W&B refuses to start: {problem}") from error
                 print(f"W&B: {problem}", flush=True)
                 wandb.teardown()
+        if options["mode"] != mode:
+            print("W&B: tracking is offline; `wandb sync` uploads it", flush=True)
         # W&B drops rows whose number is lower than the last one's: where it has later steps of
         # this run than the checkpoint, it numbers the rows itself
         self._is_numbered = self.run.starting_step <= start.step + 1
