@@ -16,6 +16,7 @@ pytest.register_assert_rewrite("harness", "namespaces")
 from harness.forks import ForkServer
 from harness.inputs import save_tiny_llama, write_tiny_config
 from harness.repository import SAMPLE
+from harness.runs import plainly
 
 os.environ["STARTED_BY"] = str(os.getpid())
 gc.disable()  # during collection, whose imports stay; collecting garbage took 4 of its 15 s
@@ -105,6 +106,19 @@ def chat_rows() -> list[dict]:
     """70 rows of the sample data: prompts masked, 30 to 220 tokens each."""
     lines = (SAMPLE / "train.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines[:4000:57]][:70]
+
+
+@pytest.fixture(scope="module")
+def plain_once(sample_tokenizer):
+    """plainly, of the first config that a module asks for."""
+    found = []
+
+    def run(config, *prepare):
+        if not found:
+            found.append(plainly(config, sample_tokenizer, *prepare))
+        return found[0]
+
+    return run
 
 
 @pytest.fixture

@@ -71,13 +71,8 @@ def test_a_stale_lock_of_a_compiler_is_named(tmp_path, monkeypatch, capsys):
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(engine, "COMPILE_SECONDS", 0.2)
-    with engine.say_what_compiles():
-        time.sleep(1)
+    engine.name_locks()
     assert f"{lock}: an operator is being compiled" in capsys.readouterr().err
-    with engine.say_what_compiles():
-        pass
-    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -5,12 +5,11 @@ resuming.    pytest tests/training/test_lora.py
 import json
 import shutil
 
-import numpy as np
 import peft
 import pytest
 import torch
 from harness.inputs import save_tiny_llama, strategy
-from harness.runs import plainly, read_metrics
+from harness.runs import assert_same, plainly
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,12 +41,6 @@ def base(tmp_path_factory, sample_tokenizer):
     )
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """The reference run, once for all layouts."""
-    return {}
-
-
 @pytest.fixture
 def write(tiny_config, base):
     """tiny_config with adapters: six steps."""
@@ -72,15 +65,6 @@ def last_checkpoint(run_folder):
     return list_complete(run_folder / "checkpoints")[-1]
 
 
-def assert_equal_to(expected, run_folder, rtol=1e-5):
-    losses, norms, _, (before, after), *_ = expected
-    steps = read_metrics(run_folder)
-    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=rtol)
-    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=rtol)
-    evals = [e["eval_loss"] for e in read_metrics(run_folder, "eval")]
-    np.testing.assert_allclose([evals[0], evals[-1]], [before, after], rtol=rtol)
-
-
 def assert_only_trained(checkpoint, bytes_trained):
     """Nothing of the base model: fp32 weights and moments, and at stages 0 to 2 the weights."""
     files = list((checkpoint / SHARDS).iterdir())
@@ -91,7 +75,7 @@ def assert_only_trained(checkpoint, bytes_trained):
     "name, ranks, checkpointing", [("zero1", 1, True), ("zero2", 2, False), ("zero3", 2, True)]
 )
 def test_lora_equals_a_plain_loop_with_peft(
-    forks, write, tmp_path, sample_tokenizer, plain, name, ranks, checkpointing
+    forks, write, tmp_path, plain_once, name, ranks, checkpointing
 ):
     file = strategy(tmp_path, name)
     if name == "zero3":  # so that nothing stays gathered because it will be needed again
@@ -100,11 +84,10 @@ def test_lora_equals_a_plain_loop_with_peft(
             ds_config["zero_optimization"][f"stage3_{key}"] = 0
         file.write_text(json.dumps(ds_config))
     config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
-    if not plain:
-        plain["lora"] = plainly(config, sample_tokenizer, with_peft)
+    plain = plain_once(config, with_peft)
     module = "gathered" if name == "zero3" else "train"
     forks.finish(config, ranks=ranks, module=module)
-    assert_equal_to(plain["lora"], tmp_path / "run")
+    assert_same(tmp_path / "run", plain)
     assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
     for counted in (tmp_path / "run").glob("gathered_*.json"):
         counts = json.loads(counted.read_text())
@@ -114,18 +97,17 @@ def test_lora_equals_a_plain_loop_with_peft(
 
 
 def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
-    forks, write, tmp_path, base, sample_tokenizer, plain
+    forks, write, tmp_path, base, plain_once
 ):
     config, run_folder, moved = write(), tmp_path / "run", tmp_path / "moved"
-    if not plain:
-        plain["lora"] = plainly(config, sample_tokenizer, with_peft)
+    plain = plain_once(config, with_peft)
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step
     forks.finish(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
     shutil.copytree(base, moved)  # the same weights at another place
     flags = ("--ds_config", strategy(tmp_path, "zero3"), "--model.name_or_path", moved)
     forks.finish(config, *flags, ranks=3)
-    assert_equal_to(plain["lora"], run_folder)
+    assert_same(run_folder, plain)
     last = last_checkpoint(run_folder)
     assert_only_trained(last, 4 * TRAINED)
 
@@ -160,7 +142,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, in_4_bits)
     forks.finish(config, ranks=2, module="nf4_on_cpu")
-    assert_equal_to(expected, tmp_path / "run")
+    assert_same(tmp_path / "run", expected)
     assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
     config = parse_command_line(["--config", str(config)]).config
     with pytest.raises(UserError, match=r"^model\.quantization: nf4 needs a GPU"):
@@ -183,7 +165,7 @@ def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, freeze_others)
     forks.finish(config, ranks=2)
-    assert_equal_to(expected, tmp_path / "run")
+    assert_same(tmp_path / "run", expected)
     assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * (3 * 32 * INNER + 32))
 
 

@@ -23,12 +23,6 @@ def export(run_folder, out):
 
 
 @pytest.fixture(scope="module")
-def plain():
-    """The reference run, once for all layouts."""
-    return {}
-
-
-@pytest.fixture(scope="module")
 def large_vocabulary(tmp_path_factory, sample_tokenizer):
     folder = tmp_path_factory.mktemp("large_vocabulary")
     return save_tiny_llama(folder, sample_tokenizer, 0.0, vocabulary=8192, hidden_size=128)
@@ -48,7 +42,7 @@ LAYOUTS = [  # strategy, ranks, tokens of a micro-batch, batching, activation ch
 
 @pytest.mark.parametrize("name, ranks, budget, batching, recompute", LAYOUTS)
 def test_equals_a_plain_loop(
-    forks, tiny_config, tmp_path, sample_tokenizer, chat_rows, plain, name, ranks, budget, batching,
+    forks, tiny_config, tmp_path, chat_rows, plain_once, name, ranks, budget, batching,
     recompute,
 ):  # fmt: skip
     """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's. The
@@ -67,21 +61,19 @@ def test_equals_a_plain_loop(
         data__eval_sources=[str(write_rows(tmp_path / "eval.jsonl", chat_rows[:30]))],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
-    if not plain:
-        plain["run"] = plainly(config, sample_tokenizer)
+    plain = plain_once(config)
     forks.finish(config, ranks=ranks)
 
-    assert_same(tmp_path / "run", plain["run"])
+    assert_same(tmp_path / "run", plain)
     assert len(read_metrics(tmp_path / "run", "eval")) == 2
     steps = read_metrics(tmp_path / "run")
     assert len(steps) == 12
     micro_steps = {step["micro_steps"] for step in steps}
     assert name != "zero2" or shared or (len(micro_steps) > 1 and min(micro_steps) > 1)
     assert batching != "packed" or all(s["padding_efficiency"] == 1 for s in steps)
-    rates = plain["run"].learning_rates
-    np.testing.assert_allclose([s["lr"] for s in steps], rates, rtol=1e-9)
+    np.testing.assert_allclose([s["lr"] for s in steps], plain.learning_rates, rtol=1e-9)
     export(tmp_path / "run", tmp_path / "hf")
-    assert_same_weights(tmp_path / "hf", plain["run"])
+    assert_same_weights(tmp_path / "hf", plain)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -126,7 +118,7 @@ def test_sequences_that_cannot_be_shared_are_refused(
     [("bf16", "zero0"), ("bf16", "zero1"), ("bf16", "zero3_offload"), ("fp16", "zero2")],
 )
 def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
-    forks, tiny_config, tmp_path, sample_tokenizer, plain, precision, name
+    forks, tiny_config, tmp_path, plain_once, precision, name
 ):
     """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: test_config.py."""
     ds_config = json.loads(strategy(tmp_path, name).read_text())
@@ -137,17 +129,18 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
         train__precision=precision,
         ds_config=str(tmp_path / "ds.json"),
     )
-    if not plain:
-        plain["run"] = plainly(config, sample_tokenizer)
-    losses, norms, *_ = plain["run"]
+    plain = plain_once(config)
     module = "fp16_on_cpu" if precision == "fp16" else "train"
     forks.finish(config, ranks=2, module=module)
     steps = read_metrics(tmp_path / "run")
     assert not any(s["update_skipped"] for s in steps)
     # bf16 has 8 bits of mantissa, 0.4 %, fp16 11; the loss averages over hundreds of tokens
     coarse = 1 if precision == "bf16" else 0.2
-    np.testing.assert_allclose([s["loss"] for s in steps], losses, rtol=coarse * 5e-3)
-    np.testing.assert_allclose([s["grad_norm"] for s in steps], norms, rtol=coarse * 5e-2)
+    for name, expected, rtol in (
+        ("loss", plain.losses, 5e-3),
+        ("grad_norm", plain.grad_norms, 5e-2),
+    ):
+        np.testing.assert_allclose([s[name] for s in steps], expected, rtol=coarse * rtol)
 
     cut = tmp_path / "cut"
     cut.mkdir()

@@ -54,7 +54,8 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
     elif config.trainable:
         _freeze_others(model, config.trainable)
     # Without a gradient, AdamW's weight decay alone would change what is not used for text.
-    for parameter in set(model.parameters()).difference(*_text_parameters(model)):
+    used = {p for module in _text_modules(model) for p in module.parameters(recurse=False)}
+    for parameter in set(model.parameters()) - used:
         parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         key = "lora" if config.lora else "trainable"
@@ -113,10 +114,6 @@ def _text_modules(model: nn.Module) -> set[nn.Module]:
     if not is_multimodal(model.config):
         return set(model.modules())
     return {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
-
-
-def _text_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
-    return [list(module.parameters(recurse=False)) for module in _text_modules(model)]
 
 
 def _ending_in(key: str, endings: list[str], modules: dict[str, nn.Module]) -> list[str]:

@@ -2,9 +2,7 @@
 
 import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
@@ -32,33 +30,19 @@ from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import parameter_groups, reset_update_count
 from zerotrain.training.setup import Setup
 
-COMPILE_SECONDS = 30
 
-
-@contextmanager
-def say_what_compiles() -> Iterator[None]:
-    """Name the locks of torch's extension cache that exist after COMPILE_SECONDS. A process that is
-    killed while it compiles leaves one, for which every later start would wait in silence.
+def name_locks() -> None:
+    """Name the locks of torch's extension cache. A process that is killed while it compiles leaves
+    one, for which DeepSpeed would wait in silence.
     """
-
-    def report() -> None:
-        cache = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-        for lock in sorted(Path(cache).rglob("lock")):
-            print(
-                f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
-                "does that (a compiler would run), remove the file",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    timer = threading.Timer(COMPILE_SECONDS, report)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in sorted(cache.rglob("lock")):
+        print(
+            f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
+            "does that (a compiler would run), remove the file",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def build_engine(
@@ -98,9 +82,9 @@ def build_engine(
         model.enable_input_require_grads()
     if stage == 0 and setup.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
+    name_locks()
     try:
-        # DeepSpeed prints its memory use, in 15 lines
-        with say_what_compiles(), redirect_stdout(StringIO()):
+        with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),

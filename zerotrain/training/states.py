@@ -31,9 +31,8 @@ class ModelStates:
     def __str__(self) -> str:
         parts = [f"{name} {size / GIB:.3g}" for name, size in self.on_device.items()]
         parts += [f"{name} {size / GIB:.3g} offloaded" for name, size in self.offloaded.items()]
-        return f"model states {sum(self.on_device.values()) / GIB:.3g} GiB per rank: " + ", ".join(
-            parts
-        )
+        total = sum(self.on_device.values()) / GIB
+        return f"model states {total:.3g} GiB per rank: {', '.join(parts)}"
 
 
 def model_states(
@@ -54,39 +53,43 @@ def model_states(
         UserError: the ZeRO stage is not a number.
     """
     stage = zero_stage(ds_config)
-    on_device = {what: device == "none" for what, device in offload_devices(ds_config).items()}
     tensor_parallel, _ = group_sizes(ds_config)
     ranks //= tensor_parallel
-    frozen = _linear_weights(skeleton, skeleton.get_output_embeddings())
-    quantized = sum(p.numel() for p in frozen if not p.requires_grad)
-    quantized *= config.quantization is not None
-    divided = _linear_weights(skeleton, skeleton.get_input_embeddings())
+    width = weight_bytes(ds_config)
+    summed = gradient_bytes(ds_config)
+    linear = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
+    # tensor parallelism is for models trained as a whole, and divides all but the embeddings
+    divided = linear.difference(skeleton.get_input_embeddings().parameters())
     elsewhere = (1 - 1 / tensor_parallel) * sum(p.numel() for p in divided)
     total = counts.total - elsewhere
-    trained = counts.trained - elsewhere  # tensor parallelism is for models trained as a whole
+    trained = counts.trained - elsewhere
     updated = trained / ranks if stage >= 1 else trained
+    quantized = 0
+    if config.quantization:  # the frozen ones in 4 bits, but not the output head
+        in_4_bits = linear.difference(skeleton.get_output_embeddings().parameters())
+        quantized = sum(p.numel() for p in in_4_bits if not p.requires_grad)
 
-    width = weight_bytes(ds_config)
     held = width * (total - quantized) + NF4_BYTES * quantized
     weights = held / (ranks if stage == 3 else 1)
     secondary = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if secondary > 1:  # a second partition, over a node's GPUs
         weights += held / secondary
-    summed = gradient_bytes(ds_config)
-    if stage < 2 and summed != width:
-        summed += width  # its BF16_Optimizer keeps the 16-bit gradients next to their sum
+    is_wider = summed != width
+    # stage 1's BF16_Optimizer keeps the 16-bit gradients next to their sum in fp32
+    gradients = summed + (width if stage < 2 and is_wider else 0)
     states = {
         "weights": weights,
-        "gradients": summed * trained / (ranks if stage >= 2 else 1),
+        "gradients": gradients * trained / (ranks if stage >= 2 else 1),
         "optimizer": (MOMENTS + (MASTER if stage or width < 4 else 0)) * updated,
     }
-    stays = {
-        "weights": on_device["param"],
+    devices = offload_devices(ds_config)
+    moved = {
+        "weights": devices["param"] != "none",
         # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, also with offload
-        "gradients": on_device["optimizer"] or (stage == 2 and summed != width),
-        "optimizer": on_device["optimizer"],
+        "gradients": devices["optimizer"] != "none" and not (stage == 2 and is_wider),
+        "optimizer": devices["optimizer"] != "none",
     }
-    offloaded = {name: states.pop(name) for name, stay in stays.items() if not stay}
+    offloaded = {name: states.pop(name) for name in moved if moved[name]}
     return ModelStates(states, offloaded, trained, updated)
 
 
@@ -100,12 +103,3 @@ def gradient_bytes(ds_config: dict[str, Any]) -> int:
     """Bytes of an element of the gradients that are summed over micro-steps."""
     sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
     return 4 if sums == "fp32" else weight_bytes(ds_config)
-
-
-def _linear_weights(skeleton: nn.Module, but: nn.Module) -> list[nn.Parameter]:
-    """Weights of the linear layers but those of a module: model.quantization keeps the frozen ones
-    in 4 bits but the output head, and tensor parallelism divides all that are no embeddings too.
-    """
-    others = set(but.parameters())
-    weights = [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)]
-    return [weight for weight in weights if weight not in others]
