@@ -144,10 +144,9 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
         return setup, tokenizer
 
     setup, tokenizer = run_on_all_ranks(ranks, open_here, first_on_node=True)
-    require_same(ranks, "the DeepSpeed config", json.dumps(setup.ds_config, indent=1))
-    cost = setup.architecture.linear_cost
-    text = dump_config(setup.config)
-    require_same(ranks, "the resolved config", f"{text}linear_cost: {cost}")
+    ds_config = json.dumps(setup.ds_config, indent=1)
+    text = f"linear_cost: {setup.architecture.linear_cost}\n{dump_config(setup.config)}{ds_config}"
+    require_same(ranks, "the resolved config", text)
     return setup, tokenizer
 
 
