@@ -23,7 +23,7 @@ from zerotrain.model.architecture import (
     meta_model,
 )
 from zerotrain.model.packing import resolve_batching
-from zerotrain.model.probes import check_causal
+from zerotrain.model.probes import check_causal, check_end_tokens
 from zerotrain.runtime.errors import UserError
 
 torch.set_num_threads(1)
@@ -64,6 +64,19 @@ def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
         with pytest.raises(UserError, match=rf"{type(model).__name__} is not causal .*is_decoder"):
             check_causal(model, range(5, 64), CPU)
     assert model.training
+
+
+def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tokenizer):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": 320}))
+    end = sample_tokenizer.eos_token_id
+    head = model.get_output_embeddings().requires_grad_(False)
+    check_end_tokens(model, sample_tokenizer, [end], CPU)
+    head.weight[7] = head.weight[end]
+    with pytest.raises(UserError, match="the token of id 7: the model would never learn to stop"):
+        check_end_tokens(model, sample_tokenizer, [end], CPU)
+    head.requires_grad_(True)
+    check_end_tokens(model, sample_tokenizer, [end], CPU)
 
 
 # --------------------------------------------------------------------------------------------------
