@@ -1,5 +1,6 @@
 """Runs drawn as one page.    pytest tests/tools/test_report.py"""
 
+import base64
 import json
 import math
 import os
@@ -66,12 +67,36 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(tmp_path, capsys):
     draw(write_run(tmp_path / "run", 200))
     assert capsys.readouterr().out == f"{tmp_path}/run/report.html\n"
     page = (tmp_path / "run" / "report.html").read_text().partition("<h1>")[2]
+    first, *folded = page.split("<details")
     for text in (
-        "0:01:40", "restarts", "loss/math", "Learning rate", "Gradient norm", "MFU",
-        "no padding", "Peak memory", "Seconds of a step", "Matrix products", "Waiting for data",
-        "7 node-1", "Incidents", "Answers at step 200", "1+1?", "Starts", "seed: 0",
+        "200 steps on 4 ranks", "math: 3.000", "<b>0:01:40</b><br>hours", "<b>1</b><br>restarts",
+        "<b>1</b><br>incidents", "<b>8,000</b><br>tokens/s", "held out: math", "Learning rate",
+        "Gradient norm",
     ):  # fmt: skip
-        assert text in page, text
+        assert text in first, text
+    for text in (
+        "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Matrix products",
+        "Waiting for data", "7 node-1", "Incidents", "Answers at step 200", "1+1?",
+        "<td>99</td><td>4</td><td>node-0</td><td>8 x x</td>", "seed: 0",
+    ):  # fmt: skip
+        assert any(text in part for part in folded), text
+
+
+def test_the_smoothed_loss_is_centred_and_in_front_of_points_of_the_held_out_loss(tmp_path):
+    page = report_page([write_run(tmp_path / "run", 1000)]).partition("<h1>")[2]
+    traces, _ = json.JSONDecoder().raw_decode(page, page.index("[{"))
+    assert [trace["mode"] for trace in traces] == ["lines", "markers", "lines"]
+    smooth = thin(
+        read_run(tmp_path / "run").series["loss"].rolling(21, center=True).mean().dropna()
+    )
+    drawn = dict(zip(*(decoded(traces[-1][axis]) for axis in "xy"), strict=True))
+    assert all(drawn[x] == pytest.approx(y) for x, y in smooth.items() if x in drawn)
+    assert len(drawn) > 900
+
+
+def decoded(values):
+    """The numbers of a trace, which plotly writes as base64."""
+    return np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"])
 
 
 def test_thinning_keeps_every_spike():
@@ -125,8 +150,8 @@ def test_the_page_in_a_browser_is_drawn_and_runs_no_text_of_a_run(tmp_path):
     assert page.stat().st_size < 10e6, "4.8 MB of it are plotly"
     measure = "setTimeout(() => { document.body.dataset.width = document.body.scrollWidth }, 9000)"
     narrow = "max-width: 388px; margin: 0;"  # and its padding: 420
-    assert "max-width: 80rem; margin: 0 auto;" in page.read_text()
-    drawn = page.read_text().replace("max-width: 80rem; margin: 0 auto;", narrow)
+    assert "max-width: 84rem; margin: 0 auto;" in page.read_text()
+    drawn = page.read_text().replace("max-width: 84rem; margin: 0 auto;", narrow)
     page.write_text(f"{drawn}<script>{measure}</script>")
     shown = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
@@ -135,7 +160,7 @@ def test_the_page_in_a_browser_is_drawn_and_runs_no_text_of_a_run(tmp_path):
         capture_output=True, text=True, timeout=500, check=True,
     ).stdout  # fmt: skip
     assert f"<title>{tmp_path}/a/run&lt;b&gt; · {tmp_path}/b/run&lt;b&gt;</title>" in shown
-    assert shown.count('class="main-svg"') >= 5 and "<img" not in shown.partition("<h1>")[2]
+    assert shown.count('class="main-svg"') >= 3 and "<img" not in shown.partition("<h1>")[2]
     assert "train.x" not in shown and "-  seed: 20000" in shown, "the configs' difference"
     assert int(re.search(r'data-width="(\d+)"', shown)[1]) <= 420
 

@@ -3,14 +3,13 @@ untrusted: they are escaped, and nothing is loaded from elsewhere.
 """
 
 import difflib
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from html import escape
+from itertools import cycle
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -22,24 +21,24 @@ from plotly.offline import get_plotlyjs
 
 from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import describe
+from zerotrain.tracking.metrics import read_metrics
 
 # readable on white and on black
+COLORS = ("#3b82d6", "#e07b39", "#2f9e6e", "#a05fc4", "#c8a02c", "#d3525c")
 GRAY = "#7b828c"
 FAINT = "rgba(128,128,128,0.25)"
 MAX_POINTS = 2000  # drawn of a series
-MAX_RECORDS = 250  # of a kind other than steps, the last ones
-CHARTS = {  # heading: keys of metrics.jsonl
-    "Loss, nats per token; restarts are dashed lines": ("loss", "loss, smoothed"),
-    "Learning rate": ("lr",),
-    "Gradient norm, before clipping": ("grad_norm",),
-    "Tokens/s of all ranks, no padding": ("tokens_per_s",),
-    "MFU": ("mfu",),
-    "Computed tokens that are no padding": ("padding_efficiency",),
+MAX_RECORDS = 50  # of a table, the last ones
+FIRST_CHARTS = {"Learning rate": ("lr",), "Gradient norm, before clipping": ("grad_norm",)}
+OTHER_CHARTS = {  # heading: keys of metrics.jsonl
+    "Tokens/s of all ranks, without padding": ("tokens_per_s",),
+    "Share of the GPUs' peak (MFU)": ("mfu",),
+    "Share of computed tokens that are no padding": ("padding_efficiency",),
     "Peak memory of rank 0, GiB": ("memory_peak_gib",),
-    "Router loss, no coefficient": ("router_loss",),
-    "Answers that match exactly": ("exact_match",),
-    "Seconds of a step": (
+    "Share of answers that match exactly": ("exact_match",),
+    "Router loss, without its coefficient": ("router_loss",),
+    "Seconds of a step, and of its phases": (
         "step_seconds", "data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
     ),
 }  # fmt: skip
@@ -58,127 +57,168 @@ class RunRecords:
     problems: list[str]
     """What is missing or cannot be read."""
 
+    @property
+    def held_out(self) -> dict[str, pd.Series]:
+        """The losses of the held-out sets by the sets' names."""
+        names = {key: key.removeprefix("loss/").replace("_", " ") for key in self.series}
+        return {names[key]: self.series[key] for key in names if key.startswith("loss/")}
+
 
 def read_run(folder: Path) -> RunRecords:
-    """Raises UserError: it is not a run folder."""
-    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    """What a run has recorded, and its resolved configs.
+
+    Raises:
+        UserError: the folder is not a run folder.
+    """
+    lines = read_metrics(folder, None)
     problems = []
-    configs = ""
-    try:
-        stat_inside(folder, METRICS)  # a pipe would be waited for, a link could lead anywhere
-        lines = (folder / METRICS).read_bytes().splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder}: not a run folder ({describe(error)}); give output_dir of a run"
-        ) from None
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)  # which may have half a surrogate pair
-            record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
-            if type(record["step"]) is not int or not 0 <= record["step"] < 1 << 53:
-                raise ValueError("not a step")
-            records[str(record["kind"])].append(record)
-    unreadable = len(lines) - sum(len(of_kind) for of_kind in records.values())
+    unreadable = len((folder / METRICS).read_bytes().splitlines()) - len(lines)
     if unreadable:
         problems.append(f"{METRICS}: {unreadable:,} lines cannot be read")
+    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in lines:
+        records[str(record["kind"])].append(record)
     values: dict[str, dict[int, float]] = defaultdict(dict)
-    for record in [*records.pop("train", []), *records.pop("eval", [])]:
+    for record in [*records["train"], *records["eval"]]:
         for key, value in record.items():
             values[key][record["step"]] = number(value)
-    if "loss" not in values:
-        problems.append("no step is recorded: the run ended, or still is, before its first")
     frame = pd.DataFrame(values).sort_index().dropna(axis="columns", how="all")
-    series = {key: points.dropna() for key, points in frame.items()}
-    if "loss" in series:
-        halflife = max(1.0, len(series["loss"]) / 100)
-        series["loss, smoothed"] = series["loss"].ewm(halflife=halflife).mean()
+    if "loss" not in frame:
+        problems.append("no step is recorded: the run ended, or still is, before its first")
+    configs = ""
     for name in (RESOLVED_CONFIG, RESOLVED_DS_CONFIG):
         try:
             stat_inside(folder, name)
             configs += f"# {name}\n{(folder / name).read_text(errors='replace')}\n"
         except (OSError, ValueError) as error:
             problems.append(describe(error))
-    last = {kind: of_kind[-MAX_RECORDS:] for kind, of_kind in records.items()}
-    return RunRecords(str(folder), series, last, configs, problems)
+    series = {key: points.dropna() for key, points in frame.items()}
+    return RunRecords(str(folder), series, records, configs, problems)
 
 
 def report_page(folders: Sequence[Path]) -> str:
-    """Raises UserError: one of the folders is not a run folder."""
+    """The page. Raises UserError: one of the folders is not a run folder."""
     runs = [read_run(folder) for folder in folders]
-    facts = pd.DataFrame({run.name: summary(run) for run in runs}).fillna("")
     body = [f"<p>⚠ {escape(run.name)}: {escape(text)}</p>" for run in runs for text in run.problems]
-    body += [table(["", *facts], facts.reset_index().to_numpy().tolist()), *charts(runs)]
     for run in runs:
-        body += [f"<h1>{escape(run.name)}</h1>" * (len(runs) > 1), *heat_maps(run)]
-        body.append(records_table("Incidents", run.records.get("event"), "step", "name", "text"))
-        for record in run.records.get("generations", [])[-6:]:
-            title = f"Answers at step {record['step']:,}: {shown(record.get('set'))}"
-            columns = ("prompt", "expected", "answer", "score")
-            body.append(records_table(title, record.get("rows"), *columns))
-        columns = ("step", "world_size", "hosts", "devices")
-        body.append(records_table("Starts", run.records.get("start"), *columns))
-        text = run.configs
-        if run is not runs[0]:
-            texts = (runs[0].configs.splitlines(), run.configs.splitlines())
-            text = "\n".join(difflib.unified_diff(*texts, runs[0].name, run.name, n=0, lineterm=""))
-        title = "Configs" if run is runs[0] else f"Configs: differences from {runs[0].name}"
-        body.append(section(title, f"<details><pre>{escape(text) or 'none'}</pre></details>"))
+        title = f"<b>{escape(run.name)}</b>: " if len(runs) > 1 else ""
+        boxes = (f"<div><b>{value}</b><br>{unit}</div>" for unit, value in figures(run).items())
+        body.append(f"<p>{title}{escape(sentence(run))}</p><div class=cards>{''.join(boxes)}</div>")
+    first = [loss_chart(runs), *charts(runs, FIRST_CHARTS)]
+    body.append(f"<div class=first>{''.join(first)}</div>")
+    body.append(folded("Speed and memory", "".join(charts(runs, OTHER_CHARTS))))
+    for run in runs:
+        if len(runs) > 1:
+            body.append(f"<h2>{escape(run.name)}</h2>")
+        events = records_table(run.records["event"], "step", "text")
+        body.append(folded("Incidents", events, is_open=True))
+        for record in run.records["generations"][-6:]:
+            answers = records_table(record.get("rows"), "prompt", "expected", "answer", "score")
+            body.append(folded(f"Answers at step {record['step']:,}: {record.get('set')}", answers))
+        body.append(folded("Ranks", "".join(heat_maps(run))))
+        starts = [{**start, "ranks": start.get("world_size")} for start in run.records["start"]]
+        body.append(folded("Starts", records_table(starts, "step", "ranks", "hosts", "devices")))
+        texts = (runs[0].configs.splitlines(), run.configs.splitlines())
+        lines = difflib.unified_diff(*texts, runs[0].name, run.name, n=0, lineterm="")
+        if run is runs[0]:
+            body.append(folded("Configs", f"<pre>{escape(run.configs)}</pre>"))
+        else:
+            difference = escape("\n".join(lines))
+            title = f"Configs: differences from {runs[0].name}"
+            body.append(folded(title, f"<pre>{difference}</pre>"))
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     names = escape(" · ".join(run.name for run in runs))
-    return Template(template).substitute(title=names, plotly=get_plotlyjs(), body="\n".join(body))
+    page = Template(template).substitute(title=names, plotly=get_plotlyjs(), body="\n".join(body))
+    return page.encode("utf-8", "replace").decode()  # a text may have half a surrogate pair
 
 
-def summary(run: RunRecords) -> dict[str, str]:
-    """The table at the top of the page."""
-    facts = {"steps": "none is finished"}
-    starts = run.records.get("start", [])
-    if "loss" in run.series:
-        facts["steps"] = f"{run.series['loss'].index[-1]:,}"
-        facts["loss, last step"] = f"{run.series['loss'].iloc[-1]:.4f}"
+def sentence(run: RunRecords) -> str:
+    """How the run went."""
+    if "loss" not in run.series:
+        return "No step is finished."
+    loss = run.series["loss"]
+    text = f"{loss.index[-1]:,} steps"
+    if run.records["start"]:
+        text += f" on {shown(run.records['start'][-1].get('world_size'))} ranks"
     if "time" in run.series:
-        times = run.series["time"].clip(0, 1e11)
-        lasted = timedelta(seconds=round(times.max() - times.min()))
-        facts["duration"] = f"{lasted}, to {datetime.fromtimestamp(times.max(), UTC):%F %H:%M} UTC"
-    if starts:
-        start = starts[-1]
-        facts["ranks"] = f"{shown(start.get('world_size'))} on {shown(start.get('hosts'))}"
-        facts["restarts"] = f"{len(starts) - 1:,}"
-    for name, points in run.series.items():
-        if "/" in name:
-            best = points.idxmax() if name.startswith("exact_match") else points.idxmin()
-            last = f"{points.iloc[-1]:.4f} at step {points.index[-1]:,}"
-            facts[name] = f"{last}, best {points[best]:.4f} at step {best:,}"
-    for key in ("tokens_per_s", "mfu", "step_seconds", "data_seconds"):
-        if key in run.series:
-            facts[f"{key}, median"] = f"{run.series[key].median():,.4g}"
-    return facts
+        ended = datetime.fromtimestamp(run.series["time"].clip(0, 1e11).max(), UTC)
+        text += f", until {ended:%F %H:%M} UTC"
+    text += f"; the training loss fell from {loss.iloc[0]:.3f} to {loss.iloc[-1]:.3f}"
+    text = text.replace("fell", "fell" if loss.iloc[-1] < loss.iloc[0] else "rose")
+    for name, held in run.held_out.items():
+        text += f"; {name}: {held.iloc[-1]:.3f}, at best {held.min():.3f} at step {held.idxmin():,}"
+    return f"{text}."
 
 
-def charts(runs: Sequence[RunRecords]) -> Iterator[str]:
-    restarts = [start["step"] for run in runs for start in run.records.get("start", [])[1:]]
-    for heading, keys in CHARTS.items():
-        parts = []
+def figures(run: RunRecords) -> dict[str, str]:
+    """The figures of the first screen."""
+    best = [f"{held.min():.4f}" for held in run.held_out.values()]
+    times = run.series.get("time", pd.Series([0.0])).clip(0, 1e11)
+    speed = run.series.get("tokens_per_s", pd.Series([0.0])).median()
+    return {
+        "best held-out loss, nats per token": best[0] if best else "-",
+        "tokens/s, median": f"{speed:,.0f}",
+        "hours:minutes:seconds": str(timedelta(seconds=round(times.max() - times.min()))),
+        "restarts": f"{max(0, len(run.records['start']) - 1):,}",
+        "incidents": f"{len(run.records['event']):,}",
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Charts
+
+
+def loss_chart(runs: Sequence[RunRecords]) -> str:
+    """Each run's loss, its held-out losses as points, and in front of them the smoothed loss."""
+    figure = go.Figure()
+    for color, run in zip(cycle(COLORS), runs, strict=False):
+        loss = run.series.get("loss", pd.Series(dtype=float))
+        window = 1 + 2 * (len(loss) // 100)
+        smooth = loss.rolling(window, center=True, min_periods=1).mean()
+        traces = [("training, each step", loss, {"mode": "lines", "opacity": 0.35})]
+        for symbol, (name, held) in zip(cycle(range(1, 9)), run.held_out.items(), strict=False):
+            points = {"mode": "markers", "marker_size": 10, "marker_symbol": symbol}
+            traces.append((f"held out: {name}", held, points))
+        traces.append(("training, smoothed", smooth, {"mode": "lines", "line_width": 3}))
+        for name, values, style in traces:
+            drawn = thin(values)
+            label = escape(f"{run.name}: {name}" if len(runs) > 1 else name)
+            figure.add_scatter(
+                x=drawn.index, y=drawn, name=label, line_color=color, marker_color=color, **style
+            )
+    restarts = [start["step"] for run in runs for start in run.records["start"][1:]]
+    for step in restarts[-20:]:
+        figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
+    figure.update_yaxes(type="log")
+    figure.update_layout(height=480)
+    dashed = "; a restart is a dashed line" * bool(restarts)
+    return section(f"Loss, nats per token{dashed}", figure)
+
+
+def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """A section for each heading of which a run has values."""
+    for heading, keys in wanted.items():
+        figure = go.Figure()
         for run in runs:
-            for name, points in run.series.items():
-                if name.partition("/")[0] in keys:
-                    label = f"{run.name}: {name}" if len(runs) > 1 else name
-                    part = thin(points).rename("value").rename_axis("step").reset_index()
-                    parts.append(part.assign(series=escape(label)))
-        if parts:
-            points = pd.concat(parts)
-            figure = px.line(points, x="step", y="value", color="series", render_mode="svg")
-            height = 200 + 20 * len(parts)
-            figure.update_layout(showlegend=len(parts) > 1, height=height, yaxis_title_text="")
-            for step in restarts[-20:]:
-                figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
-            yield section(heading, figure_html(figure))
+            for key, values in run.series.items():
+                name, _, held_out = key.partition("/")
+                if name not in keys:
+                    continue
+                part = held_out or (name.removesuffix("_seconds") if len(keys) > 1 else "")
+                label = ": ".join(filter(None, [run.name if len(runs) > 1 else "", part]))
+                drawn = thin(values)
+                figure.add_scatter(x=drawn.index, y=drawn, name=escape(label), mode="lines")
+        figure.update_yaxes(rangemode="tozero")
+        figure.update_layout(showlegend=len(figure.data) > 1, height=215)
+        if figure.data:
+            yield section(heading, figure)
 
 
 def thin(points: pd.Series) -> pd.Series:
     """At most MAX_POINTS: of each bin of steps the smallest and the largest value, so that no spike
     is lost.
     """
-    bins = points.groupby(pd.RangeIndex(len(points)) * (MAX_POINTS // 2) // len(points))
+    bins = points.groupby(pd.RangeIndex(len(points)) * (MAX_POINTS // 2) // max(1, len(points)))
     return points.loc[sorted({*bins.idxmin(), *bins.idxmax()})]
 
 
@@ -189,7 +229,7 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
         ("data_seconds", "Waiting for data, % of a step", (-20, 20)),
     ):
         columns = {}
-        for record in run.records.get("ranks", []):
+        for record in run.records["ranks"]:
             values = pd.Series([number(value) for value in listed(record.get(key))], dtype=float)
             whole = values.median()
             if key == "data_seconds":
@@ -200,18 +240,18 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
         if frame.notna().any(axis=None):
             names = [escape(shown(host)) for host in hosts] + [""] * len(frame)
             frame.index = [f"{rank} {names[rank]}" for rank in frame.index]
+            scale = [COLORS[0], FAINT, COLORS[-1]]
             heat = px.imshow(
-                frame, zmin=limits[0], zmax=limits[1], aspect="auto",
-                color_continuous_scale=["#3b82d6", FAINT, "#d3525c"],
-                height=60 + 18 * min(len(frame), 60),
+                frame, zmin=limits[0], zmax=limits[1], aspect="auto", color_continuous_scale=scale,
+                height=80 + 18 * min(len(frame), 60),
             )  # fmt: skip
             heat.update_coloraxes(showscale=False)
-            yield section(title, figure_html(heat))
+            yield section(title, heat)
 
 
-def figure_html(figure: go.Figure) -> str:
+def section(heading: str, figure: go.Figure) -> str:
     figure.update_layout(
-        template="none", font_color=GRAY, legend_title_text="", autosize=True,
+        template="none", font_color=GRAY, autosize=True, colorway=COLORS,
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 50, "r": 5, "t": 10, "b": 40},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
@@ -219,22 +259,29 @@ def figure_html(figure: go.Figure) -> str:
     figure.update_xaxes(gridcolor=FAINT, zerolinecolor=FAINT)
     figure.update_yaxes(gridcolor=FAINT, zerolinecolor=FAINT, automargin=True)
     options = {"displayModeBar": False, "responsive": True}
-    return figure.to_html(full_html=False, include_plotlyjs=False, config=options)
+    html = figure.to_html(full_html=False, include_plotlyjs=False, config=options)
+    return f"<section><h2>{escape(heading)}</h2>{html}</section>"
 
 
-def records_table(title: str, records: Any, *columns: str) -> str:
-    rows = [[r.get(c) for c in columns] for r in listed(records)[-50:] if isinstance(r, dict)]
-    return section(title, table(columns, rows)) if rows else ""
+# --------------------------------------------------------------------------------------------------
+# Tables
 
 
-def table(headings: Iterable[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = ["".join(f"<th>{escape(heading)}</th>" for heading in headings)]
-    lines += ["".join(f"<td>{escape(shown(cell))}</td>" for cell in row) for row in rows]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+def folded(title: str, body: str, is_open: bool = False) -> str:
+    """A section that a click unfolds, or nothing if its body is empty."""
+    attribute = " open" if is_open else ""
+    return f"<details{attribute}><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
-def section(title: str, body: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n{body}"
+def records_table(records: Any, *columns: str) -> str:
+    """The last records as a table, or nothing if there are none."""
+    rows = [
+        "".join(f"<td>{escape(shown(record.get(column)))}</td>" for column in columns)
+        for record in listed(records)[-MAX_RECORDS:]
+        if isinstance(record, dict)
+    ]
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    return f"<table><tr>{head}</tr><tr>" + "</tr><tr>".join(rows) + "</tr></table>" if rows else ""
 
 
 def listed(value: Any) -> list[Any]:
@@ -242,7 +289,10 @@ def listed(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    """A value of a record as a reader expects it: without quotes and brackets."""
+    if isinstance(value, dict):
+        return ", ".join(f"{count} x {name}" for name, count in value.items())
+    return ", ".join(map(shown, value)) if isinstance(value, list) else str(value or "")
 
 
 def number(value: Any) -> float:
