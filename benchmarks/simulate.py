@@ -1,6 +1,6 @@
-"""Simulate training on up to thousands of GPUs: balance, communication, a slow node, failures.
+"""Simulate training on up to thousands of GPUs: balance, communication, a slow node.
 
-    python benchmarks/simulate.py [LENGTHS.npy] [--ranks 8 64 512 4096] [--out simulation.html]
+    python benchmarks/simulate.py [LENGTHS.npy] [--ranks 8 64 512 4096]
 
 The step plan and the samplers of transformers' Trainer divide the same global batches, which fill
 --micro_steps micro-batches of each rank to nine tenths. Efficiency is the time of the real tokens
@@ -16,8 +16,6 @@ from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
-import plotly.express as px
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -27,7 +25,6 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.data.plan import Budget, plan_step
-from zerotrain.tools.estimate import daly_seconds
 
 OPTIONS = {  # name: default, help
     "micro_batch_tokens": (8192, "longer examples are cut to it"),
@@ -39,15 +36,11 @@ OPTIONS = {  # name: default, help
     "link_gb_per_s": (400.0, "of the ring's slowest link: all NICs of a node together"),
     "hop_microseconds": (2.0, "mean latency from one GPU of the ring to the next"),
     "slowdown": (1.25, "of the compute of the first node, which has the largest micro-batches"),
-    "node_mtbf_hours": (6000.0, "mean time between failures of one node"),
-    "save_seconds": (60.0, "in which nothing trains"),
-    "restart_seconds": (600.0, "from a failure to the next step"),
 }
 ORDERS = ("packed", "bucketed", "batch_rebalance", "group_by_length", "random")
 CASES = ("compute", "ZeRO 1", "ZeRO 2", "ZeRO 3", "slow node")
 BUCKET = 2e8  # parameters of one collective: reduce_bucket_size in ds_configs/
 MAX_REBALANCED = 60_000  # examples: BatchRebalanceSampler takes a minute for a step of as many
-AROUND_BEST = np.geomspace(0.1, 10, 41)  # intervals between saves, the best one in the middle
 Steps = Iterator[list[list[np.ndarray]]]  # lengths at [micro-step][rank], step by step
 
 
@@ -55,7 +48,6 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("lengths", nargs="?", type=Path, help="int .npy; default: log-normal")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--out", type=Path, default=Path("simulation.html"), help="charts")
     for name, (default, text) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args()
@@ -70,19 +62,12 @@ def main() -> None:
         parser.error("every number has to be positive")
     runs = track(list(product(args.ranks, ORDERS)), console=Console(stderr=True))
     rows = [[f"{ranks:,}", order, *measure(order, ranks, lengths, args)] for ranks, order in runs]
-    speed = pd.DataFrame(rows, columns=["ranks", "order", "s per step", *CASES])
-    saves = pd.concat([goodput(ranks, args) for ranks in args.ranks])
+    table = Table("ranks", "order", "s per step", *CASES)
+    for row in rows:
+        table.add_row(*(x if isinstance(x, str) else f"{x:,.3f}" for x in row))
     console = Console(width=100)
     console.print(", ".join(f"{name} {getattr(args, name):g}" for name in OPTIONS))
-    for frame in (speed, saves.loc[[len(AROUND_BEST) // 2]]):
-        table = Table(*frame.columns)
-        for row in frame.itertuples(index=False):
-            table.add_row(*(x if isinstance(x, str) else f"{x:,.3f}" for x in row))
-        console.print(table)
-    cases = speed.melt(["ranks", "order"], CASES, "case", "efficiency")
-    by_order = px.line(cases, "ranks", "efficiency", color="order", facet_col="case", markers=True)
-    by_interval = px.line(saves, "minutes between saves", "goodput", color="ranks", log_x=True)
-    args.out.write_text(by_order.to_html() + by_interval.to_html(include_plotlyjs=False))
+    console.print(table)
 
 
 def measure(order: str, ranks: int, lengths: np.ndarray, args: Namespace) -> list[float]:
@@ -134,15 +119,6 @@ def costs_of(batch: np.ndarray, budget: Budget) -> tuple[int, int]:
     """Cost of a micro-batch of these lengths without and with padding."""
     held = batch if budget.packed else np.full_like(batch, budget.padded(batch.max(initial=0)))
     return budget.cost(batch).sum(), budget.cost(held).sum()
-
-
-def goodput(ranks: int, args: Namespace) -> pd.DataFrame:
-    """Time that computes what is kept, by Daly 2006, doi.org/10.1016/j.future.2004.11.016."""
-    mtbf = 3600 * args.node_mtbf_hours / np.ceil(ranks / args.gpus_per_node)
-    interval = daly_seconds(args.save_seconds, mtbf) * AROUND_BEST
-    failing = np.expm1((interval + args.save_seconds) / mtbf) * np.exp(args.restart_seconds / mtbf)
-    columns = {"hours between failures": mtbf / 3600, "minutes between saves": interval / 60}
-    return pd.DataFrame({"ranks": f"{ranks:,}", **columns, "goodput": interval / mtbf / failing})
 
 
 if __name__ == "__main__":

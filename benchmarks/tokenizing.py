@@ -8,9 +8,6 @@ turn instead. Both have the same byte-level BPE tokenizer, trained on the text t
 made of: the sources of Python's standard library, or the strings in the rows of --text. Both run
 in one process. The ratio is the median of those of rows/s in the same repeat, with the smallest and
 largest one.
-
-Then more rows are tokenized by a pool of processes, on 1, 2 ... cores. What the process that reads
-and writes does for all of them limits a pool of any size; its rows per second of CPU time follow.
 """
 
 import argparse
@@ -33,7 +30,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
 from zerotrain.config.schema import DataConfig
-from zerotrain.data.tokenize import BATCH_ROWS, MIN_POOL_BATCHES, open_cache, tokenize_sources
+from zerotrain.data.tokenize import open_cache, tokenize_sources
 from zerotrain.tools.train_tokenizer import CHAT_TEMPLATE, texts_of, train_tokenizer
 
 UNMARKED = CHAT_TEMPLATE.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
@@ -47,7 +44,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--pool_rows", type=int, default=MIN_POOL_BATCHES * BATCH_ROWS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--text", help="rows of any format; default: the standard library")
     parser.add_argument("--vocab_size", type=int, default=32_768)
@@ -68,15 +64,6 @@ def main() -> None:
                 name = "marked" if theirs is masked else "unmarked"
                 table.add_row(shape, name, *compare(file, tokenizer, ways, args))
         Console(width=130).print(table)
-        file = Path(folder) / "pool.jsonl"
-        write_rows(file, texts, args.pool_rows, *SHAPES["long"])
-        cores = sorted(os.sched_getaffinity(0))
-        for count in range(1, len(cores) + 1):
-            os.sched_setaffinity(0, cores[:count])
-            began = time.process_time()
-            rate, _ = measure(ours, file, tokenizer, args.pool_rows)
-            limit = args.pool_rows / (time.process_time() - began)
-            print(f"pool on {count} cores: {rate:,.0f} rows/s; at most {limit:,.0f} on any number")
 
 
 def compare(
