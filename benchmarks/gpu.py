@@ -269,7 +269,8 @@ def estimated(words: list[object]) -> MemoryEstimate:
     """The estimate of a run on one GPU, from the arguments of train.py."""
     config = parse_command_line(list(map(str, words))).config
     model = Architecture.of(config, load_model_config(config))
-    return estimate_memory(resolve(config, Machine(1, 1, "cuda", "bf16"), model))
+    machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
+    return estimate_memory(resolve(config, machine, model))
 
 
 # --------------------------------------------------------------------------------------------------

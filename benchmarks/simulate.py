@@ -1,6 +1,6 @@
 """Simulate training on up to thousands of GPUs: balance, communication, a slow node.
 
-    python benchmarks/simulate.py [LENGTHS.npy] [--ranks 8 64 512 4096]
+    python -m benchmarks.simulate [LENGTHS.npy] [--ranks 8 64 512 4096]
 
 The step plan and the samplers of transformers' Trainer divide the same global batches, which fill
 --micro_steps micro-batches of each rank to nine tenths. Efficiency is the time of the real tokens

@@ -1,6 +1,6 @@
 """Compare tokenizing with TRL's way on the same chat rows, in turns, from JSONL to Arrow files.
 
-    python benchmarks/tokenizing.py [--rows 2000] [--repeats 5] [--text ROWS.jsonl]
+    python -m benchmarks.tokenizing [--rows 2000] [--repeats 5] [--text ROWS.jsonl]
 
 TRL's way is `datasets.map`, row by row, with `apply_chat_template` and its mask of the template's
 {% generation %} marks. From a template without them it gets no mask, and a row is encoded turn by
@@ -12,7 +12,6 @@ largest one.
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sysconfig

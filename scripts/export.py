@@ -48,13 +48,13 @@ def main() -> None:
 
     # slow to import, so after the arguments are checked
     from zerotrain.checkpoint.state import read_state
-    from zerotrain.tools.export import export_adapter, export_checkpoint
+    from zerotrain.tools.export import choose_checkpoint, export_adapter, export_checkpoint
     from zerotrain.tools.model_card import model_card
     from zerotrain.tools.verify import VerificationFailed
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
-    checkpoint = find_in_run(args.checkpoint, args.best)
+    checkpoint = choose_checkpoint(args.checkpoint, args.best)
     config = read_run_config(checkpoint, is_needed=args.verify)
     verify = verification(checkpoint, config) if args.verify else None
 
@@ -76,6 +76,7 @@ def main() -> None:
     print(f"{checkpoint} -> {args.out}")
 
 
+<<<<<<< HEAD
 def find_in_run(folder: Path, best: bool) -> Path:
     """The checkpoint to export: `folder` itself, or one of the run whose folder it is."""
 
@@ -95,6 +96,8 @@ def find_in_run(folder: Path, best: bool) -> Path:
     return best_checkpoint(newest) if best else newest
 
 
+=======
+>>>>>>> 763186c (Export chooses a checkpoint in one place and copies no code; docs of tools and benchmarks)
 def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
     """The config of the run that a checkpoint belongs to, from its run folder; if it cannot be read
     and is not needed, None, with a line that says so.

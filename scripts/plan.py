@@ -70,10 +70,10 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
     cluster = choose_cluster(args)
-    given = [n for n in (args.nodes, args.gpus, args.mean_tokens, args.rows) if n is not None]
-    rates = asdict(cluster.hardware).values()
-    if min(cluster.gpus, cluster.gpu_memory_gib, *rates, *given) <= 0:
-        raise UserError("nodes, GPUs, rows, tokens, memory and every rate must be positive numbers")
+    named = {name: getattr(args, name) for name in ("nodes", "gpus", "mean_tokens", "rows")}
+    for name, value in {**asdict(cluster.hardware), **named}.items():
+        if value is not None and value <= 0:
+            raise UserError(f"--{name} {value:g}: must be more than 0")
     show(make_workload(config, args.mean_tokens, args.rows), cluster)
 
 

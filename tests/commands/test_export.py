@@ -14,6 +14,7 @@ from harness.inputs import copy_with_code, save_tiny_llama, strategy, write_rows
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.export import export_adapter, export_checkpoint
@@ -211,6 +212,16 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     refuse("chat_template.jinja")
     template.unlink()
     template.write_text(text)
+
+    # code, which save_pretrained does not write, with its entry in the manifest
+    (checkpoint / "model" / "tokenizer.py").write_text("raise SystemExit")
+    values = json.loads((checkpoint / "manifest.json").read_text())
+    values["files"]["model/tokenizer.py"] = measure(checkpoint / "model" / "tokenizer.py")
+    (checkpoint / "manifest.json").write_text(json.dumps(values))
+    export_checkpoint(checkpoint, tmp_path / "without_code")
+    assert not [*(tmp_path / "without_code").glob("*.py")]
+    nothing = forks.script("scripts/export.py", base, out)
+    assert nothing.code == 2 and "output_dir of a run" in nothing.errors[0], nothing.output
 
     # a config that says that a model's code may run, and a model that has some
     evil = copy_with_code(base, tmp_path / "evil", tmp_path / "ran")

@@ -228,8 +228,10 @@ def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path)
     assert other.code == 0 and "not possible: ds_configs/zero1_autotp.json" in other.output
     assert "\nuse: ds_configs/" in other.output
     mistakes = (
-        ["--gpu", "fast-80gb"], ["--links", hosts], ["--hostfile", links], ["--mean_tokens", -5]
+        ["--gpu", "fast-80gb"], ["--links", hosts], ["--hostfile", links], ["--mean_tokens", -5],
+        ["--nodes", 0],
     )  # fmt: skip
     for wrong in mistakes:
         refused = forks.script(*command, *wrong)
         assert refused.code == 2 and len(refused.errors) == 1, refused.output
+        assert str(wrong[1]) in refused.errors[0]

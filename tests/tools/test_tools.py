@@ -43,3 +43,5 @@ def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_pa
         refused = forks.script("scripts/exact_match.py", model, file)
         assert refused.code == 2 and len(refused.errors) == 1, refused.output
         assert named in refused.errors[0]
+    swapped = forks.script("scripts/exact_match.py", file, tiny_model)
+    assert swapped.code == 2 and f"{file} is not the folder" in swapped.errors[0]

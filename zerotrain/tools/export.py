@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from peft import LoraModel
 
 PROCESSOR_FILES = "*processor_config.json"
+SMALL_FILES = (".json", ".jinja", ".txt", ".model")
+"""Ends of the names that save_pretrained gives to files of a config and a tokenizer; no code."""
 MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
 
 
@@ -133,8 +135,10 @@ def _open(checkpoint: Path) -> tuple[RunIdentity, list[Path]]:
     _, problems = inspect(checkpoint)
     for name, problem in problems.items():
         raise UserError(f"{checkpoint} is not a usable checkpoint: {name} {problem}")
-    names = [name for name in read_manifest(checkpoint).files if name.startswith("model/")]
-    return read_state(checkpoint).run, [checkpoint / name for name in names]
+    paths = [checkpoint / name for name in read_manifest(checkpoint).files]
+    folder = checkpoint / "model"
+    small = [path for path in paths if path.parent == folder and path.suffix in SMALL_FILES]
+    return read_state(checkpoint).run, small
 
 
 def _copy(files: list[Path], folder: Path) -> None:
@@ -252,36 +256,34 @@ def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
     return merged
 
 
-def newest_checkpoint(run_folder: Path) -> Path:
-    """The newest usable checkpoint of a run.
+def choose_checkpoint(folder: Path, best: bool = False) -> Path:
+    """`folder` itself if it is a checkpoint, and of a run's folder the newest usable one, or with
+    `best` the one of the best evaluation.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it cannot be used.
     """
-    for checkpoint in reversed(list_checkpoints(checkpoints_folder(run_folder))):
+    checkpoints = list_checkpoints(checkpoints_folder(folder)) or [folder]
+    for checkpoint in reversed(checkpoints):
         problem = checkpoint_problem(checkpoint)
         if problem is None:
-            return checkpoint
-        print(f"skipping {checkpoint}: {problem}", flush=True)
-    raise UserError(f"{run_folder} has no usable checkpoint yet")
-
-
-def best_checkpoint(newest: Path) -> Path:
-    """The checkpoint of the best evaluation of a run.
-
-    Args:
-        newest: of the run's usable checkpoints.
-
-    Raises:
-        UserError: there was no evaluation, or its checkpoint cannot be used.
-    """
-    best = read_state(newest).progress.best
-    if best is None:
-        raise UserError(f"the run of {newest} has no evaluation, so no best checkpoint")
-    found = newest.with_name(checkpoint_name(best.step))
+            break
+        if checkpoint != folder:
+            print(f"skipping {checkpoint}: {problem}", flush=True)
+    if problem is not None:
+        raise UserError(
+            f"{folder} is no usable checkpoint, and has none in checkpoints/ ({problem}); give "
+            "output_dir of a run, or one of its checkpoints"
+        )
+    if not best:
+        return checkpoint
+    evaluated = read_state(checkpoint).progress.best
+    if evaluated is None or checkpoint == folder:
+        raise UserError(f"--best: {folder} is not the folder of a run with evaluations")
+    found = checkpoint.with_name(checkpoint_name(evaluated.step))
     if problem := checkpoint_problem(found):
         raise UserError(
-            f"the best evaluation was at step {best.step:,}, but {found} cannot be used: "
+            f"the best evaluation was at step {evaluated.step:,}, but {found} cannot be used: "
             f"{problem}; checkpoint.keep_best: true keeps the best checkpoint"
         )
     return found
