@@ -17,8 +17,6 @@ import gzip
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ import torch
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.machine import Machine
+from zerotrain.tools.local_ranks import run_local_ranks
 from zerotrain.tools.memory import MemoryEstimate, estimate_memory
 from zerotrain.tracking.metrics import read_metrics
 from zerotrain.training.setup import Architecture, resolve
@@ -139,28 +138,13 @@ class Bench:
         Raises:
             CheckFailed: it fails, or the minutes of the check are over.
         """
-        # a killed compilation leaves a lock, for which later ones would wait for ever
-        variables = {"TORCH_EXTENSIONS_DIR": str(self.folder / "extensions")}
-        log = self.folder / "log.txt"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, words)], cwd=REPO, stdout=output,
-                stderr=subprocess.STDOUT, env={**os.environ, **variables}, start_new_session=True,
-            )  # fmt: skip
-        try:
-            while process.poll() is None and not until():
-                if time.monotonic() > self.end:
-                    raise CheckFailed("its minutes are over")
-                time.sleep(0.1)
-        finally:
-            is_killed = process.poll() is None
-            if is_killed:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        text = log.read_text(errors="replace")
-        if process.returncode and not is_killed:
-            raise CheckFailed(f"{words[0]}, exit code {process.returncode}: {text[-3000:]}")
-        return text
+        seconds = self.end - time.monotonic()
+        ended = run_local_ranks(1, words, self.folder / "log.txt", until, seconds)
+        if ended.code:
+            raise CheckFailed(f"{words[0]}, exit code {ended.code}: {ended.output[-3000:]}")
+        if time.monotonic() > self.end:
+            raise CheckFailed("its minutes are over")
+        return ended.output
 
     def size(self, value: int, toy_value: int) -> int:
         return toy_value if self.toy else value
@@ -350,9 +334,9 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
             "precision": "fp32" if bench.toy else "bf16",
             "global_batch_size": rows_of_batch, "micro_batch_tokens": tokens,
         }  # fmt: skip
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--module", "benchmarks.trainer"]
+        words = [f"--{name}={value}" for name, value in flags.items()]
         try:
-            bench.command(*launcher, *(f"--{name}={value}" for name, value in flags.items()))
+            bench.command("-m", "benchmarks.trainer", *words)
         except CheckFailed as problem:  # e.g. out of memory: the other one may be Trainer's best
             found[f"Trainer, {strategy}"] = {"note": str(problem)}
             continue
@@ -477,6 +461,8 @@ def main() -> None:
         gpu_memory = torch.cuda.get_device_properties(0).total_memory
     end = time.monotonic() + (math.inf if args.toy else 60 * args.minutes)
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
+        # a killed compilation leaves a lock, for which later ones would wait for ever
+        os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
         bench = Bench(Path(folder), args.toy, gpu_memory)
         for name in left:
             minutes, check = CHECKS[name]

@@ -1,13 +1,12 @@
 """Write a copy of a model that has further tokens, e.g. the marks of a chat template.
 
     python scripts/add_tokens.py MODEL OUT --tokens '<|im_start|>' '<|im_end|>' [--special]
-        [--chat_template chatml] [--tokenizer FOLDER] [--revision COMMIT]
+        [--chat_template chatml] [--revision COMMIT]
 
 MODEL is a folder or a hub id. The rows of the new tokens, in embeddings and output head, are the
 mean of the old ones, and the number of rows is padded to a multiple of 64. Rows of old tokens stay
 as they are. OUT has weights, config, generation config and tokenizer. The whole model is held in
-memory, in its own precision. For a tokenizer to which tokens have been added elsewhere:
---tokenizer, without --tokens.
+memory, in its own precision.
 """
 
 import argparse
@@ -23,10 +22,9 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokens", nargs="+", default=[], metavar="TOKEN")
+    parser.add_argument("--tokens", nargs="+", required=True, metavar="TOKEN")
     parser.add_argument("--special", action="store_true", help="marks, which decoding leaves out")
     parser.add_argument("--chat_template", help="Jinja file, or a name as in model.chat_template")
-    parser.add_argument("--tokenizer", help="the model's tokenizer with tokens already added")
     parser.add_argument("--revision", help="branch, tag or commit of MODEL on the hub")
     args = parser.parse_args()
     if args.out.exists():
@@ -38,16 +36,12 @@ def main() -> None:
     from zerotrain.model.architecture import count_ids
     from zerotrain.model.hub import load_pretrained
     from zerotrain.model.load import check_report, set_chat_template
-    from zerotrain.tools.vocabulary import add_tokens, check_extends, resize_vocabulary
+    from zerotrain.tools.vocabulary import add_tokens, resize_vocabulary
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, args.model, revision=args.revision)
     old_ids = count_ids(tokenizer)
-    if args.tokenizer:
-        larger = load_pretrained(AutoTokenizer.from_pretrained, args.tokenizer)
-        check_extends(larger, tokenizer)
-        tokenizer = larger
     new = add_tokens(tokenizer, args.tokens, args.special)
     if args.chat_template:
         set_chat_template(tokenizer, args.chat_template)
@@ -64,7 +58,7 @@ def main() -> None:
         )
     new_ids = count_ids(tokenizer)
     old_rows = model.get_input_embeddings().weight.shape[0]
-    if not (new or args.tokenizer or args.chat_template) and new_ids <= old_rows:
+    if not (new or args.chat_template) and new_ids <= old_rows:
         raise UserError(f"{args.model} has all of these tokens already: there is nothing to add")
     for token in dict.fromkeys(args.tokens):
         i = tokenizer.convert_tokens_to_ids(token)

@@ -50,7 +50,8 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     config = tiny_config(
         ds_config=str(strategy(tmp_path, "zero3")), train__precision="bf16", train__epochs=None,
         train__steps=2, data__max_length=120, data__eval_sources=[str(held_out)],
-        model__chat_template=str(no_end),
+        model__chat_template=str(no_end), train__learning_rate=1e-4, train__lr_scaling="linear",
+        train__global_batch_size=8, train__reference_global_batch=2,
     )  # fmt: skip
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output
@@ -63,7 +64,9 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     assert finished.code == 0, finished.output
     assert "over 20 examples" in finished.output and "trained token ids" in finished.output
     assert list(out.parent.iterdir()) == [out]
-    assert str(tmp_path) not in (out / "README.md").read_text(), "paths name people and machines"
+    card = (out / "README.md").read_text()
+    assert str(tmp_path) not in card, "paths name people and machines"
+    assert "| learning rate | 0.0004, " in card, "as scaled"
     out.rename(tmp_path / "first")
 
     changes = {

@@ -69,7 +69,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(tmp_path, capsys):
     page = (tmp_path / "run" / "report.html").read_text().partition("<h1>")[2]
     first, *folded = page.split("<details")
     for text in (
-        "200 steps on 4 ranks", "math: 3.000", "<b>0:01:40</b><br>hours", "<b>1</b><br>restarts",
+        "200 steps on 4 ranks", "math: 3.000", "<b>0:01:40</b><br>time", "<b>1</b><br>restarts",
         "<b>1</b><br>incidents", "<b>8,000</b><br>tokens/s", "held out: math", "Learning rate",
         "Gradient norm",
     ):  # fmt: skip

@@ -1,12 +1,13 @@
 """Ranks on this machine, for tools and benchmarks."""
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +26,16 @@ class Ended(NamedTuple):
     """The peak resident memory of the largest rank."""
 
 
-def run_local_ranks(ranks: int, command: Sequence[object], log: Path) -> Ended:
-    """Run `python COMMAND` once for each rank; the ranks share the cores.
+def run_local_ranks(
+    ranks: int,
+    command: Sequence[object],
+    log: Path,
+    until: Callable[[], bool] = lambda: False,
+    seconds: float = math.inf,
+) -> Ended:
+    """Run `python COMMAND` once for each rank; the ranks share the cores. What still runs is killed
+    as soon as `until` is true, after `seconds`, and some seconds after a rank has failed, for which
+    others may wait for ever.
 
     Args:
         log: the file that the output is written to.
@@ -41,8 +50,9 @@ def run_local_ranks(ranks: int, command: Sequence[object], log: Path) -> Ended:
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // ranks),
     }
-    group = failure = peak = 0  # the first rank's number becomes the number of the process group
-    timer = threading.Timer(SECONDS_AFTER_A_FAILURE, lambda: _kill(group))
+    processes: list[subprocess.Popen] = []
+    failure = peak = 0
+    end = time.monotonic() + seconds
     try:
         with log.open("w") as file:
             for rank in range(ranks):
@@ -52,23 +62,25 @@ def run_local_ranks(ranks: int, command: Sequence[object], log: Path) -> Ended:
                     env=os.environ | {name: str(value) for name, value in variables.items()},
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    process_group=group,
+                    process_group=processes[0].pid if processes else 0,
                 )
-                group = group or process.pid
-        for _ in range(ranks):
-            _, status, used = os.wait4(-group, 0)
-            peak = max(peak, used.ru_maxrss)  # KiB
-            code = os.waitstatus_to_exitcode(status)
-            if code and not failure:
-                failure = code
-                timer.start()  # the others may wait for ever for the rank that failed
+                processes.append(process)
+        running = {process.pid for process in processes}
+        while running and not until() and time.monotonic() < end:
+            for pid in list(running):
+                ended, status, used = os.wait4(pid, os.WNOHANG)
+                if ended:
+                    running.remove(pid)
+                    peak = max(peak, used.ru_maxrss)  # KiB
+                    code = os.waitstatus_to_exitcode(status)
+                    if code and not failure:
+                        failure = code
+                        end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+            time.sleep(0.02)
     finally:
-        timer.cancel()
-        _kill(group)  # after Ctrl-C, which the group does not get
+        if processes:
+            with suppress(ProcessLookupError):
+                os.killpg(processes[0].pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
     return Ended(failure, log.read_text(errors="replace"), peak / 2**20)
-
-
-def _kill(group: int) -> None:
-    if group:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)

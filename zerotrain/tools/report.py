@@ -158,7 +158,7 @@ def figures(run: RunRecords) -> dict[str, str]:
     return {
         "best held-out loss, nats per token": best[0] if best else "-",
         "tokens/s, median": f"{speed:,.0f}",
-        "hours:minutes:seconds": str(timedelta(seconds=round(times.max() - times.min()))),
+        "time, h:min:s": str(timedelta(seconds=round(times.max() - times.min()))),
         "restarts": f"{max(0, len(run.records['start']) - 1):,}",
         "incidents": f"{len(run.records['event']):,}",
     }
@@ -257,7 +257,7 @@ def section(heading: str, figure: go.Figure) -> str:
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
     )  # fmt: skip
     figure.update_xaxes(gridcolor=FAINT, zerolinecolor=FAINT)
-    figure.update_yaxes(gridcolor=FAINT, zerolinecolor=FAINT, automargin=True)
+    figure.update_yaxes(gridcolor=FAINT, zerolinecolor=FAINT, automargin=True, exponentformat="e")
     options = {"displayModeBar": False, "responsive": True}
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=options)
     return f"<section><h2>{escape(heading)}</h2>{html}</section>"

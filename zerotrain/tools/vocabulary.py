@@ -34,21 +34,6 @@ def add_tokens(
     return new
 
 
-def check_extends(larger: PreTrainedTokenizerBase, smaller: PreTrainedTokenizerBase) -> None:
-    """Check that `larger` has every token of `smaller` under the same id.
-
-    Raises:
-        UserError: names the first token that differs.
-    """
-    has = larger.get_vocab()
-    for token, i in sorted(smaller.get_vocab().items(), key=lambda item: item[1]):
-        if has.get(token) != i:
-            raise UserError(
-                f"--tokenizer: {larger.name_or_path} is not the model's with tokens added: token "
-                f"{token!r} has id {i} in {smaller.name_or_path}, and there {has.get(token)}"
-            )
-
-
 def resize_vocabulary(model: PreTrainedModel, old_ids: int, new_ids: int) -> int:
     """Give a model rows for token ids [0, new_ids), padded to a multiple, and never fewer than it
     has; returns their number.
