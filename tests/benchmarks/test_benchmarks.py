@@ -19,23 +19,23 @@ def bench(*args):
 
 @pytest.mark.launch
 def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(tmp_path):
-    names = ["1.5b_16k", "experts_16k", "profile", "against_trainer_1"]
+    names = ["experts_16k", "profile", "against_trainer_1"]
     toy = ["--toy", "--out", tmp_path, "--only", ",".join(names)]
     done = bench("-m", "benchmarks.gpu", *toy)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == ["environment", *names]
     rate = results["environment"]["figures"][""]["model_tflops_per_s"]
-    for name in names[:3]:
+    for name in names[:2]:
         figures = results[name]["figures"][""]
         assert figures["tokens_per_s"] > 0
         assert figures["share_of_matmul"] * rate == pytest.approx(figures["model_tflops_per_s"])
-    assert results["1.5b_16k"]["figures"][""]["estimated_gib"] > 0
+    assert results["experts_16k"]["figures"][""]["estimated_gib"] > 0
     assert "mm" in results["profile"]["figures"][""]["note"]
     names_of_sides = "".join(results["against_trainer_1"]["figures"])
     assert "padding_free, packed_examples" in names_of_sides
     again = bench("-m", "benchmarks.gpu", *toy, "--continue")
-    assert again.returncode == 0 and "missed" in again.stdout  # the lines alone
+    assert again.returncode == 0 and "(missed: " in again.stdout  # the lines alone
     assert json.loads((tmp_path / "results.json").read_text()) == results
     assert bench("-m", "benchmarks.gpu", "--out", tmp_path, "--only", "no").returncode == 2
 
