@@ -32,20 +32,11 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--show", type=int, default=0, help="number of answers to print")
     args = parser.parse_args()
-<<<<<<< HEAD
-    for path in (args.model, args.rows):
-        if not path.exists():
-            raise UserError(f"no such file or folder: {path}")
-    config = DataConfig(train_sources=[str(args.rows)])
-=======
     if not args.model.is_dir():
         raise UserError(f"{args.model} is not the folder of a model, which comes before the rows")
     if not args.rows.is_file():
         raise UserError(f"{args.rows} is not a file of rows, which come after the model's folder")
-    options = replace(
-        RenderOptions.of(DataConfig(train_sources=[str(args.rows)])), format="messages"
-    )
->>>>>>> 763186c (Export chooses a checkpoint in one place and copies no code; docs of tools and benchmarks)
+    config = DataConfig(train_sources=[str(args.rows)])
     conversations = []
     for file, row in read_rows(Source(path=str(args.rows))):
         try:

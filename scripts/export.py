@@ -76,28 +76,6 @@ def main() -> None:
     print(f"{checkpoint} -> {args.out}")
 
 
-<<<<<<< HEAD
-def find_in_run(folder: Path, best: bool) -> Path:
-    """The checkpoint to export: `folder` itself, or one of the run whose folder it is."""
-
-    from zerotrain.checkpoint.run_folder import checkpoints_folder
-    from zerotrain.tools.export import best_checkpoint, newest_checkpoint
-    from zerotrain.tools.saved import checkpoint_problem
-
-    if not checkpoints_folder(folder).is_dir():
-        if best:
-            raise UserError(f"--best: {folder} is not the folder of a run with checkpoints")
-        if not folder.is_dir():
-            raise UserError(f"{folder} does not exist, or is not a folder")
-        if problem := checkpoint_problem(folder):
-            raise UserError(f"{folder} is not a usable checkpoint: {problem}")
-        return folder
-    newest = newest_checkpoint(folder)
-    return best_checkpoint(newest) if best else newest
-
-
-=======
->>>>>>> 763186c (Export chooses a checkpoint in one place and copies no code; docs of tools and benchmarks)
 def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
     """The config of the run that a checkpoint belongs to, from its run folder; if it cannot be read
     and is not needed, None, with a line that says so.
