@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -47,18 +48,13 @@ def tokenizer_with(base, template, special=(), eos=None):
     return tokenizer
 
 
-def supervised_turns(tokenizer, row, supervise="answers"):
+def supervised_turns(tokenizer, messages, supervise="answers"):
     """The text of each run of supervised tokens."""
     config = dataclasses.replace(CONFIG, supervise=supervise)
-    ids, mask, _ = tokenize_row(copy.deepcopy(row), tokenizer, "messages", config)
-    turns, before = [], False
-    for token, now in zip(ids, mask, strict=True):
-        if now and not before:
-            turns.append([])
-        if now:
-            turns[-1].append(token)
-        before = now
-    return [tokenizer.decode(turn) for turn in turns]
+    row = {"messages": copy.deepcopy(messages)}
+    ids, mask, _ = tokenize_row(row, tokenizer, "messages", config)
+    edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
+    return [tokenizer.decode(turn) for turn in np.split(ids, edges)[1::2]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
     alternate = "must alternate" not in template
     if family in NO_ENDS:
         with pytest.raises(BadRow, match="has no end mark, or another"):
-            supervised_turns(tokenizer, {"messages": CHAT})
+            supervised_turns(tokenizer, CHAT)
     end_answers(tokenizer)
     assert (tokenizer.chat_template == template) == (family not in NO_ENDS)
     for messages, expected in (
@@ -242,11 +238,11 @@ def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
         ([*CHAT[:2], {"role": "user", "content": ""}, CHAT[3]], [first, last]),
         ([*CHAT, *CHAT], [first, second, first, last]),
     ):
-        turns = supervised_turns(tokenizer, {"messages": messages})
+        turns = supervised_turns(tokenizer, messages)
         assert without_space(turns) == without_space(expected)
-    two = supervised_turns(tokenizer, {"messages": [*CHAT[:2], *CHAT[1:2]]}) if alternate else []
+    two = supervised_turns(tokenizer, [*CHAT[:2], *CHAT[1:2]]) if alternate else []
     assert not any(word in text for text in two for word in HEADERS)
-    unanswered = supervised_turns(tokenizer, {"messages": [*CHAT, CHAT[0]]})
+    unanswered = supervised_turns(tokenizer, [*CHAT, CHAT[0]])
     assert without_space(unanswered) in (
         without_space([first, second]),
         without_space([first, last]),
@@ -271,14 +267,12 @@ def row_with_calls(*arguments):
         {"type": "function", "function": {"name": name, "arguments": a}}
         for name, a in zip(("add", "sub"), arguments, strict=False)
     ]
-    return {
-        "messages": [
-            CHAT[0],
-            {"role": "assistant", "content": None, "tool_calls": calls},
-            {"role": "tool", "content": '{"sum": 2}'},
-            CHAT[1],
-        ]
-    }
+    return [
+        CHAT[0],
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": '{"sum": 2}'},
+        CHAT[1],
+    ]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -315,15 +309,11 @@ def test_reasoning_of_another_key_is_supervised():
     tokenizer = tokenizer_with(WORDS, template, special, eos)
     for key in ("reasoning_content", "thinking"):
         thought = [CHAT[0], {**CHAT[1], key: "easy"}]
-        assert supervised_turns(tokenizer, {"messages": thought}) == [
-            "<think>\neasy\n</think>\n\n2<|im_end|>"
-        ]
+        assert supervised_turns(tokenizer, thought) == ["<think>\neasy\n</think>\n\n2<|im_end|>"]
     early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
     with pytest.raises(BadRow, match=r"message 2 .*is not complete.*data.supervise: last"):
-        supervised_turns(tokenizer, {"messages": early})
-    assert supervised_turns(tokenizer, {"messages": early}, "last") == [
-        "<think>\n\n</think>\n\n4<|im_end|>"
-    ]
+        supervised_turns(tokenizer, early)
+    assert supervised_turns(tokenizer, early, "last") == ["<think>\n\n</think>\n\n4<|im_end|>"]
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -338,12 +328,11 @@ def test_a_turn_of_weight_0_is_context(marked):
         )
     tokenizer = tokenizer_with(WORDS, template, special, eos)
     first, second = ({**CHAT[1], "weight": w} for w in (0, 1))
-    rows = [{"messages": [CHAT[0], m, *CHAT[2:]]} for m in (first, second)]
+    rows = [[CHAT[0], m, *CHAT[2:]] for m in (first, second)]
     assert supervised_turns(tokenizer, rows[0]) == ["4<|im_end|>"]
     assert supervised_turns(tokenizer, rows[1]) == ["2<|im_end|>", "4<|im_end|>"]
-    row = {"messages": [*CHAT[:3], {**CHAT[3], "weight": 0}]}
-    assert supervised_turns(tokenizer, row) == ["2<|im_end|>"]
-    text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert supervised_turns(tokenizer, [*CHAT[:3], {**CHAT[3], "weight": 0}]) == ["2<|im_end|>"]
+    text = tokenizer.apply_chat_template(rows[0], tokenize=False)
     every_other = supervised_turns(tokenizer, rows[0], "all")
     assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
@@ -360,7 +349,7 @@ def test_marks_that_leave_out_part_of_an_answer_are_refused():
     tokenizer = tokenizer_with(WORDS, MARKED.replace("BODY", body), *FAMILIES["chatml"][2:0:-1])
     thought = {**CHAT[1], "reasoning_content": "easy"}
     with pytest.raises(BadRow, match=r"message 2 .*is not what the generation marks cover"):
-        supervised_turns(tokenizer, {"messages": [CHAT[0], thought, *CHAT[2:]]})
+        supervised_turns(tokenizer, [CHAT[0], thought, *CHAT[2:]])
 
 
 def test_every_generation_block_is_supervised():
@@ -374,7 +363,7 @@ def test_every_generation_block_is_supervised():
     template = MARKED.replace("{% generation %}BODY{% endgeneration %}", body)
     tokenizer = tokenizer_with(WORDS, template, *FAMILIES["chatml"][2:0:-1])
     thought = {**CHAT[1], "reasoning_content": "easy"}
-    turns = supervised_turns(tokenizer, {"messages": [CHAT[0], thought, CHAT[2], thought]})
+    turns = supervised_turns(tokenizer, [CHAT[0], thought, CHAT[2], thought])
     assert without_space(turns) == ["<think>easy</think>", "2<|im_end|>"] * 2
 
 
@@ -397,9 +386,9 @@ def test_the_next_users_header_is_not_supervised():
         tokenizer = tokenizer_with(WORDS, template, [*special, "<|user|>", "<|assistant|>"])
         if expected is None:
             with pytest.raises(BadRow, match="ends with the header of the user's next turn"):
-                supervised_turns(tokenizer, {"messages": CHAT})
+                supervised_turns(tokenizer, CHAT)
         else:
-            turns = supervised_turns(tokenizer, {"messages": CHAT})
+            turns = supervised_turns(tokenizer, CHAT)
             assert without_space(turns) == without_space(expected)
 
 
@@ -414,7 +403,7 @@ def test_a_block_of_thoughts_beside_another_generation_prompt_begins_after_the_h
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n</think>{% endif %}"
     )
     tokenizer = tokenizer_with(WORDS, template, FAMILIES["chatml"][2])
-    turns = supervised_turns(tokenizer, {"messages": CHAT})
+    turns = supervised_turns(tokenizer, CHAT)
     assert without_space(turns) == ["<think>2<|im_end|>", "<think>4<|im_end|>"]
 
 
@@ -436,7 +425,7 @@ def test_named_templates(name):
     for end in (mark, mark if name == "gpt-oss" else "</s>"):
         tokenizer.chat_template = fit_template(source, tokenizer)
         for messages in (CHAT[:2], [SYSTEM, *CHAT[:2]]):
-            turns = supervised_turns(tokenizer, {"messages": messages})
+            turns = supervised_turns(tokenizer, messages)
             assert without_space(turns) == [NAMED[name].replace(mark, end)]
         tokenizer = tokenizer_with(WORDS, None, [], "</s>")
 
@@ -457,7 +446,7 @@ def test_special_tokens_in_a_row_are_refused(role):
     messages = [SYSTEM, *CHAT[:2]]
     messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
     with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
-        supervised_turns(tokenizer, {"messages": messages})
+        supervised_turns(tokenizer, messages)
 
 
 def test_rows_without_a_template():
@@ -590,7 +579,7 @@ def test_no_generated_template_supervises_another_turn(style, contents, as_token
     tokenizer = tokenizer_with(base, style.template, SPECIAL if as_tokens else ())
     expected = style.turns(messages)
     try:
-        turns = supervised_turns(tokenizer, {"messages": messages})
+        turns = supervised_turns(tokenizer, messages)
     except BadRow:
         ordinary = (
             as_tokens

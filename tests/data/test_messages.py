@@ -43,7 +43,6 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 # Formats found in practice
 
 AS_THEY_ARE = {
-    "messages": ({"messages": ASKED}, "messages", {"messages": ASKED}),
     "content lists": (
         {
             "messages": [
@@ -54,23 +53,12 @@ AS_THEY_ARE = {
         "messages",
         {"messages": ASKED},
     ),
-    "ShareGPT": (
-        {
-            "id": "x_0",
-            "conversations": [
-                {"from": "system", "value": "Be brief."},
-                {"from": "human", "value": "1+1?"},
-                {"from": "gpt", "value": "2"},
-            ],
-        },
-        "sharegpt",
-        {"messages": [SYSTEM, *ASKED]},
-    ),
     "ShareGPT with tools": (
         {
             "tools": json.dumps(TOOLS),
-            "system": "Be brief.",
+            "id": "x_0",
             "conversations": [
+                {"from": "system", "value": "Be brief."},
                 {"from": "human", "value": "1+1?"},
                 {"from": "function_call", "value": json.dumps(CALL)},
                 {"from": "observation", "value": "2"},
@@ -186,6 +174,16 @@ def test_fixes_that_the_messages_name_work():
     assert canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"]) == {"text": "a"}
     pair = {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS}
     assert canonical(pair, as_chat=True) == {"messages": [SYSTEM, *ASKED], "tools": TOOLS}
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+def test_turns_that_ask_for_no_loss_have_weight_0(key):
+    """As other trainers spell it; what weight 0 does to the mask is in test_chat.py."""
+    for given, weight in ((False, 0), (0, 0), (True, 1), (1, 1)):
+        turns = [{**user("1?"), key: False}, assistant("1", **{key: given})]
+        assert canonical({"messages": turns})["messages"][1]["weight"] == weight
+    wanted = {"messages": [{**user("1?"), key: 1}, assistant("1")]}
+    assert f"{key} is 1, but only turns of the assistant" in refused(wanted)
 
 
 def test_every_key_is_used_or_refused():

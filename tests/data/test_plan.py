@@ -99,29 +99,23 @@ def test_order_depend_on_seed_epoch_and_step():
 
 def test_the_mean_batch_is_that_of_the_steps(tiny_config):
     for batch, steps, mean in ((12, 6, 70 / 6), (40, 2, 35), (70, 1, 70), (7, 10, 7)):
-        *_, plan, _ = open_plans(config_of(tiny_config(train__global_batch_size=batch)), 2)
+        plan = plan_of(tiny_config(train__global_batch_size=batch))
         assert (plan.steps_per_epoch, plan.mean_batch) == (steps, mean)
     by_tokens = {"train__global_batch_size": None, "train__warmup_examples": None}
-    config = config_of(tiny_config(train__global_batch_tokens=900, **by_tokens))
-    *_, plan, _ = open_plans(config, 2)
+    plan = plan_of(tiny_config(train__global_batch_tokens=900, **by_tokens))
     tokens = [plan.step(k).tokens for k in range(plan.steps_per_epoch)]
     assert plan.mean_batch == np.mean(tokens) < 900
 
     with pytest.raises(UserError, match=r"is more than an epoch has"):
-        open_plans(config_of(tiny_config(train__global_batch_size=71)), 2)
+        plan_of(tiny_config(train__global_batch_size=71))
 
 
-def config_of(path):
-    return parse_command_line(["--config", str(path)]).config
+def plan_of(config_file, ranks=2):
+    config = parse_command_line(["--config", str(config_file)]).config
+    return open_plans(config, ranks)[2]
 
 
 # The permutation
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
-def test_permute_is_a_permutation(size):
-    index = np.arange(size, dtype=np.int64)
-    assert sorted(permute(index, size, key=7)) == list(range(size))
 
 
 def test_every_first_place_is_equally_likely():
@@ -214,4 +208,4 @@ def test_packed_bins_are_the_same_for_every_world_size_that_divides_them():
 
 def test_an_example_over_the_budget_is_refused(tiny_config):
     with pytest.raises(UserError, match=r"train.jsonl:\d+: .*data.micro_batch_tokens \(40\)"):
-        open_plans(config_of(tiny_config(data__micro_batch_tokens=40)), 1)
+        plan_of(tiny_config(data__micro_batch_tokens=40))

@@ -121,21 +121,6 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     assert texts == answers
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
-def test_turns_that_ask_for_no_loss_have_none(tmp_path, sample_tokenizer, key):
-    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "bad"}]
-    turns += [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "good"}]
-    for off, on in ((False, True), (0, 1)):
-        turns[0][key] = turns[1][key] = off
-        turns[3][key] = on
-        data = build(tmp_path, sample_tokenizer, [{"messages": turns}])
-        [ids], [mask] = data.fetch(np.arange(1))
-        assert sample_tokenizer.decode(ids[mask]) == "good<|end|>"
-    turns[2][key] = 1
-    with pytest.raises(UserError, match=rf"message 3 .*: {key} is 1, but only turns of the ass"):
-        build(tmp_path, sample_tokenizer, [{"messages": turns}])
-
-
 def test_a_source_decides_on_its_own_bad_rows(tmp_path, sample_tokenizer):
     """Not the recipe that a run is based on: rows of one's own are used or refused."""
     bad = write_rows(tmp_path / "bad.jsonl", [SHORT, {**SHORT, "completion": ""}])

@@ -64,15 +64,13 @@ def _end_tokens(
             batch[name].flatten().to_numpy(zero_copy_only=False)
             for name in ("input_ids", "loss_mask")
         )
-        goes_on = np.append(mask[1:], False)  # the first token of an example is no target
+        ends_run = mask & ~np.append(mask[1:], False)  # the first token of an example is no target
+        is_inner[ids[mask & ~ends_run]] = True
         lengths = batch["length"].to_numpy()
-        is_cut = np.zeros(len(ids), bool)
-        is_cut[np.cumsum(lengths)[lengths >= max_length] - 1] = True
-        is_last[ids[mask & ~goes_on & ~is_cut]] = True
-        is_inner[ids[mask & goes_on]] = True
-    ends = {token for token in tokenizer.added_tokens_decoder if is_last[token]}
-    inner_tokens = set(np.flatnonzero(is_inner).tolist())
-    return sorted(ends - inner_tokens or ends)
+        ends_run[np.cumsum(lengths)[lengths >= max_length] - 1] = False
+        is_last[ids[ends_run]] = True
+    ends = sorted(token for token in tokenizer.added_tokens_decoder if is_last[token])
+    return [token for token in ends if not is_inner[token]] or ends
 
 
 WRITTEN_LAST = (

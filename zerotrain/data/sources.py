@@ -66,23 +66,23 @@ def local_files(path: str) -> list[str]:
         UserError: there are none, or a folder that has several splits.
     """
     patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
-    found: list[str] = []
-    for pattern in patterns:
-        found += glob.glob(pattern, recursive=True)  # noqa: PTH207, takes absolute ones too
-    for file in found:
-        if Path(file).name == "dataset_dict.json":
-            raise UserError(f"{file}: the folder has several splits; use that of one of them")
+    found = [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
+    names = {file: Path(file).name for file in found}
+    if "dataset_dict.json" in names.values():
+        raise UserError(f"{path}: the folder has several splits; use that of one of them")
     rows = [
         file
-        for file in found
-        if reader_of(file) and Path(file).is_file() and Path(file).name not in DESCRIPTIONS
+        for file, name in names.items()
+        if reader_of(name) and name not in DESCRIPTIONS and Path(file).is_file()
     ]
+    if not found:
+        raise UserError(f"{path}: no such file")
     if not rows:
-        if not found:
-            raise UserError(f"{path}: no such file")
-        kinds = f"{', '.join(READERS)}, also compressed as {', '.join(COMPRESSIONS)}"
         what = "unknown file extension" if Path(path).is_file() else "it has no file of rows"
-        raise UserError(f"{path}: {what}; rows are read from {kinds}")
+        raise UserError(
+            f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
+            f"{', '.join(COMPRESSIONS)}"
+        )
     # the shortest path to each file: links may lead to one twice
     paths = {os.path.realpath(file): file for file in sorted(rows, key=len, reverse=True)}
     return sorted(paths.values())
@@ -137,7 +137,7 @@ def loaded_commit(source: "Source") -> str | None:
 
 def _commit_of(dataset: "Dataset") -> str | None:
     """`datasets` prepares OWNER/NAME in a folder OWNER___NAME/SUBSET/VERSION/COMMIT."""
-    folders = [Path(file["filename"]).parent.name for file in dataset.cache_files]
+    folders = (Path(file["filename"]).parent.name for file in dataset.cache_files)
     return next(filter(COMMIT.fullmatch, folders), None)
 
 

@@ -357,7 +357,12 @@ def _build_cache(
                 rows_read += found.rows_read
                 report(found.rows_read)
             if not examples[-1]:
-                raise _nothing_left(source, of_source, config)
+                counted = of_source.items()
+                why = ", ".join(f"{n:,} {OUTCOMES.get(name, name)}" for (_, name), n in counted)
+                raise UserError(
+                    f"{name_of(source)}: none of its rows is left ({why}); raise data.max_length "
+                    f"({config.max_length:,}), or let data.on_bad_row: error name the first bad row"
+                )
             counts += of_source
     rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
     meta = {
@@ -374,16 +379,6 @@ def _build_cache(
         "content": content.hexdigest(),
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
-
-
-def _nothing_left(
-    source: "Source", counts: Counter[tuple[str, str]], config: "DataConfig"
-) -> UserError:
-    why = ", ".join(f"{n:,} {OUTCOMES.get(name, name)}" for (_, name), n in counts.items())
-    cure = f"raise data.max_length ({config.max_length:,})"
-    if any(kind == "rejected" for kind, _ in counts):
-        cure = "data.on_bad_row: error names the first one"
-    return UserError(f"{name_of(source)}: none of its rows is left ({why}); {cure}")
 
 
 def open_cache(path: Path) -> TokenizedRows:

@@ -131,11 +131,8 @@ def locate(
     try:
         return _locate(messages, template, wanted)
     except BadRow:
-        other = with_arguments_as_text(messages)
-        if other == messages:
-            raise
         with contextlib.suppress(BadRow):
-            return _locate(other, template, wanted)
+            return _locate(with_arguments_as_text(messages), template, wanted)
         raise
 
 
