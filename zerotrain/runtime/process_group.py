@@ -18,6 +18,7 @@ from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError,
 from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
 from zerotrain.runtime.rank_env import rank_variables
 
+CONTROL_TIMEOUT = timedelta(days=1)  # of Ranks.control
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -92,7 +93,6 @@ def group_ranks(ranks: Ranks, tensor: int, sequence: int) -> Ranks:
 @contextmanager
 def process_group(
     timeout_seconds: float = 1800,
-    control_timeout_seconds: float = 86400,
     grace_seconds: float = 120,
     expected_ranks: int | None = None,
 ) -> Iterator[Ranks]:
@@ -102,7 +102,6 @@ def process_group(
 
     Args:
         timeout_seconds: of a collective; ZeRO's own groups get it from `apply_timeout`.
-        control_timeout_seconds: of `Ranks.control`.
         grace_seconds: how long a preempted rank may take to save, see PreemptionHandler.
         expected_ranks: world size that the user has asked for.
 
@@ -127,7 +126,7 @@ def process_group(
     _share_cores()
     backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
     _join(backend, rank, world_size, device, timedelta(seconds=timeout_seconds))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_seconds))
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     to_destroy = None  # all groups
     try:
         yield Ranks(rank, local_rank, world_size, device, control, stop)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
@@ -34,9 +36,8 @@ def startup_table(
     steps = total_steps(train, plan)
     first = plan.start.step  # earlier steps are of another plan
     sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
-    tokens = sum(step.tokens for step in sampled)
-    padding = sum(step.padded_tokens for step in sampled) / tokens - 1
-    supervised = sum(step.supervised_tokens for step in sampled) / tokens
+    totals = np.sum([(s.tokens, s.padded_tokens, s.supervised_tokens) for s in sampled], axis=0)
+    _, padded, supervised = totals / totals[0]
     micro_steps = span([len(step.micro_batches) for step in sampled])
     examples = span([step.examples for step in sampled])
     rate = f"{schedule.peak:.3g}"
@@ -56,7 +57,7 @@ def startup_table(
         f"{plan.data.meta['masks']}",
         "batch": f"{ranks.data_size} {shared} x {micro_steps} micro-steps x <= "
         f"{plan.budget.micro_batch_tokens:,} tokens = {examples} examples per step",
-        "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padding:.1%}",
+        "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
         "learning rate": f"{rate}, {schedule.name}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
         "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
