@@ -124,7 +124,9 @@ def process_group(
         stop.grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     device = _choose_device(local_rank)
     _share_cores()
-    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
     _join(backend, rank, world_size, device, timedelta(seconds=timeout_seconds))
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     to_destroy = None  # all groups
