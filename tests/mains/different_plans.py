@@ -20,7 +20,7 @@ def main(config: Config, mode: str) -> None:
         nan, other = gather_json(ranks, math.nan if ranks.is_first else ranks.rank)
         assert math.isnan(nan) and other == 1
         for change, line in (
-            ({"learning_rate": 1e-3 * (1 + ranks.rank)}, '"lr": 0.002'),
+            ({"learning_rate": 1e-3 * (1 + ranks.rank)}, "learning_rate: 0.002"),
             ({"seed": ranks.rank}, "seed: 1"),
         ):
             own = replace(config, train=replace(config.train, **change))
