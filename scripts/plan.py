@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.launch.hostfile import read_hostfile
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
 REPO = Path(__file__).resolve().parent.parent
 IN_RECIPE = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
+HOST = re.compile(r"^\s*[^\s#]+\s+slots=(\d+)", re.MULTILINE)
 PARTS = ("weights", "gradients", "optimizer", "buffers")
 
 
@@ -87,7 +87,9 @@ def choose_cluster(args: argparse.Namespace) -> GpuCluster:
         raise UserError(f"{args.links}: not what preflight --links writes") from error
     nodes, gpus, gib = cluster_in(read_text(args.config))
     if args.hostfile:
-        slots = [len(host.slots) for host in read_hostfile(args.hostfile)]
+        slots = [int(count) for count in HOST.findall(read_text(args.hostfile))]
+        if not slots:
+            raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
         nodes, gpus = len(slots), min(slots)
     name, _, memory = (args.gpu or f"a100-{gib}gb").rpartition("-")
     peak = peak_flops_per_s(name.replace("-", " "))
@@ -180,13 +182,12 @@ def show(workload: Workload, cluster: GpuCluster) -> None:
     saved = (MASTER + MOMENTS) * counts.trained
     seconds = saved / hardware.disk_gb_per_s / 1e9
     minutes = daly_seconds(seconds, 3600 * hardware.node_mtbf_hours / nodes) / 60
-    first, *others = best[nodes]
+    first = best[nodes][0]
     print(
         f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula; a checkpoint has "
         f"{digits(saved / GIB)} GiB\n"
         f"use: {first.file}, the fastest that fits, or the first of about equally fast ones: "
         f"{digits(first.seconds)} s per step"
-        + "".join(f"; {each.file} {digits(each.seconds)}" for each in others[:2])
     )
 
 
