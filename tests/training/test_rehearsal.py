@@ -17,7 +17,6 @@ from zerotrain.training.rehearsal import (
     describe_micro_batch,
     explain_out_of_memory,
     growth,
-    largest_multiple,
 )
 
 
@@ -120,20 +119,12 @@ def test_other_errors_are_no_lack_of_memory():
 )
 def test_no_attempt_takes_more_than_nine_tenths_of_the_memory(constant, per_token, available):
     """With memory that is constant plus a part in proportion to the micro-batch."""
-    attempted = []
-
-    def measured(multiple):
-        full = 500 + constant + per_token * 16 * multiple
-        return [MeasuredMemory(0, 1, 10**9), MeasuredMemory(500, full, 500 + available)]
-
-    def attempt(multiple):
-        attempted.append(multiple)
-        return measured(multiple)
-
-    found = largest_multiple(attempt, 1, measured(1), most=1000)
-    fits = (0.9 * (500 + available) - 500 - constant) / (16 * per_token)
-    assert found == max([1, *attempted]) <= max(1, fits)
-    assert attempted == sorted(attempted) and found > fits / 1.1 - 1
-    assert largest_multiple(attempt, 1, measured(1), most=1) == 1
+    multiple = 1
+    for _ in range(30):
+        full = 500 + constant + 16 * per_token * multiple
+        assert multiple == 1 or full <= 0.9 * (500 + available)
+        ranks = MeasuredMemory(0, 1, 10**9), MeasuredMemory(500, full, 500 + available)
+        multiple = max(multiple, int(multiple * growth(ranks)))
+    assert multiple > (0.9 * (500 + available) - 500 - constant) / (16 * per_token) / 1.1 - 1
     half_used = [MeasuredMemory(0, 1, 10**9), MeasuredMemory(100, 500, 1000)]
     assert growth(half_used) == pytest.approx((0.9 * 1000 - 100) / 400)

@@ -70,48 +70,30 @@ def rehearse(
     planned = plan.budget.micro_batch_tokens
     memory = attempt(planned)
     examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
-    whole_step = -(-examples // ranks.data_size)  # of the longest example: one micro-step
-    largest = longest * largest_multiple(
-        lambda multiple: attempt(multiple * longest), planned // longest, memory, whole_step
-    )
+    most = -(-examples // ranks.data_size)  # of the longest example: a step of one micro-step
+    multiple = planned // longest
+    while True:
+        larger = min(most, int(multiple * min(LARGEST_GROWTH, growth(memory))))
+        if larger < SMALLEST_GROWTH * multiple:
+            break
+        multiple = larger
+        memory = attempt(multiple * longest)
+    largest = max(planned, multiple * longest)
     if ranks.is_first:
         print(
             f"data.micro_batch_tokens {planned:,} fits: {memory[0].peak / GIB:.2f} of "
             f"{memory[0].available / GIB:.2f} GiB at the peak of rank 0; {setup.states}\n"
-            f"{max(planned, largest):,} is the most that is of use or leaves a tenth of every "
-            "rank's memory free",
+            f"{largest:,} is the most that is of use or leaves a tenth of every rank's memory free",
             flush=True,
         )
 
 
-def largest_multiple(
-    attempt: Callable[[int], list[MeasuredMemory]],
-    multiple: int,
-    memory: list[MeasuredMemory],
-    most: int,
-) -> int:
-    """The largest micro-batch that leaves a tenth of the memory free on each rank, as a multiple of
-    the longest example.
-
-    What a micro-batch needs grows at most in proportion to such a multiple. So no attempt runs out
-    of memory, which would leave other ranks in a collective that never ends.
-
-    Args:
-        attempt: runs the costliest micro-batch of a multiple, and returns the memory of all ranks.
-        multiple: one that fits.
-        memory: what it took.
-        most: no larger multiple is of use.
-    """
-    while True:
-        larger = min(most, int(multiple * min(LARGEST_GROWTH, growth(memory))))
-        if larger < SMALLEST_GROWTH * multiple:
-            return multiple
-        multiple = larger
-        memory = attempt(multiple)
-
-
 def growth(memory: list[MeasuredMemory]) -> float:
-    """How many times as many tokens as were measured fit on all ranks."""
+    """How many times the measured micro-batch leaves a tenth of the memory free on every rank.
+
+    What a multiple of the longest example needs grows at most in proportion to it. So no attempt
+    runs out of memory, which would leave other ranks in a collective that never ends.
+    """
     return min(
         (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
         for rank in memory
