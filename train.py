@@ -58,7 +58,7 @@ from zerotrain.tracking.steps import StepReporter
 from zerotrain.tracking.timer import PhaseTimer
 from zerotrain.training.engine import build_engine, check_engine
 from zerotrain.training.evaluate import HeldOutSets
-from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Guard, apply_update
+from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update, find_problem
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule, set_learning_rate
 from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
@@ -79,7 +79,6 @@ class Training:
     # what acts
     engine: deepspeed.DeepSpeedEngine
     loss: SupervisedLoss
-    guard: Guard
     held_out: HeldOutSets
     saver: Saver
     metrics: Metrics
@@ -145,7 +144,6 @@ def main(config: Config, mode: str = "train") -> None:
             schedule=schedule,
             engine=engine,
             loss=loss,
-            guard=Guard(start.progress.skipped_in_a_row, ranks, setup.precision == "fp16"),
             held_out=HeldOutSets(setup.config, eval_plans, tokenizer, engine, loss, ranks),
             saver=Saver(
                 engine,
@@ -236,26 +234,31 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     set_learning_rate(run.engine.basic_optimizer, lr)
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(lambda: describe_micro_batch(run.plan, examples)):
-        values = {"lr": lr, **train_step(run, batch)}
+        values, problem = train_step(run, batch)
     phases = run.timer.take()  # of rank 0; waits for the device
-    values |= {"step_seconds": sum(phases.values()), **phases}
+    values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
+    in_a_row = progress.skipped_in_a_row
+    if problem is not None:
+        in_a_row += 1
+    elif not values["update_skipped"]:
+        in_a_row = 0
     progress = replace(
         progress,
         step=batch.global_step + 1,
         examples=progress.examples + batch.plan.examples,
         tokens=progress.tokens + batch.plan.tokens,
         eval_loss=None,
-        skipped_in_a_row=run.guard.skipped_in_a_row,
+        skipped_in_a_row=in_a_row,
     )
     run.reporter.report(batch, values, progress)
     if run.profiler is not None:
         run.profiler.step()
-    if run.guard.problem is not None:
-        report_problem(run, batch)
+    if problem is not None:
+        report_problem(run, batch, problem, in_a_row)
     return progress
 
 
-def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
+def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Problem | None]:
     """Forward, backward and update on this rank's share of the step.
 
     DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks with
@@ -267,7 +270,7 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     Returns:
         loss, nats per supervised token of the global batch; grad_norm, before clipping;
         update_skipped, also by fp16 to find its loss scale; for mixtures of experts also
-        router_loss, without its coefficient.
+        router_loss, without its coefficient. And why the update was skipped.
     """
     engine = run.engine
     loss_sum = run.loss
@@ -295,12 +298,14 @@ def train_step(run: Training, batch: StepBatch) -> dict[str, float]:
     # the ranks of a tensor-parallel group have the same losses
     totals = (sum_over_ranks(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens
-    run.guard.judge(is_applied, mean_loss, grad_norm, losses)
+    problem = None
+    if not is_applied:
+        problem = find_problem(mean_loss, grad_norm, losses, ranks, engine.fp16_enabled())
     timer.mark("optimizer")
     values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
     if loss_sum.router_coefficient:
         values["router_loss"] = totals[1] / batch.plan.tokens
-    return values
+    return values, problem
 
 
 def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
@@ -329,14 +334,15 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
     return stop > 0, preempted > 0, save > 0
 
 
-def report_problem(run: Training, batch: StepBatch) -> None:
-    """Report what the guard found in the last step. Raises RunFailed if the run has to stop."""
-    run.reporter.report_problem(run.guard.problem, batch)
-    in_a_row = run.guard.skipped_in_a_row
+def report_problem(run: Training, batch: StepBatch, problem: Problem, in_a_row: int) -> None:
+    """Report why the last updates, `in_a_row` of them, were skipped. Raises RunFailed if the run
+    has to stop.
+    """
+    run.reporter.report_problem(problem, batch)
     if in_a_row >= MAX_SKIPPED_IN_A_ROW:
         run.saver.finish()
         raise RunFailed(
-            f"step {batch.global_step + 1:,}: {run.guard.problem.reason}; {in_a_row} steps in a "
+            f"step {batch.global_step + 1:,}: {problem.reason}; {in_a_row} steps in a "
             f"row were skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or "
             "set checkpoint.resume to an earlier checkpoint"
         )

@@ -1,6 +1,4 @@
-"""The update of a step, which is skipped if the gradient is not finite; and when a run does
-nothing else.
-"""
+"""The update of a step, which is skipped if the gradient is not finite, and why."""
 
 import math
 from dataclasses import dataclass
@@ -27,36 +25,23 @@ class Problem:
     """Micro-step and data rank of each micro-batch whose loss was not finite."""
 
 
-class Guard:
-    """Judges the last update: why it was skipped, and how many were in a row. All ranks judge the
-    same. Updates that fp16 skips to find its loss scale are not counted.
+def find_problem(
+    loss: float, norm: float, micro_losses: torch.Tensor, ranks: Ranks, is_fp16: bool
+) -> Problem | None:
+    """Why an update was skipped, the same on all ranks, which all call it; None if fp16 has skipped
+    it to find its loss scale.
+
+    Args:
+        loss: of the step, over all ranks.
+        norm: of the gradient over all ranks, before clipping.
+        micro_losses: this rank's, float64 [losses, micro-steps].
     """
-
-    def __init__(self, skipped_in_a_row: int, ranks: Ranks, is_fp16: bool) -> None:
-        self.skipped_in_a_row = skipped_in_a_row
-        self.ranks = ranks
-        self._is_fp16 = is_fp16
-        self.problem: Problem | None = None
-        """Why the last update was skipped; None if it was not."""
-
-    def judge(self, is_applied: bool, loss: float, norm: float, micro_losses: torch.Tensor) -> None:
-        """Set `problem`; called by all ranks after each update.
-
-        Args:
-            is_applied: whether the update was applied.
-            loss: of the step, over all ranks.
-            norm: of the gradient over all ranks, before clipping.
-            micro_losses: this rank's, float64 [losses, micro-steps].
-        """
-        self.problem = None
-        if is_applied:
-            self.skipped_in_a_row = 0
-        elif not self._is_fp16 or not math.isfinite(loss):
-            bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
-            reason = f"loss {loss:.4f}, gradient norm {norm}"
-            of_ranks = gather_json(self.ranks, [(step, self.ranks.data_rank) for step in bad])
-            self.problem = Problem(reason, {tuple(pair) for pairs in of_ranks for pair in pairs})
-            self.skipped_in_a_row += 1
+    if is_fp16 and math.isfinite(loss):
+        return None
+    bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
+    of_ranks = gather_json(ranks, [(step, ranks.data_rank) for step in bad])
+    pairs = {tuple(pair) for pairs in of_ranks for pair in pairs}
+    return Problem(f"loss {loss:.4f}, gradient norm {norm}", pairs)
 
 
 def apply_update(engine: "DeepSpeedEngine", clipping: float) -> tuple[float, bool]:
