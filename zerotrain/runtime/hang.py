@@ -1,6 +1,7 @@
 """Shows where a rank is while no step ends."""
 
 import faulthandler
+import os
 import subprocess
 import sys
 
@@ -22,7 +23,7 @@ class HangWatch:
             ["sed", "-u", f"s|^|{rank_prefix()}|"],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
-            env={},
+            env={"PATH": os.environ.get("PATH", os.defpath)},
         )
 
     def restart(self) -> None:
