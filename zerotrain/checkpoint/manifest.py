@@ -29,7 +29,7 @@ class FileEntry:
 
     bytes: int
     xxh3_64: str
-    """In hexadecimal."""
+    """The checksum of its content, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class Manifest:
     """The content of manifest.json."""
 
     save_id: str
-    """The same on all nodes, if each has a disk of its own."""
+    """Identifies the save: on nodes with disks of their own, the parts of one checkpoint share it.
+    """
     made_by: dict[str, Any]
     files: dict[str, FileEntry]
-    """By path in the checkpoint, with those of all ranks."""
+    """The files of all ranks, by their path in the checkpoint."""
 
 
 def stat_inside(folder: Path, name: str) -> os.stat_result:

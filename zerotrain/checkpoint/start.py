@@ -32,9 +32,9 @@ class Start:
     plan: DataPlan
     """The training plan from here on."""
     checkpoint: Path | None = None
-    """None: with the weights of the model's files, or random ones."""
+    """Where weights come from; None: from the model's files, or they are random."""
     weights_only: bool = False
-    """At step 0, with the weights of the checkpoint; else with its optimizer and RNG states too."""
+    """Whether the run starts at step 0 with nothing but the weights of the checkpoint."""
     progress: Progress = field(default_factory=Progress)
 
     def load(

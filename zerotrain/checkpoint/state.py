@@ -76,13 +76,13 @@ class Progress:
     examples: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     eval_loss: float | None = None
-    """Of the evaluation after this step, if there was one: that of the first held-out set."""
+    """Loss of the first held-out set after this step; None if there was no evaluation."""
     best: Best | None = None
     skipped_in_a_row: int = 0
-    """The last steps, whose updates the guard skipped."""
+    """How many of the last steps had their update skipped by the guard."""
     wandb_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     plan_start: PlanStart = field(default_factory=PlanStart)
-    """Where the steps of the run's plan begin."""
+    """The position in the data at which the steps of the run's plan begin."""
 
     @property
     def is_best(self) -> bool:

@@ -228,7 +228,7 @@ def _share_cores() -> None:
 
 
 def apply_timeout(timeout_seconds: float, ranks: Ranks) -> None:
-    """Set the timeout of every existing group but `Ranks.control`, including those of ZeRO.
+    """Set the timeout of every existing group but `Ranks.control`, including ZeRO's.
 
     DeepSpeed creates its groups with torch's default timeout, 30 minutes on gloo and 10 on NCCL,
     and has no option for it; torch has only a private function.

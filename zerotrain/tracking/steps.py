@@ -68,7 +68,7 @@ class StepReporter:
 
     def report_problem(self, problem: Problem, batch: StepBatch) -> None:
         """Report what the guard found in a step, with the rows of the micro-batches whose own loss
-        was not finite, or those of the whole step if there are none.
+        was not finite, or all rows of the step if there is none.
         """
         micro_batches = batch.plan.micro_batches
         suspects = [micro_batches[i][rank] for i, rank in sorted(problem.micro_batches)]

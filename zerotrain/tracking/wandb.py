@@ -66,7 +66,7 @@ class WandbSink:
                 rewind = {"mode": mode, "resume_from": f"{start.wandb_id}?_step={start.step}"}
                 attempts.insert(0, rewind)
         for options in attempts:
-            # that of a failed attempt would keep the id of its run
+            # the process of a failed attempt would keep the id of its run
             os.environ["WANDB_SERVICE"] = start_service()
             try:
                 self.run = wandb.init(
