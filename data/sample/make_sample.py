@@ -20,9 +20,8 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from zerotrain.data.sources import strings_in
 from zerotrain.runtime.errors import exit_on_error
-from zerotrain.tools.train_tokenizer import train_tokenizer
+from zerotrain.tools.train_tokenizer import strings_in, train_tokenizer
 
 DRAWN_ROWS = 20_000
 EVAL_ROWS = 200

@@ -143,6 +143,7 @@ def test_rows_as_they_are_found(case):
 REFUSED = {
     "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
     "KTO": ({"prompt": "a", "completion": "b", "label": False}, "label"),
+    "a label of a turn": ({"messages": [user("a"), assistant("b", label=False)]}, "weight, 0 or 1"),
     "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "data.roles"),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),

@@ -145,7 +145,13 @@ def make_plans(
     batch = train.global_batch_size, train.global_batch_tokens
     order = EpochOrder(train_rows.lengths, train.seed, *batch)
     train_plan = DataPlan(train_rows, order, budget)
-    check_global_batch(train_plan, config)
+    if train.global_batch > train_plan.epoch_size:
+        held = f" without the data.eval_fraction of {data.eval_fraction:g}"
+        size = f"{held if data.eval_fraction else ''} ({train_plan.epoch_size:,})"
+        raise UserError(
+            f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has"
+            f"{size}; lower it, or add data"
+        )
     eval_plans = {}
     for name, rows in held_out.items():
         in_order = replace(order, lengths=rows.lengths, shuffle=False)
@@ -153,18 +159,6 @@ def make_plans(
     for plan in (train_plan, *eval_plans.values()):
         check_fits(plan)
     return train_plan, eval_plans
-
-
-def check_global_batch(plan: DataPlan, config: "Config") -> None:
-    """Raise UserError if an epoch has fewer examples, or tokens, than one global batch."""
-    train = config.train
-    if train.global_batch > plan.epoch_size:
-        held_out = config.data.eval_fraction
-        without = f" without the data.eval_fraction of {held_out:g}" if held_out else ""
-        raise UserError(
-            f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has"
-            f"{without} ({plan.epoch_size:,}); lower it, or add data"
-        )
 
 
 def check_fits(plan: DataPlan) -> None:

@@ -222,6 +222,8 @@ def _known(
 def _cure(extra: list[str], is_row: bool) -> str:
     """What to do about unknown keys."""
     asks = [key for key in extra if key in LOSS_KEYS]
+    if asks and not is_row:
+        return f"{asks[0]} asks for another loss; write it as the turn's weight, 0 or 1"
     if asks:
         key = asks[0]
         return (

@@ -202,18 +202,18 @@ def _plain(value: "pyarrow.Scalar") -> Any:
     """An Arrow value as Python has it, whose elements may still be Arrow values."""
     import pyarrow
 
-    if value.is_valid and isinstance(value, pyarrow.StructScalar):
+    if not value.is_valid:
+        return None
+    if isinstance(value, pyarrow.StructScalar):
         return {key: inner for key, inner in value.items() if inner.is_valid}
-    is_list = isinstance(value, pyarrow.ListScalar) and not isinstance(value, pyarrow.MapScalar)
-    if value.is_valid and is_list:
+    if isinstance(value, pyarrow.ListScalar) and not isinstance(value, pyarrow.MapScalar):
         if len(value) > MAX_LIST_VALUES:
             return " " * MAX_ROW_CHARACTERS
         return list(value)
     plain = value.as_py()
     if isinstance(plain, bytes):
         return plain.decode()
-    is_json = isinstance(plain, str | int | float | list | None)
-    return plain if is_json else str(plain)  # dates, decimals
+    return plain if isinstance(plain, str | int | float | list) else str(plain)  # dates, decimals
 
 
 Reader = Callable[[str], Iterator[RawRow]]

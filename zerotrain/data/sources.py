@@ -211,15 +211,6 @@ def json_type(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def strings_in(value: Any) -> Iterator[str]:
-    """Every string in a value, at any depth; keys do not count."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from strings_in(inner)
-
-
 def detect_format(row: dict[str, Any]) -> str:
     """The first format whose required keys the row has; a null counts as missing.
 

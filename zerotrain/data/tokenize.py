@@ -419,15 +419,15 @@ def hold_out(
         raise UserError("data.eval_fraction: a single row cannot be divided; set data.eval_sources")
     count = min(rows - 1, max(1, round(rows * fraction)))
     held = np.isin(index, permute(np.arange(count, dtype=np.int64), rows, seed))
-    return _subset(data, np.flatnonzero(~held)), _subset(data, np.flatnonzero(held))
-
-
-def _subset(data: TokenizedRows, index: np.ndarray) -> TokenizedRows:
-    content = data.meta["content"].encode() + index.tobytes()
-    return replace(
-        data,
-        rows=data.rows.select(index),
-        lengths=data.lengths[index],
-        supervised=data.supervised[index],
-        meta={**data.meta, "content": xxhash.xxh3_64_hexdigest(content)},
-    )
+    parts = []
+    for index in (np.flatnonzero(~held), np.flatnonzero(held)):
+        content = data.meta["content"].encode() + index.tobytes()
+        part = replace(
+            data,
+            rows=data.rows.select(index),
+            lengths=data.lengths[index],
+            supervised=data.supervised[index],
+            meta={**data.meta, "content": xxhash.xxh3_64_hexdigest(content)},
+        )
+        parts.append(part)
+    return parts[0], parts[1]

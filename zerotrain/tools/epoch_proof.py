@@ -76,7 +76,7 @@ def _keys_in(batch: "MicroBatch") -> Iterator[bytes]:
         lengths = batch.attention_mask.sum(1).tolist()
         parts = [(ids[i, :n], is_target[i, :n]) for i, n in enumerate(lengths)]
     else:
-        starts = np.flatnonzero(batch.position_ids.numpy()[0] == 0)[1:]
+        starts = batch.ends[1:-1]
         parts = zip(np.split(ids[0], starts), np.split(is_target[0], starts), strict=True)
     return (_key(own, targets) for own, targets in parts if targets.any())
 

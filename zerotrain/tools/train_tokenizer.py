@@ -9,12 +9,13 @@ For models trained from random weights; pretrained models have their own. Any te
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from zerotrain.config.schema import Source
-from zerotrain.data.sources import BadRow, parse_row, read_rows, strings_in
+from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.runtime.errors import UserError, exit_on_error
 
 END = "<|end|>"
@@ -54,6 +55,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string in a value, at any depth; keys do not count."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
 
 
 def texts_of(file: str) -> Iterator[str]:
