@@ -6,8 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness.inputs import strategy
-from harness.runs import read_metrics
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
@@ -118,31 +116,6 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
     check_causal(ours, range(3, 320), CPU)
     check_packing(ours, range(3, 320), CPU)
     assert ours.config._attn_implementation == PACKED_EXAMPLES
-
-
-@pytest.mark.launch
-def test_an_epoch_has_the_same_losses_packed_and_bucketed(
-    forks, tiny_config, tmp_path, sample_tokenizer
-):
-    """Gemma 3, with windows of 5 tokens, under ZeRO 3, recomputing activations; auto is packed."""
-    folder = tmp_path / "model"
-    FAMILIES["gemma3, sliding window"].save_pretrained(folder)
-    sample_tokenizer.save_pretrained(folder)
-    losses = {}
-    for batching in ("auto", "bucketed"):
-        run = tmp_path / batching
-        config = tiny_config(
-            model=folder, model__from_config=True, data__batching=batching, output_dir=str(run),
-            data__micro_batch_tokens=400, model__activation_checkpointing=True,
-            train__epochs=1, ds_config=str(strategy(tmp_path, "zero3")),
-        )  # fmt: skip
-        forks.finish(config, ranks=2)
-        steps = read_metrics(run)
-        assert all((step["padding_efficiency"] == 1) == (batching == "auto") for step in steps)
-        losses[batching] = [step["loss"] for step in steps]
-        losses[batching] += [evaluation["eval_loss"] for evaluation in read_metrics(run, "eval")]
-    assert len(losses["auto"]) == 7
-    np.testing.assert_allclose(losses["auto"], losses["bucketed"], rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
