@@ -212,6 +212,10 @@ def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_p
     pq.write_table(pa.table({"text": ["a"], "x": column}), path, compression="zstd")
     assert path.stat().st_size < 10_000
     assert "values in a row group" in refusal(path)
+    monkeypatch.setattr(readers, "MAX_LIST_VALUES", 9)
+    pq.write_table(pa.table({"text": ["a"], "x": [[0] * 10]}), path)
+    with pytest.raises(BadRow, match="over 8,000,000 characters"):
+        rows_in(path)
     many = b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"
     (tmp_path / "rows.json.gz").write_bytes(gzip.compress(many))
     assert "row 1 of the list is not JSON, or too long" in refusal(tmp_path / "rows.json.gz")
