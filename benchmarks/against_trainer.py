@@ -32,6 +32,11 @@ from zerotrain.tracking.metrics import read_metrics
 REPO = Path(__file__).resolve().parent.parent
 TOKENIZER = REPO / "data" / "sample" / "model"
 OURS = "train.py"
+OPTIONS = {
+    "ranks": 2, "rows": 256, "max_length": 1024, "global_batch_size": 64,
+    "micro_batch_tokens": 2048, "hidden_size": 256, "layers": 8, "zero": 2, "vocab_size": 32_000,
+    "repeats": 5,
+}  # fmt: skip
 STRATEGIES = ("random", "group_by_length", "batch_rebalance", "trl")
 
 
@@ -40,19 +45,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=256)
+    for name, default in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lengths", type=Path, help="int .npy; default: log-normal, mean 270")
-    parser.add_argument("--max_length", type=int, default=1024)
-    parser.add_argument("--global_batch_size", type=int, default=64)
-    parser.add_argument("--micro_batch_tokens", type=int, default=2048)
-    parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--zero", type=int, default=2, help="ZeRO stage")
-    parser.add_argument("--vocab_size", type=int, default=32_000)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

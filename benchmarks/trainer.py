@@ -64,22 +64,54 @@ def main() -> None:
     parser.add_argument("--micro_batch_tokens", type=int, required=True)
     parser.add_argument("--precision", choices=["fp32", "bf16"], required=True)
     args = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:  # as in train.py: DeepSpeed would compile a shared-memory all-reduce
+    if not torch.cuda.is_available():  # as in train.py: DeepSpeed would compile an all-reduce
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    trainer = make_trainer(args)
+    collate = trainer.data_collator
+    counts: list[tuple[int, int]] = []  # tokens without and with padding of each micro-batch
+
+    def counting_collate(batch: list[dict]) -> Any:
+        collated = collate(batch)
+        counts.append((sum(len(e["input_ids"]) for e in batch), collated["input_ids"].numel()))
+        return collated
+
+    clock = Clock()
+    trainer.data_collator = counting_collate
+    trainer.add_callback(clock)
+    trainer.train()
+    arguments = trainer.args
+    accumulation = arguments.gradient_accumulation_steps
+    of_ranks: list[Any] = [None] * arguments.world_size
+    torch.distributed.all_gather_object(of_ranks, counts)
+    for i, step in enumerate(clock.steps):
+        of_step = [c[i * accumulation : (i + 1) * accumulation] for c in of_ranks]
+        step["tokens"], padded = np.sum(of_step, axis=(0, 1)).tolist()
+        step["padding_efficiency"] = step["tokens"] / padded
+    if arguments.process_index == 0:
+        attention = trainer.model.config._attn_implementation
+        report = {
+            "steps": clock.steps, "attention": attention, "liger": arguments.use_liger_kernel
+        }  # fmt: skip
+        if torch.cuda.is_available():
+            report["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        args.out.write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()  # or its threads may abort the exit of Python
+
+
+def make_trainer(args: argparse.Namespace) -> Trainer:
+    """The trainer of a strategy, with random weights."""
+    on_gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     examples = Dataset.from_list(read_examples(args.rows, tokenizer))
-    ranks = int(os.environ["WORLD_SIZE"])
     mean_tokens = sum(map(len, examples["input_ids"])) / len(examples)
     packs = args.strategy == "trl"
     joins = args.strategy == "padding_free"
-    per_rank = args.global_batch_size // ranks
+    per_rank = args.global_batch_size // int(os.environ["WORLD_SIZE"])
     fitting = max(1, int(args.micro_batch_tokens / mean_tokens))
     rows = 1 if packs else max(n for n in range(1, fitting + 1) if per_rank % n == 0)
     accumulation = per_rank // rows
     if packs:
         accumulation = max(1, round(per_rank * mean_tokens / args.micro_batch_tokens))
-    liger = on_gpu and is_liger_kernel_available()
     options = {
         "output_dir": str(args.out.with_suffix("")),
         "deepspeed": str(args.ds_config),
@@ -90,7 +122,7 @@ def main() -> None:
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
         "use_cpu": not on_gpu,
-        "use_liger_kernel": liger,
+        "use_liger_kernel": on_gpu and is_liger_kernel_available(),
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",
@@ -107,43 +139,18 @@ def main() -> None:
             attn_implementation=attention,
         )
     model.config.use_cache = False  # with a cache, attention would see other rows
-    clock = Clock()
     if packs:
         from trl import SFTConfig, SFTTrainer
 
         arguments = SFTConfig(**options, packing=True, max_length=args.micro_batch_tokens)
-        trainer = SFTTrainer(model, arguments, train_dataset=examples, processing_class=tokenizer)
-    else:
-        sampling = "random" if joins else args.strategy
-        arguments = TrainingArguments(**options, train_sampling_strategy=sampling)
-        collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-        if joins:
-            with_bounds = attention == "flash_attention_2"
-            collator = DataCollatorWithFlattening(return_flash_attn_kwargs=with_bounds)
-        trainer = Trainer(model, arguments, train_dataset=examples, data_collator=collator)
-    collate = trainer.data_collator
-    counts: list[tuple[int, int]] = []  # tokens without and with padding of each micro-batch
-
-    def counting_collate(batch: list[dict]) -> Any:
-        collated = collate(batch)
-        counts.append((sum(len(e["input_ids"]) for e in batch), collated["input_ids"].numel()))
-        return collated
-
-    trainer.data_collator = counting_collate
-    trainer.add_callback(clock)
-    trainer.train()
-    of_ranks: list[Any] = [None] * arguments.world_size
-    torch.distributed.all_gather_object(of_ranks, counts)
-    for i, step in enumerate(clock.steps):
-        of_step = [c[i * accumulation : (i + 1) * accumulation] for c in of_ranks]
-        step["tokens"], padded = np.sum(of_step, axis=(0, 1)).tolist()
-        step["padding_efficiency"] = step["tokens"] / padded
-    if arguments.process_index == 0:
-        report = {"steps": clock.steps, "attention": attention, "liger": liger}
-        if on_gpu:
-            report["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        args.out.write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()  # or its threads may abort the exit of Python
+        return SFTTrainer(model, arguments, train_dataset=examples, processing_class=tokenizer)
+    collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
+    if joins:
+        with_bounds = attention == "flash_attention_2"
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=with_bounds)
+    sampling = "random" if joins else args.strategy
+    arguments = TrainingArguments(**options, train_sampling_strategy=sampling)
+    return Trainer(model, arguments, train_dataset=examples, data_collator=collator)
 
 
 def read_examples(rows: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
