@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import Config
 
+MAX_CONFIG_BYTES = 256 * 1024  # thousands of sources; to parse more takes many seconds
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -87,7 +89,8 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
 
     folder = checkpoint.absolute().parent.parent
     try:
-        stat_inside(folder, RESOLVED_CONFIG)
+        if stat_inside(folder, RESOLVED_CONFIG).st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"{RESOLVED_CONFIG} is larger than a run writes it")
         # both files, wherever the folder lies now
         ds_config = str(folder / RESOLVED_DS_CONFIG)
         values = read_yaml(read_text(str(folder / RESOLVED_CONFIG)), RESOLVED_CONFIG)

@@ -233,3 +233,6 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
         finished = forks.script("scripts/export.py", tmp_path / "run", out, "--verify")
         assert finished.code == 2 and len(finished.errors) == 1, finished.output
     assert not (tmp_path / "ran").exists() and not out.exists()
+    config.write_text("".join(f"key_{i}: {i}\n" for i in range(60_000)))
+    finished = forks.script("scripts/export.py", tmp_path / "run", out)
+    assert finished.code == 0 and "no model card: resolved_config.yaml is larger" in finished.output
