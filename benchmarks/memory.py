@@ -13,27 +13,23 @@ import gc
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
-from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.start import Start
-from zerotrain.checkpoint.state import Progress, RunIdentity
 from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
-from zerotrain.runtime.agreement import run_on_first_rank
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.runtime.process_group import group_ranks, process_group
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.timer import PhaseTimer
-from zerotrain.training.optimizer import make_schedule
+from zerotrain.training.engine import build_engine
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 from zerotrain.training.states import GIB
 
@@ -51,30 +47,27 @@ class Watch(PhaseTimer):
 
 
 def main(config: Config) -> None:
-    lock = RunLock(Path(config.output_dir))
     with ExitStack() as stack:
-        # as train.py begins a run, without held-out sets
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         stack.enter_context(profiler)
         world = stack.enter_context(process_group(config.distributed.timeout_seconds))
-        run_on_first_rank(world, lambda: stack.enter_context(lock))
         setup, tokenizer = open_run_on_all_ranks(config, world)
         ranks = group_ranks(world, *group_sizes(setup.ds_config))
         plan, _ = load_plans(setup, tokenizer, ranks)
-        identity = RunIdentity.of(setup, plan)
-        schedule = make_schedule(setup.config.train, plan)
-        run = train.build_run(setup, tokenizer, identity, Start(plan), schedule, {}, ranks, lock)
+        engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         watch = Watch(ranks.device)
-        watch.model = run.engine.module
-        run = replace(run, timer=watch)
-        batches = load_steps(plan, ranks.data_rank, 0, run.total_steps, part=ranks.sequence_part)
-        progress = train.take_step(run, batches, Progress())
+        watch.model = engine.module
+        # what train_step uses of a Training
+        run = SimpleNamespace(
+            config=setup.config, engine=engine, loss=loss, ranks=ranks, timer=watch
+        )  # fmt: skip
+        batches = load_steps(plan, ranks.data_rank, 0, 2, part=ranks.sequence_part)
+        train.train_step(run, next(batches))
         with record_function("second step"):
-            train.take_step(run, batches, progress)
-        run.hang_watch.close()
-        run.metrics.close(0)
+            train.train_step(run, next(batches))
     if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
+        trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
         memory = estimate_memory(setup)
         on_cpu = memory.cpu / setup.machine.local_ranks
