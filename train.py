@@ -18,7 +18,7 @@ The exit codes are in zerotrain/runtime/errors.py.
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from zerotrain.runtime.progress import show_rows
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.destinations import open_metrics
 from zerotrain.tracking.metrics import Metrics
-from zerotrain.tracking.profiler import open_profiler
+from zerotrain.tracking.profiler import Profiler
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import StepReporter
 from zerotrain.tracking.timer import PhaseTimer
@@ -84,7 +84,7 @@ class Training:
     metrics: Metrics
     reporter: StepReporter
     timer: PhaseTimer
-    profiler: torch.profiler.profile | None
+    profiler: Profiler | None
     hang_watch: HangWatch
 
 
@@ -158,7 +158,7 @@ def main(config: Config, mode: str = "train") -> None:
             metrics=metrics,
             reporter=StepReporter(setup, start.plan, metrics, ranks),
             timer=PhaseTimer(ranks.device),
-            profiler=open_profiler(setup.config, start.progress, ranks),
+            profiler=Profiler(config.output_dir) if ranks.is_first else None,
             hang_watch=HangWatch(config.distributed.timeout_seconds),
         )
         exit_code = run_to_its_end(run, start.progress)
@@ -197,23 +197,22 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
     batches = load_steps(run.plan, ranks.data_rank, progress.step, run.total_steps, part)
     saved = progress
     stopped = preempted = save = False
-    with run.profiler or nullcontext():
-        while True:
-            # before step 1, after a step, or first of all where a preempted run has left it undone
-            if is_evaluation_due(run, progress) and not (stopped or preempted):
-                progress, preempted = evaluate(run, progress)
-                save = save or (run.config.checkpoint.keep_best and progress.is_best)
-            is_last = progress.step >= run.total_steps
-            save = save or is_last or stopped or preempted
-            if save and progress.step > 0 and progress != saved:
-                run.hang_watch.restart()
-                run.saver.save(TrainerState(run.identity, progress))
-                saved = progress
-                preempted = preempted or any_rank_preempted(ranks)  # during the save
-            if is_last or stopped or preempted:
-                break
-            progress = take_step(run, batches, progress)
-            stopped, preempted, save = agree_on_requests(run, progress.step)
+    while True:
+        # before step 1, after a step, or first of all where a preempted run has left it undone
+        if is_evaluation_due(run, progress) and not (stopped or preempted):
+            progress, preempted = evaluate(run, progress)
+            save = save or (run.config.checkpoint.keep_best and progress.is_best)
+        is_last = progress.step >= run.total_steps
+        save = save or is_last or stopped or preempted
+        if save and progress.step > 0 and progress != saved:
+            run.hang_watch.restart()
+            run.saver.save(TrainerState(run.identity, progress))
+            saved = progress
+            preempted = preempted or any_rank_preempted(ranks)  # during the save
+        if is_last or stopped or preempted:
+            break
+        progress = take_step(run, batches, progress)
+        stopped, preempted, save = agree_on_requests(run, progress.step)
     run.saver.finish()
     if is_last and not is_evaluation_due(run, progress):
         return progress, "finished"

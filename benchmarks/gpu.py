@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from zerotrain.checkpoint.run_folder import PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.machine import Machine
@@ -299,8 +300,11 @@ def measured(shape: str, tokens: int, **options: Any) -> Callable[[Bench], dict[
 
 def profile(bench: Bench) -> dict[str, Figures]:
     """The kernels of a step that take most of its time, by the trace of train.py's profiler."""
-    steps = 8  # the profile is written after the sixth
-    run = bench.train("1.5b", 16_384, steps, profile__start=4)
+    steps = 8  # the profile is written after the fifth
+    folder = bench.folder / "profiled"
+    folder.mkdir(exist_ok=True)
+    (folder / PROFILE_NOW).touch()
+    run = bench.train("1.5b", 16_384, steps, output_dir=folder)
     [trace] = (run.folder / "profile").glob("*.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     kind = "cpu_op" if bench.toy else "kernel"

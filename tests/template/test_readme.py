@@ -16,7 +16,7 @@ from zerotrain.config.parse import config_keys
 
 README = (REPO / "README.md").read_text()
 FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|data"
-SECTIONS = "model|data|train|eval|checkpoint|tracking|distributed|profile"
+SECTIONS = "model|data|train|eval|checkpoint|tracking|distributed"
 WHOLE_DEMO = "WHOLE_DEMO" in os.environ
 HELD_OUT = 200 if WHOLE_DEMO else 20  # rows
 

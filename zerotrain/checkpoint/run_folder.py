@@ -6,8 +6,8 @@
         metrics.jsonl                   one line per start, step, evaluation, save, event ...
         report.html                     drawn from it
         run.lock                        held while a run writes here
-        stop, save_now                  touched by a user: save and exit, or save
-        profile/                        a trace of some steps of rank 0, if profile.start is set
+        stop, save_now, profile_now     touched by a user: save and exit, save, or trace some steps
+        profile/                        traces of rank 0
         wandb/                          what W&B writes, if it is on
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
@@ -32,6 +32,7 @@ SHARDS = "shards"
 """Folder in a checkpoint with a file for each rank."""
 STOP = "stop"
 SAVE_NOW = "save_now"
+PROFILE_NOW = "profile_now"
 STEP = "step_[0-9]{8}"
 """Regular expression of a checkpoint's name."""
 
@@ -79,8 +80,8 @@ def remove(path: Path) -> None:
 
 
 def take_request(output_dir: str | Path, name: str) -> bool:
-    """Whether a user has touched STOP or SAVE_NOW in OUTPUT_DIR; the file is removed. A file that
-    cannot be read or removed is no request.
+    """Whether a user has touched STOP, SAVE_NOW or PROFILE_NOW in OUTPUT_DIR; the file is removed.
+    A file that cannot be read or removed is no request.
     """
     try:
         Path(output_dir, name).unlink()

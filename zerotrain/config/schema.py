@@ -376,14 +376,6 @@ class TrackingConfig(Section):
 
 
 @dataclass(frozen=True)
-class ProfileConfig(Section):
-    """A profile of three steps by torch.profiler, in OUTPUT_DIR/profile."""
-
-    start: NonNegativeInt = 0
-    """First step to profile, from 2, since the one before is the profiler's warm-up; 0: none."""
-
-
-@dataclass(frozen=True)
 class DistributedConfig(Section):
     """The process group."""
 
@@ -414,7 +406,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         if self.eval.generate and self.data.supervise == "all":

@@ -1,22 +1,36 @@
-"""A trace of some steps, for https://ui.perfetto.dev."""
+"""A trace of some steps, for https://ui.perfetto.dev, whenever a user asks for one."""
 
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from zerotrain.checkpoint.state import Progress
-from zerotrain.config.schema import Config
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.checkpoint.run_folder import PROFILE_NOW, take_request
 
-PROFILED_STEPS = 3
+STEPS = 3
 
 
-def open_profiler(config: Config, start: Progress, ranks: Ranks) -> profile | None:
-    """A profiler of three steps of rank 0 from profile.start on, the one before them being its
-    warm-up; None if there is nothing to profile. The loop calls step() after each step.
+class Profiler:
+    """Traces three steps of this rank into OUTPUT_DIR/profile, once OUTPUT_DIR/profile_now is
+    touched. The step before them is torch's warm-up.
     """
-    wait_steps = config.profile.start - start.step - 2
-    if not ranks.is_first or wait_steps < 0:
-        return None
-    return profile(
-        schedule=schedule(wait=wait_steps, warmup=1, active=PROFILED_STEPS, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(f"{config.output_dir}/profile", use_gzip=True),
-    )
+
+    def __init__(self, output_dir: str) -> None:
+        self._output_dir = output_dir
+        self._running: profile | None = None
+        self._steps_left = 0
+
+    def step(self) -> None:
+        """Called after each step."""
+        if self._running is not None:
+            self._running.step()  # at the last one it writes the trace
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self._running.stop()
+                self._running = None
+        elif take_request(self._output_dir, PROFILE_NOW):
+            self._running = profile(
+                schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
+                on_trace_ready=tensorboard_trace_handler(
+                    f"{self._output_dir}/profile", use_gzip=True
+                ),
+            )
+            self._running.start()
+            self._steps_left = STEPS + 1
