@@ -49,18 +49,11 @@ def read_hostfile(path: str | Path) -> list[Host]:
             raise UserError(f"{where}: expected `NAME slots=N` with the number of GPUs as N")
         name = match[1]
         slots = int(match[2])
-        if "@" in name:
-            raise UserError(
-                f"{where}: user@ is not supported, because deepspeed splits at @; put `User "
-                f"{name.split('@')[0]}` for that host into ~/.ssh/config"
-            )
-        if ":" in name:
-            raise UserError(
-                f"{where}: IPv6 addresses are not supported; give a host name, from /etc/hosts or "
-                "~/.ssh/config"
-            )
         if not NAME.fullmatch(name):
-            raise UserError(f"{where}: {name!r} is not a host name or address")
+            raise UserError(
+                f"{where}: {name!r} is no host name or IPv4 address; a user, a port or an IPv6 "
+                "address belongs under a name in ~/.ssh/config"
+            )
         if not 1 <= slots <= MAX_SLOTS:
             raise UserError(f"{where}: give the number of GPUs, 1 to {MAX_SLOTS}, as slots")
         if name in hosts:
