@@ -58,7 +58,7 @@ def test_equals_a_plain_loop(
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching, model__loss_chunk_tokens=60,
         model__activation_checkpointing=recompute, ds_config=str(ds_config),
-        data__eval_sources=[str(write_rows(tmp_path / "eval.jsonl", chat_rows[:30]))],
+        data__eval_sources=[str(write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30]))],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     plain = plain_once(config)
