@@ -1,28 +1,23 @@
 """The benchmarks at toy size on CPU: they run, and their figures are consistent."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from harness.processes import environment
 from harness.repository import REPO
 
 
-def bench(*args):
-    return subprocess.run(
-        [sys.executable, *map(str, args)],
-        cwd=REPO, env=environment(), capture_output=True, text=True, timeout=590,
-    )  # fmt: skip
+@pytest.fixture
+def bench(forks):
+    """A function that runs a file of benchmarks/, with its imports already done."""
+    return lambda name, *args: forks.script(f"benchmarks/{name}.py", *args)
 
 
-@pytest.mark.launch
-def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(tmp_path):
+def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     names = ["experts_16k", "profile", "against_trainer_1"]
     toy = ["--toy", "--out", tmp_path, "--only", ",".join(names)]
-    done = bench("-m", "benchmarks.gpu", *toy)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = bench("gpu", *toy)
+    assert done.code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == ["environment", *names]
     rate = results["environment"]["figures"][""]["model_tflops_per_s"]
@@ -34,31 +29,30 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(tmp_path):
     assert "mm" in results["profile"]["figures"][""]["note"]
     names_of_sides = "".join(results["against_trainer_1"]["figures"])
     assert "padding_free, packed_examples" in names_of_sides
-    again = bench("-m", "benchmarks.gpu", *toy, "--continue")
-    assert again.returncode == 0 and "against_trainer_1: Trainer" in again.stdout
+    again = bench("gpu", *toy, "--continue")
+    assert again.code == 0 and "against_trainer_1: Trainer" in again.output
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    assert bench("-m", "benchmarks.gpu", "--out", tmp_path, "--only", "no").returncode == 2
+    assert bench("gpu", "--out", tmp_path, "--only", "no").code == 2
 
 
-@pytest.mark.launch
-def test_trainer_has_the_same_work(tmp_path):
+def test_trainer_has_the_same_work(bench, tmp_path):
     small = ["--rows", 48, "--global_batch_size", 16, "--hidden_size", 32, "--layers", 1,
              "--vocab_size", 500, "--max_length", 256]  # fmt: skip
     once = ["--ranks", 1, "--repeats", 1, "--strategies", "random", "--json", tmp_path / "runs"]
-    done = bench("-m", "benchmarks.against_trainer", *small, *once)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = bench("against_trainer", *small, *once)
+    assert done.code == 0, done.output
     ours, trainer = (runs[0] for runs in json.loads((tmp_path / "runs").read_text()).values())
     assert ours["steps"] == trainer["steps"] == 3
     assert ours["tokens"] == trainer["tokens"]
     assert ours["padding_efficiency"] > trainer["padding_efficiency"]
 
 
-def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
+def test_a_simulation_has_every_order_and_what_waiting_costs(bench, tmp_path):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 500, 2000))
     small = ["--micro_batch_tokens", 1024, "--steps", 3]
-    done = bench("benchmarks/simulate.py", tmp_path / "lengths.npy", "--ranks", 2, 16, *small)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
+    done = bench("simulate", tmp_path / "lengths.npy", "--ranks", 2, 16, *small)
+    assert done.code == 0, done.output
+    lines = [line.split("│")[1:-1] for line in done.output.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line] for line in lines]
     orders = {(row[0], row[1]): [float(x) for x in row[3:]] for row in cells if len(row) > 4}
     assert len(orders) == 2 * 5
@@ -69,30 +63,27 @@ def test_a_simulation_has_every_order_and_what_waiting_costs(tmp_path):
     for compute, zero_1, zero_2, zero_3, slow_node in orders.values():
         assert compute > zero_1 > zero_2 > zero_3 > 0
         assert compute / 1.25 <= slow_node + 0.001 and slow_node < compute
-    assert bench("benchmarks/simulate.py", "--ranks", 0).returncode == 2
+    assert bench("simulate", "--ranks", 0).code == 2
 
 
-def test_tokenizing_is_measured_beside_trls_way():
+def test_tokenizing_is_measured_beside_trls_way(bench):
     small = ["--rows", 30, "--repeats", 1, "--vocab_size", 400]
-    done = bench("benchmarks/tokenizing.py", *small, "--text", "data/sample/eval.jsonl")
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    done = bench("tokenizing", *small, "--text", "data/sample/eval.jsonl")
+    assert done.code == 0, done.output
+    lines = [line.split("│") for line in done.output.splitlines() if line.startswith("│")]
     ratios = [float(line[5].split()[0]) for line in lines]
     assert len(ratios) == 4 and min(ratios) > 0
 
 
-@pytest.mark.launch
-def test_model_states_are_as_estimated(tmp_path):
+def test_model_states_are_as_estimated(bench, tmp_path):
     run = REPO / "benchmarks" / "llama_300m"
     small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}
     shape = json.loads((run / "config.json").read_text()) | small
     (tmp_path / "config.json").write_text(json.dumps(shape))
     options = ["--model.name_or_path", tmp_path, "--output_dir", tmp_path / "run"]
     files = ["--config", run / "run.yaml", "--ds_config", "ds_configs/zero3.json"]
-    done = bench(
-        "-m", "benchmarks.memory", *files, *options, "--data.cache_dir", tmp_path / "cache"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [row] = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
+    done = bench("memory", *files, *options, "--data.cache_dir", tmp_path / "cache")
+    assert done.code == 0, done.output
+    [row] = [line.split("|")[1:-1] for line in done.output.splitlines() if line.startswith("|")]
     estimated, measured, ratio, *peak = map(float, row[1:])
     assert ratio == pytest.approx(1, abs=0.03) and min(estimated, measured, *peak) > 0
