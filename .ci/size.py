@@ -1,19 +1,33 @@
-"""Tokens of code, without comments and docstrings: python .ci/size.py"""
+"""Tokens of code, without comments and docstrings, and their limits: python .ci/size.py [--report]
+
+Exit code 1 above a limit, unless with --report. The smallest copy is rendered if copier is there.
+"""
 
 import ast
 import io
+import shutil
 import subprocess
+import sys
+import tempfile
 import tokenize
 from pathlib import Path
 
+LIMITS = {
+    "train.py and its imports": 48_000,
+    "all but tests": 86_000,
+    "tests": 80_000,
+    "smallest copy, all but tests": 57_000,
+    "smallest copy, tests": 29_000,
+    "settings": 60,
+}
 LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
 }  # fmt: skip
 
 
-def count_tokens(file: str) -> int:
-    source = Path(file).read_text()
+def count_tokens(file: Path) -> int:
+    source = file.read_text()
     docstrings = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
@@ -23,10 +37,10 @@ def count_tokens(file: str) -> int:
     return sum(t.type not in LAYOUT and t.start not in docstrings for t in tokens)
 
 
-def imported_by(file: str, known: dict[str, str], seen: set[str]) -> set[str]:
+def imported_by(file: Path, known: dict[str, Path], seen: set[Path]) -> set[Path]:
     """The files that a file imports, and those that they import."""
     seen.add(file)
-    for node in ast.walk(ast.parse(Path(file).read_text())):
+    for node in ast.walk(ast.parse(file.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -36,16 +50,57 @@ def imported_by(file: str, known: dict[str, str], seen: set[str]) -> set[str]:
     return seen
 
 
-def main() -> None:
-    listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True)
-    sizes = {file: count_tokens(file) for file in listed.stdout.splitlines()}
-    known = {file.removesuffix(".py").replace("/", "."): file for file in sizes}
-    tests = sum(size for file, size in sizes.items() if file.startswith("tests/"))
-    print(
-        f"train.py and its imports {sum(sizes[f] for f in imported_by('train.py', known, set())):,}"
-    )
-    print(f"all but tests {sum(sizes.values()) - tests:,}\ntests {tests:,}")
+def measure_folder(folder: Path, names: list[str]) -> tuple[int, int, int]:
+    """Tokens of train.py and its imports, of all but the tests, and of the tests, of the Python
+    files `names` in a folder.
+    """
+    sizes = {folder / name: count_tokens(folder / name) for name in names}
+    known = {name.removesuffix(".py").replace("/", "."): folder / name for name in names}
+    tests = sum(size for file, size in sizes.items() if folder / "tests" in file.parents)
+    path = imported_by(folder / "train.py", known, set())
+    return sum(sizes[file] for file in path), sum(sizes.values()) - tests, tests
+
+
+def count_settings() -> int:
+    """The keys of a run config: the fields of its sections that are no sections themselves."""
+    classes = [n for n in ast.parse(Path("zerotrain/config/schema.py").read_text()).body
+               if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]  # fmt: skip
+    fields = [n for cls in classes for n in cls.body if isinstance(n, ast.AnnAssign)]
+    return sum("Config" not in ast.unparse(field.annotation) for field in fields)
+
+
+def measure_smallest_copy(files: list[str]) -> tuple[int, int]:
+    """Tokens of all but the tests, and of the tests, of a copy that keeps nothing optional."""
+    from copier import run_copy
+
+    with tempfile.TemporaryDirectory() as temporary:
+        template, copy = Path(temporary, "template"), Path(temporary, "copy")
+        for name in files:  # without .git, which would give the newest tag
+            (template / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(name, template / name, follow_symlinks=False)
+        answers = {"project_name": "small", "scheduler": "none", "keep": []}
+        run_copy(str(template), copy, data=answers, defaults=True, quiet=True)
+        names = [str(file.relative_to(copy)) for file in copy.rglob("*.py")]
+        return measure_folder(copy, names)[1:]
+
+
+def main() -> int:
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True)
+    files = listed.stdout.splitlines()
+    path, rest, tests = measure_folder(Path(), [name for name in files if name.endswith(".py")])
+    found = {"train.py and its imports": path, "all but tests": rest, "tests": tests}
+    try:
+        smallest = measure_smallest_copy(files)
+        found |= zip(list(LIMITS)[3:5], smallest, strict=True)
+    except ImportError:
+        print("copier is not installed: the smallest copy is not measured")
+    found["settings"] = count_settings()
+    for name, size in found.items():
+        over = f"  {size - LIMITS[name]:,} over" if size > LIMITS[name] else ""
+        print(f"{name:30} {size:7,} of {LIMITS[name]:6,}{over}")
+    is_over = any(size > LIMITS[name] for name, size in found.items())
+    return int(is_over and "--report" not in sys.argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
