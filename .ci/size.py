@@ -26,8 +26,8 @@ LAYOUT = {
 }  # fmt: skip
 
 
-def count_tokens(file: Path) -> int:
-    source = file.read_text()
+def count_tokens(file: str | Path) -> int:
+    source = Path(file).read_text()
     docstrings = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
