@@ -18,16 +18,29 @@ import random
 import sys
 from pathlib import Path
 
-from transformers import LlamaConfig
-
-from zerotrain.runtime.errors import exit_on_error
-from zerotrain.tools.train_tokenizer import strings_in, train_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 DRAWN_ROWS = 20_000
 EVAL_ROWS = 200
 SEED = 0
 MAX_STEPS = 12
 VOCAB_SIZE = 384
+END = "<|end|>"
+PAD = "<|pad|>"
+ROLES = ("system", "user", "assistant", "tool")
+
+# The {% generation %} block covers what the assistant generates: its text and its end mark.
+CHAT_TEMPLATE = """{%- for message in messages -%}
+{{- '<|' + message.role + '|>' -}}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}{{- message.content + '<|end|>' -}}{%- endgeneration -%}
+{%- else -%}
+{{- message.content + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
 
 
 def make_row(rng: random.Random) -> dict:
@@ -50,6 +63,31 @@ def make_row(rng: random.Random) -> dict:
     }
 
 
+def train_tokenizer(rows: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, trained on the rows. It encodes any text, since the alphabet is all bytes;
+    every digit is a token of its own, which helps arithmetic.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, END, *(f"<|{role}|>" for role in ROLES)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    messages = (message for row in rows for message in json.loads(row)["messages"])
+    tokenizer.train_from_iterator((text for m in messages for text in m.values()), trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).resolve()
     folder = folder.parent if folder.suffix == ".py" else folder
@@ -62,9 +100,7 @@ def main() -> None:
     for name, rows in (("train", train), ("eval", [row for row in unique if row in held_out])):
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
 
-    tokenizer = train_tokenizer(
-        (text for row in train for text in strings_in(json.loads(row))), VOCAB_SIZE
-    )
+    tokenizer = train_tokenizer(train)
     LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -87,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_on_error(main)
+    main()

@@ -66,15 +66,6 @@ def test_a_simulation_has_every_order_and_what_waiting_costs(bench, tmp_path):
     assert bench("simulate", "--ranks", 0).code == 2
 
 
-def test_tokenizing_is_measured_beside_trls_way(bench):
-    small = ["--rows", 30, "--repeats", 1, "--vocab_size", 400]
-    done = bench("tokenizing", *small, "--text", "data/sample/eval.jsonl")
-    assert done.code == 0, done.output
-    lines = [line.split("│") for line in done.output.splitlines() if line.startswith("│")]
-    ratios = [float(line[5].split()[0]) for line in lines]
-    assert len(ratios) == 4 and min(ratios) > 0
-
-
 def test_model_states_are_as_estimated(bench, tmp_path):
     run = REPO / "benchmarks" / "llama_300m"
     small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}

@@ -1,5 +1,7 @@
 """Which models are accepted: weights, causality, sizes.    pytest tests/model/test_model.py"""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -22,6 +24,7 @@ from zerotrain.model.architecture import (
     linear_cost,
     meta_model,
 )
+from zerotrain.model.load import load_model_config
 from zerotrain.model.packing import resolve_batching
 from zerotrain.model.probes import check_causal, check_end_tokens
 from zerotrain.runtime.errors import UserError
@@ -104,3 +107,13 @@ def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenize
         assert REFUSED[family] in str(error)
     else:
         assert family not in REFUSED
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
+    tiny_config, sample_tokenizer
+):
+    larger = copy.deepcopy(sample_tokenizer)
+    larger.add_tokens([f"<|{i}|>" for i in range(400 - len(larger))])
+    config = parse_command_line(["--config", str(tiny_config())]).config
+    with pytest.raises(UserError, match=r"has 400 token ids, .* 320; .*rows for its new tokens"):
+        check_model_fits(config, meta_model(load_model_config(config), False), larger)
