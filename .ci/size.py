@@ -40,7 +40,7 @@ def count_tokens(file: str | Path) -> int:
 def imported_by(file: Path, known: dict[str, Path], seen: set[Path]) -> set[Path]:
     """The files that a file imports, and those that they import."""
     seen.add(file)
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(Path(file).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
