@@ -50,8 +50,16 @@ def copy_with_code(model, folder, ran) -> Path:
     return folder
 
 
+def set_value(tree, path, value):
+    """Set the value at a dotted path of nested dictionaries."""
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[leaf] = value
+
+
 def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes) -> Path:
-    """A run config for the tiny model; `a__b=value` sets the key a.b, None removes it."""
+    """A run config for the tiny model; `a__b=value` sets the key a.b, to its default with None."""
     import yaml
 
     config = {
@@ -77,15 +85,8 @@ def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes)
         },
         "tracking": {"wandb": "disabled"},
     }
-    for dotted, value in changes.items():
-        *parents, leaf = dotted.split("__")
-        block = config
-        for parent in parents:
-            block = block.setdefault(parent, {})
-        if value is None:
-            block.pop(leaf, None)
-        else:
-            block[leaf] = value
+    for key, value in changes.items():
+        set_value(config, key.replace("__", "."), value)
     path = tmp_path / name
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
