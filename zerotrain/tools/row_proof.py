@@ -1,4 +1,4 @@
-"""Compares rows of the sources with the decoded text of their examples, for `prove.py data`.
+"""Compares rows of the sources with the decoded text of their examples, for the proof of data.
 
 Tokens and masks are compared with the contents of the row and with what apply_chat_template makes
 of its first messages, not with what zerotrain/data/turns.py knows of the template.
