@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 from deepspeed import DeepSpeedEngine
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.checkpoint.lock import RunLock
@@ -84,6 +84,22 @@ def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
+def copy_to_cpu(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` with copies of its tensors in CPU memory, pinned if there is a GPU. The memory of
+    the previous copy, which is no longer used, is taken again: torch keeps what was pinned.
+    """
+    on_gpu = torch.cuda.is_initialized()  # not is_available: a CPU run leaves GPUs alone
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
+        return buffer.copy_(tensor, non_blocking=True)
+
+    copied = tree_map_only(torch.Tensor, copy, content)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return copied
+
+
 class SaveError(RunFailed):
     """A checkpoint could not be written. It is removed, and older ones are unchanged."""
 
@@ -108,13 +124,16 @@ class Saver:
     """The checkpoint that the run starts from, which is never removed."""
     log: Callable[[str, dict[str, Any]], None]
     """Called with "save" and its values when a checkpoint is complete."""
-    _copies: dict[str, Any] | None = None
-    """Buffers of asynchronous saves."""
     _last_began: float = field(default_factory=time.monotonic)
     _blocked_seconds: float = 0.0
     _threads: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)
-    _pending: tuple[Path, TrainerState, Future[dict[str, Any]]] | None = None
-    """The save that has begun: its folder, its state, and the FileEntry of this rank's file."""
+    _pending: Future[dict[str, Any]] | None = None
+    """The FileEntry of this rank's file, of a save that has begun; the fields below are its own."""
+    _state: TrainerState = field(init=False)
+    _target: Path = field(init=False)
+    """The checkpoint, once it is complete."""
+    _draft: Path = field(init=False)
+    """The folder that becomes it."""
     _owns_disk: bool = False
     """Whether this rank has created that folder on its disk."""
 
@@ -142,17 +161,19 @@ class Saver:
         self.finish()
         self._last_began = time.monotonic()
         save_id = gather_json(self.ranks, uuid.uuid4().hex)[0]
-        draft = temporary(self.folder / checkpoint_name(state.progress.step), save_id)
+        self._state = state
+        self._target = self.folder / checkpoint_name(state.progress.step)
+        self._draft = temporary(self._target, save_id)
         self._owns_disk = False
         is_first = self.ranks.is_first
         # rank 0 creates the folder, then the first rank of every other node that does not see it
         for is_turn in (is_first, self.ranks.local_rank == 0 and not is_first):
-            self._run(draft, lambda turn=is_turn: turn and self._create(draft, state))
+            self._run(lambda turn=is_turn: turn and self._create())
         content = vars(collect(self.engine, self._owns_disk, self.base))
         if self.settings.async_save:
-            content = self._copy(content)
-        path = draft / shard_name(self.ranks.rank)
-        self._pending = draft, state, self._threads.submit(write_shard, path, content)
+            content = copy_to_cpu(content)
+        path = self._draft / shard_name(self.ranks.rank)
+        self._pending = self._threads.submit(write_shard, path, content)
         self._blocked_seconds = time.monotonic() - self._last_began
         if not self.settings.async_save:
             self.finish()
@@ -162,7 +183,7 @@ class Saver:
         """Whether this rank's file of a pending save is on disk, so that finish() would not wait
         for it.
         """
-        return self._pending is not None and self._pending[2].done()
+        return self._pending is not None and self._pending.done()
 
     def finish(self) -> None:
         """Wait for the pending save, if any, and make it complete.
@@ -173,19 +194,19 @@ class Saver:
         if self._pending is None:
             return
         began = time.monotonic()
-        draft, state, entry = self._pending
+        entry = self._pending
         self._pending = None
         wait([entry])
-        entries = gather_json(self.ranks, self._run(draft, entry.result))
-        self._run(draft, lambda: self._seal(draft, state, entries))
+        entries = gather_json(self.ranks, self._run(entry.result))
+        self._run(lambda: self._owns_disk and self._seal(entries))
         # the owners of all disks have sealed theirs; it is usable once all have renamed it
-        self._run(draft, lambda: self._publish(draft, state))
+        self._run(lambda: self._owns_disk and self._publish())
         seconds = self._blocked_seconds + time.monotonic() - began
-        self.log("save", {"step": state.progress.step, "save_seconds": seconds})
+        self.log("save", {"step": self._state.progress.step, "save_seconds": seconds})
 
     # The steps of a save
 
-    def _run(self, draft: Path, work: Callable[[], T]) -> T:
+    def _run(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks and return its result; if it fails on one of them, remove the
         draft and raise SaveError on all.
         """
@@ -205,17 +226,17 @@ class Saver:
             return run_on_all_ranks(self.ranks, with_lock)
         except UserError as error:
             if self._owns_disk:
-                remove(draft)
+                remove(self._draft)
             older = []
             with suppress(OSError):
                 older = list_complete(self.folder)
             rest = f"{older[-1].name} is complete" if older else "there is no older checkpoint"
-            name = draft.name.split(".")[0]
             raise SaveError(
-                f"{name} could not be saved in {self.folder}: {error}; {rest}"
+                f"{self._target.name} could not be saved in {self.folder}: {error}; {rest}"
             ) from error
 
-    def _create(self, draft: Path, state: TrainerState) -> None:
+    def _create(self) -> None:
+        draft = self._draft
         if self.ranks.is_first:  # the other ranks create it on a disk of their own
             wait_for(self.lock.folder)
             self.folder.mkdir(exist_ok=True)
@@ -237,37 +258,16 @@ class Saver:
         if model.can_generate():
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
-        write_state(draft, state)
+        write_state(draft, self._state)
 
-    def _copy(self, content: dict[str, Any]) -> dict[str, Any]:
-        """`content` with copies of its tensors in CPU memory, which is allocated once, and pinned
-        if there is a GPU.
-        """
-        on_gpu = torch.cuda.is_initialized()  # not is_available: a CPU run leaves GPUs alone
-        if self._copies is None:
-            self._copies = tree_map_only(
-                torch.Tensor,
-                lambda tensor: torch.empty_like(tensor, device="cpu", pin_memory=on_gpu),
-                content,
-            )
-
-        def copy(value: Any, buffer: Any) -> Any:
-            return buffer.copy_(value, non_blocking=True) if torch.is_tensor(value) else value
-
-        copied = tree_map(copy, content, self._copies)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copied
-
-    def _seal(self, draft: Path, state: TrainerState, entries: list[dict[str, Any]]) -> None:
+    def _seal(self, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""
-        if not self._owns_disk:
-            return
+        draft = self._draft
         files = {shard_name(rank): entry for rank, entry in enumerate(entries)}
         for path in (draft / TRAINER_STATE, *draft.glob("model/**/*")):
             if path.is_file():
                 files[str(path.relative_to(draft))] = measure(path)
-        made_by = {name: getattr(state.run, name) for name in DESCRIBING}
+        made_by = {name: getattr(self._state.run, name) for name in DESCRIBING}
         made_by["versions"] = {name: version(name) for name in PACKAGES}
         manifest = {"save_id": draft.name, "made_by": made_by, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -275,15 +275,13 @@ class Saver:
         (draft / COMPLETE).write_text("complete\n")
         sync_tree(draft)
 
-    def _publish(self, draft: Path, state: TrainerState) -> None:
+    def _publish(self) -> None:
         """Rename the draft to a checkpoint, and remove those that are no longer kept."""
-        if not self._owns_disk:
-            return
-        target = self.folder / checkpoint_name(state.progress.step)
-        hidden = [self._hide(target)]  # written before the run was resumed from an earlier step
-        os.replace(draft, target)
+        # one of the same step was written before the run was resumed from an earlier step
+        hidden = [self._hide(self._target)]
+        os.replace(self._draft, self._target)
         sync_folder(self.folder)
-        for path in self._superseded(state):
+        for path in self._superseded():
             try:
                 hidden.append(self._hide(path))
             except OSError as error:  # the new one is complete
@@ -306,13 +304,12 @@ class Saver:
         except FileNotFoundError:
             return None
 
-    def _superseded(self, state: TrainerState) -> list[Path]:
-        """The checkpoints that are no longer kept once the one of `state` is complete."""
+    def _superseded(self) -> list[Path]:
+        """The checkpoints that are no longer kept now that this one is complete."""
         settings = self.settings
-        best = state.progress.best
+        best = self._state.progress.best
         complete = list_complete(self.folder)
-        kept = {*complete[-settings.keep_last :], self.started_from}
-        kept.add(self.folder / checkpoint_name(state.progress.step))
+        kept = {*complete[-settings.keep_last :], self.started_from, self._target}
         if settings.keep_best and best is not None:
             kept.add(self.folder / checkpoint_name(best.step))
         return [path for path in complete if path not in kept]

@@ -239,19 +239,19 @@ class Shards:
     """
 
     def __init__(self, checkpoint: Path, rank: int = 0) -> None:
-        """`rank`: whose file is looked into first."""
+        """`rank`: whose file is looked into first, and whose pieces of split parameters count."""
         self.checkpoint = checkpoint
-        files = read_manifest(checkpoint).files
-        names = sorted(filter(is_shard, files))
+        names = sorted(filter(is_shard, read_manifest(checkpoint).files))
         self.world_size = len(names)
         own = shard_name(rank)
         here = [name for name in names if (checkpoint / name).exists()]
         if not here:
             raise UserError(f"{checkpoint} has no weights; use another checkpoint")
         self.has_own = own in here
+        self.of_rank = functools.cache(functools.partial(Shards, checkpoint))
         self._shard = functools.cache(functools.partial(read_shard, checkpoint))
         tensor = self._shard(here[0]).tensor
-        self.tensor_rank = rank % tensor
+        self._tensor_rank = rank % tensor
         # then the files of ranks with the same pieces
         self._names = sorted(
             here, key=lambda name: (name != own, (names.index(name) - rank) % tensor > 0, name)
@@ -262,36 +262,31 @@ class Shards:
         """Whether the weight is in the checkpoint, and not only in the files of `first.base`."""
         return self.first.base is None or name in self.first.trained
 
-    def read(
-        self, name: str, key: str, start: int, numel: int, tensor_rank: int | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of one of the flattened states of a parameter, in fp32.
         Do not modify them: they may be the mapped file.
 
         Args:
             key: `fp32` or one of MOMENTS.
-            tensor_rank: whose piece of a split parameter; None: this rank's.
         """
+        end = start + numel
         found = [torch.empty(0)]
-        position = start
-        while position < start + numel:
-            _, (first, tensors) = self.find(name, key, position, tensor_rank)
-            values = tensors[key][position - first : start + numel - first].float()
-            found.append(values)
-            position += len(values)
+        while start < end:
+            first, values = self._find(name, key, start)
+            found.append(values[start - first : end - first].float())
+            start += len(found[-1])
         return found[-1] if len(found) < 3 else torch.cat(found)
 
-    def find(
-        self, name: str, key: str, position: int, tensor_rank: int | None
-    ) -> tuple[Shard, Part]:
-        """The first file, and what it has of a parameter, with an element of a flattened state."""
-        wanted = self.tensor_rank if tensor_rank is None else tensor_rank
+    def _find(self, name: str, key: str, position: int) -> tuple[int, torch.Tensor]:
+        """What the first file with this element of a flattened state has of it: the number of its
+        first element, and its elements.
+        """
         for shard in map(self._shard, self._names):
-            start, tensors = shard.parts.get(name, (0, {}))
-            if key not in tensors or (name in shard.split and shard.tensor_rank != wanted):
+            if name in shard.split and shard.tensor_rank != self._tensor_rank:
                 continue
-            if start <= position < start + len(tensors[key]):
-                return shard, (start, tensors)
+            start, tensors = shard.parts.get(name, (0, {}))
+            if key in tensors and start <= position < start + len(tensors[key]):
+                return start, tensors[key]
         raise UserError(
             f"{self.checkpoint}: {key} of {name} is not in the files of {len(self._names)} of "
             f"{self.world_size} ranks that are on this node; resume with the same ranks on the "

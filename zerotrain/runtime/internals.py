@@ -47,7 +47,7 @@ INTERNALS = {
         deepspeed.runtime.fp16.unfused_optimizer: fp16_groups
     """,
     "zerotrain/checkpoint/save.py": """
-        torch.utils._pytree: tree_map tree_map_only
+        torch.utils._pytree: tree_map_only
     """,
     "zerotrain/data/sources.py": """
         datasets.arrow_dataset: _fingerprint

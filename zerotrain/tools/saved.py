@@ -32,9 +32,9 @@ def whole_weight(shards: Shards, name: str) -> torch.Tensor:
     pieces = []
     try:
         for tensor_rank in range(saved.tensor):
-            shard, _ = shards.find(name, "fp32", 0, tensor_rank)
-            shape = shard.shapes[name]
-            pieces.append(shards.read(name, "fp32", 0, prod(shape), tensor_rank).view(shape))
+            of_rank = shards.of_rank(tensor_rank)
+            shape = of_rank.first.shapes[name]
+            pieces.append(of_rank.read(name, "fp32", 0, prod(shape)).view(shape))
         return torch.cat(pieces, saved.split[name])
     except (LookupError, RuntimeError) as error:
         raise UserError(
