@@ -46,7 +46,7 @@ SHORT = {"prompt": "p" * 10, "completion": "c" * 5}
     [
         ("truncate", [64, 16], [54, 6], {"truncated": 1}),
         # 111 tokens as 64 + 48: the second piece starts with the first one's last token as context
-        ("split", [64, 48, 16], [54, 47, 6], {"split": 2}),
+        ("split", [64, 48, 16], [54, 47, 6], {"pieces of split rows": 2}),
         ("drop", [16], [6], {"dropped": 1}),
     ],
 )
@@ -54,12 +54,11 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
     data = build(tmp_path, sample_tokenizer, [LONG, SHORT], on_too_long=on_too_long)
     assert data.lengths.tolist() == lengths
     assert data.supervised.tolist() == supervised
-    assert {k: data.meta[k] for k in count} == count and data.meta["rows_read"] == 2
+    assert data.meta["over_length"] == count and data.meta["rows_read"] == 2
     assert data.supervised.tolist() == [int(mask.sum()) for mask in data.rows["loss_mask"][:]]
 
 
 BAD_ROWS = {
-    "too long": (json.dumps(LONG), {"on_too_long": "error"}, ":1: 111 tokens"),
     "not JSON": ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', {}, ":2: not JSON"),
     "missing key": ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', {}, ":2: key 'compl"),
     "an unknown key": (json.dumps({**SHORT, "images": 0}), {}, "data.ignore_keys: [images]"),

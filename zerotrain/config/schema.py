@@ -179,7 +179,7 @@ class DataConfig(Section):
     """
     max_length: Annotated[int, Field(ge=2, le=MAX_INT)] = 2048
     """Longest example, in tokens."""
-    on_too_long: Literal["truncate", "split", "drop", "error"] = "truncate"
+    on_too_long: Literal["truncate", "split", "drop"] = "truncate"
     """What to do with a row of more than max_length tokens; such rows are counted and reported."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and

@@ -4,6 +4,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from zerotrain.data.sources import BadRow
 from zerotrain.data.turns import NO_END_MARK, locate
@@ -22,11 +23,12 @@ SUPERVISED = {
 }
 
 
-def describe_masks(
+def describe_examples(
     rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", config: "DataConfig", chat: bool
 ) -> dict[str, Any]:
-    """Entries of a cache's meta.json: `end_tokens`, the sorted ids of the tokens that end
-    supervised turns, and `masks`, a description for the start-up table.
+    """Entries of a cache's meta.json: `masks`, a description for the start-up table; `content`, a
+    hash of tokens and masks; and `end_tokens`, the sorted ids of the special and added tokens that
+    end runs of supervised tokens, except ones that are within such runs too, if there are others.
 
     Args:
         rows: the examples, with input_ids list<int32> and loss_mask list<bool>.
@@ -40,37 +42,29 @@ def describe_masks(
             f"tokenizer {tokenizer.name_or_path} has no eos token, so nothing would teach the "
             "model where an answer ends; set eos_token in its tokenizer_config.json"
         )
-    ends = _end_tokens(rows, tokenizer, config.max_length)
-    shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
-    masks = f"{SUPERVISED[config.supervise]}, ending in {shown}"
-    template = str(tokenizer.chat_template)
-    if chat and (template.startswith(WRITTEN_ALWAYS) or template.endswith(WRITTEN_LAST)):
-        masks += ", added to the chat template, which ends answers with no token"
-    return {"masks": masks, "end_tokens": ends}
-
-
-def _end_tokens(
-    rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> list[int]:
-    """Special and added tokens that are the last ones of a run of supervised tokens, but for runs
-    that may have been cut: those at the end of an example of max_length.
-
-    A token that is within answers too is none of them if there are others: with gpt-oss, <|end|>
-    also follows the reasoning before an answer.
-    """
+    content = xxhash.xxh3_64()
     is_last, is_inner = np.zeros((2, max(tokenizer.get_vocab().values()) + 1), bool)
     for batch in rows.data.to_batches():
         ids, mask = (
             batch[name].flatten().to_numpy(zero_copy_only=False)
             for name in ("input_ids", "loss_mask")
         )
+        lengths = batch["length"].to_numpy()
+        for values in (lengths, ids, mask):
+            content.update(values.tobytes())
         ends_run = mask & ~np.append(mask[1:], False)  # the first token of an example is no target
         is_inner[ids[mask & ~ends_run]] = True
-        lengths = batch["length"].to_numpy()
-        ends_run[np.cumsum(lengths)[lengths >= max_length] - 1] = False
+        ends_run[np.cumsum(lengths)[lengths >= config.max_length] - 1] = False  # may have been cut
         is_last[ids[ends_run]] = True
     ends = sorted(token for token in tokenizer.added_tokens_decoder if is_last[token])
-    return [token for token in ends if not is_inner[token]] or ends
+    # with gpt-oss, <|end|> also follows the reasoning before an answer
+    ends = [token for token in ends if not is_inner[token]] or ends
+    shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
+    masks = f"{SUPERVISED[config.supervise]}, ending in {shown}"
+    template = str(tokenizer.chat_template)
+    if chat and (template.startswith(WRITTEN_ALWAYS) or template.endswith(WRITTEN_LAST)):
+        masks += ", added to the chat template, which ends answers with no token"
+    return {"masks": masks, "end_tokens": ends, "content": content.hexdigest()}
 
 
 WRITTEN_LAST = (

@@ -1,6 +1,6 @@
 """The data loader: collates the micro-batches of one rank, a few steps ahead of training."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -140,23 +140,16 @@ def load_steps(
 
 def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroBatch:
     """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
-    ids, masks = [np.zeros(1, np.int64)], [np.zeros(1, bool)]
-    if len(examples):
-        ids, masks = data.fetch(examples)
+    # the filler attends to one position: attention over nothing is NaN
+    ids, masks = data.fetch(examples) if len(examples) else (np.zeros((1, 1), np.int64),) * 2
+    lengths = np.array([len(example) for example in ids])
+    ids, masks = np.concatenate(ids), np.concatenate(masks)  # [tokens]
     if budget.packed:
-        positions = np.concatenate([np.arange(len(example)) for example in ids])
-        return MicroBatch.of(
-            np.concatenate(ids)[None], np.concatenate(masks)[None], position_ids=positions[None]
-        )
-    # also 1 for the filler: attention over nothing is NaN
-    width = budget.padded(max(map(len, ids))) if len(examples) else 1
-
-    def rectangle(rows: Sequence[np.ndarray]) -> np.ndarray:
-        """[examples, width], zero after the end of each row."""
-        padded = np.zeros((len(rows), width), rows[0].dtype)
-        for place, row in zip(padded, rows, strict=True):
-            place[: len(row)] = row
-        return padded
-
-    real = [np.ones_like(example) for example in ids]
-    return MicroBatch.of(rectangle(ids), rectangle(masks), attention_mask=rectangle(real))
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return MicroBatch.of(ids[None], masks[None], position_ids=positions[None])
+    width = budget.padded(lengths.max()) if len(examples) else 1
+    is_real = np.arange(width) < lengths[:, None]  # [examples, width], what is no padding
+    padded, is_target = np.zeros((2, *is_real.shape), np.int64)
+    padded[is_real] = ids
+    is_target[is_real] = masks
+    return MicroBatch.of(padded, is_target, attention_mask=is_real.astype(np.int64))

@@ -6,7 +6,6 @@ budget.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -123,7 +122,8 @@ def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nd
         sizes = np.diff(bounds)
         heaviest = int(np.argmax(np.where(sizes > 1, sizes * cost[bounds[:-1]], -1)))
         bounds.insert(heaviest + 1, bounds[heaviest] + int(sizes[heaviest] + 1) // 2)
-    return [np.arange(a, b) for a, b in pairwise(bounds)], np.diff(bounds) * cost[bounds[:-1]]
+    groups = np.split(np.arange(len(padded)), bounds[1:-1])
+    return groups, np.diff(bounds) * cost[bounds[:-1]]
 
 
 # Packed: examples concatenated
@@ -146,9 +146,8 @@ def _pack(lengths: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nda
             break
         fewest = bins + 1
     cost = np.bincount(owner, budget.cost(lengths), bins).astype(np.int64)
-    ends = np.cumsum(np.bincount(owner, minlength=bins)).tolist()
-    order = np.argsort(owner.astype(np.uint16) if bins < 2**16 else owner, kind="stable")
-    return [order[a:b] for a, b in pairwise([0, *ends])], cost
+    ends = np.cumsum(np.bincount(owner, minlength=bins))
+    return np.split(np.argsort(owner, kind="stable"), ends[:-1]), cost
 
 
 def _bin_count(fewest: int, world_size: int) -> int:

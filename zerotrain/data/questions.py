@@ -32,7 +32,7 @@ def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int
     Raises:
         UserError: no example is left.
     """
-    is_first_piece = np.diff(np.asarray(data.rows["row"][:]), prepend=-1) != 0
+    is_first_piece = np.diff(data.column("row"), prepend=-1) != 0
     is_whole = is_first_piece & (data.lengths < max_length)
     usable = np.flatnonzero(is_whole & (data.supervised < data.lengths - 1))
     if not len(usable):

@@ -14,14 +14,6 @@ from zerotrain.data.turns import Span, locate, special_pattern
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What can happen to a row over max_length: the key of its count in meta.json, and words for tables
-OUTCOMES = {
-    "truncated": "truncated",
-    "split": "pieces of split rows",
-    "dropped": "dropped",
-    "without_answer": "dropped because no supervised token was left",
-}
-
 
 class TokenizedRow(NamedTuple):
     """A row as tokens, not yet cut to data.max_length."""
@@ -138,23 +130,14 @@ def cut_to_length(
     ids: np.ndarray, mask: np.ndarray, config: DataConfig
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
     """The examples of a row, (ids, mask) of at most max_length tokens each, and what happened to
-    it: keys of OUTCOMES, one for each example that was made or dropped.
+    it, in words: one text for each example that was made or dropped.
 
     Consecutive pieces of a split row overlap by one token, which is context in the second: every
     target of the row stays a target exactly once.
-
-    Raises:
-        BadRow: the row is too long and on_too_long is error.
     """
     limit = config.max_length
     if len(ids) <= limit:
         return [(ids, mask)], []
-    if config.on_too_long == "error":
-        raise BadRow(
-            "too long",
-            f"{len(ids)} tokens are over data.max_length ({limit}); raise it, "
-            "or set data.on_too_long",
-        )
     if config.on_too_long == "drop":
         return [], ["dropped"]
     is_split = config.on_too_long == "split"
@@ -162,5 +145,5 @@ def cut_to_length(
     parts = [slice(start, start + limit) for start in starts]
     pieces = [(ids[part], np.append(False, mask[part][1:])) for part in parts]
     kept = [piece for piece in pieces if piece[1].any()]
-    lost = ["without_answer"] * (len(pieces) - len(kept))
-    return kept, ["split" if is_split else "truncated"] * len(kept) + lost
+    lost = ["dropped because no supervised token was left"] * (len(pieces) - len(kept))
+    return kept, ["pieces of split rows" if is_split else "truncated"] * len(kept) + lost

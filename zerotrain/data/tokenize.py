@@ -16,8 +16,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import chain, islice
+from functools import cached_property, partial
+from itertools import chain, count, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,11 +28,11 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock
 
-from zerotrain.data.end_marks import describe_masks
+from zerotrain.data.end_marks import describe_examples
 from zerotrain.data.epoch_order import permute
 from zerotrain.data.messages import uses_template
 from zerotrain.data.readers import RawRow
-from zerotrain.data.render import OUTCOMES, cut_to_length, tokenize_row
+from zerotrain.data.render import cut_to_length, tokenize_row
 from zerotrain.data.sources import (
     BadRow,
     detect_format,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-CACHE_VERSION = 13  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 14  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
@@ -81,10 +81,18 @@ class TokenizedRows:
     """A memory-mapped cache. Index i of every array and of `rows` is the same example."""
 
     rows: datasets.Dataset
-    lengths: np.ndarray  # int32 [examples], tokens
-    supervised: np.ndarray  # int32 [examples], tokens that carry loss
     meta: dict[str, Any]
     folder: Path
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int32 [examples], in tokens."""
+        return self.column("length")
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """int32 [examples], the number of tokens that carry loss."""
+        return self.column("supervised")
 
     @property
     def rejected_rows(self) -> Path:
@@ -93,6 +101,10 @@ class TokenizedRows:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of numbers of SCHEMA, [examples]."""
+        return self.rows.with_format("arrow", columns=[name])[:][name].to_numpy()
 
     def fetch(self, examples: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Token ids, int64, and loss masks, bool, of the examples with these indices, int64 [n]."""
@@ -171,19 +183,11 @@ RowBatch = list[tuple[int, str, RawRow]]
 """Consecutive rows of a source: the number among all rows, the file, and the row."""
 
 
-@dataclass
-class TokenizedBatch:
-    """What became of a RowBatch."""
-
-    rows_read: int
-    examples: pa.RecordBatch
-    """SCHEMA."""
-    counts: Counter[tuple[str, str]]
-    """Numbers of ("example", key of OUTCOMES); of rows that are ("rejected", BadRow.reason); and
-    of rows that are ("unprompted", TokenizedRow.unprompted).
-    """
-    rejected: list[dict[str, Any]]
-    """Lines of rejected_rows.jsonl."""
+TokenizedBatch = tuple[pa.RecordBatch, Counter[tuple[str, str]], list[str]]
+"""What became of a RowBatch: examples, with SCHEMA; lines of rejected_rows.jsonl; and counts: of
+examples ("over_length", what cut_to_length says), of rows ("rejected", BadRow.reason) and
+("unprompted", TokenizedRow.unprompted).
+"""
 
 
 def tokenize_batch(
@@ -198,7 +202,7 @@ def tokenize_batch(
     Raises:
         UserError: a row cannot be used, and data.on_bad_row is error.
     """
-    columns: dict[str, list] = {name: [] for name in SCHEMA.names}
+    examples = []
     counts = Counter[tuple[str, str]]()
     rejected = []
     for number, file, raw in batch:
@@ -212,17 +216,16 @@ def tokenize_batch(
             counts["rejected", error.reason] += 1
             why = {"reason": error.reason, "problem": str(error)}
             text = raw.text[:SHOWN_CHARACTERS]
-            rejected.append({"file": file, "place": raw.place, **why, "text": text})
+            line = {"file": file, "place": raw.place, **why, "text": text}
+            rejected.append(json.dumps(line) + "\n")
             continue
-        counts.update(("example", outcome) for outcome in outcomes)
+        counts.update(("over_length", outcome) for outcome in outcomes)
         if tokens.unprompted:
             counts["unprompted", tokens.unprompted] += 1
         for ids, mask in pieces:
             values = (ids, mask, len(ids), np.count_nonzero(mask), file, raw.place, number)
-            for name, value in zip(SCHEMA.names, values, strict=True):
-                columns[name].append(value)
-    examples = pa.RecordBatch.from_pydict(columns, SCHEMA)  # arrays are copied as a whole
-    return TokenizedBatch(len(batch), examples, counts, rejected)
+            examples.append(dict(zip(SCHEMA.names, values, strict=True)))
+    return pa.RecordBatch.from_pylist(examples, SCHEMA), counts, rejected
 
 
 def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
@@ -232,12 +235,7 @@ def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
     )
 
 
-_tokenize: Callable[[RowBatch], TokenizedBatch]  # of a process of the pool
-
-
-def _start_process(tokenize: Callable[[RowBatch], TokenizedBatch]) -> None:
-    global _tokenize
-    _tokenize = tokenize
+_tokenize: Callable[[RowBatch], TokenizedBatch]  # which the processes of a pool inherit
 
 
 def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
@@ -248,12 +246,14 @@ def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
     """The batches in their order, from a process per core if there are enough, else from here."""
+    global _tokenize
+    _tokenize = tokenize
     workers = len(os.sched_getaffinity(0))
     read = list(islice(batches, MIN_POOL_BATCHES))
     if len(read) < MIN_POOL_BATCHES:
         yield from map(tokenize, read)
         return
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_process, (tokenize,))
+    pool = ProcessPoolExecutor(workers, get_context("fork"))
     try:
         yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 4 * workers)
     finally:
@@ -279,11 +279,11 @@ def map_ahead(
 # Sources -> cache
 
 
-def _batches(source: "Source", first: int) -> Iterator[RowBatch]:
-    """The rows of a source, numbered from `first` on."""
+def _batches(source: "Source", numbers: Iterator[int]) -> Iterator[RowBatch]:
+    """The rows of a source, with the next of the numbers."""
     batch: RowBatch = []
     characters = 0
-    for number, (file, raw) in enumerate(read_rows(source), start=first):
+    for (file, raw), number in zip(read_rows(source), numbers, strict=False):
         batch.append((number, file, raw))
         characters += len(raw.text)
         if len(batch) == BATCH_ROWS or characters > BATCH_CHARACTERS:
@@ -292,11 +292,6 @@ def _batches(source: "Source", first: int) -> Iterator[RowBatch]:
             characters = 0
     if batch:
         yield batch
-
-
-def _config_of(source: "Source", config: "DataConfig") -> "DataConfig":
-    """The data section as it holds for the rows of a source."""
-    return replace(config, columns=source.columns, on_bad_row=source.on_bad_row)
 
 
 def _format_of(source: "Source", config: "DataConfig") -> str:
@@ -329,36 +324,27 @@ def _build_cache(
             "model.tokenizer to a folder that has one"
         )
     examples = []
-    rows_read = 0
-    content = xxhash.xxh3_64()
+    numbers = count()  # of rows
     counts = Counter()
-    report = report_progress("tokenizing", "rows")
+    report = report_progress("tokenizing", "examples")
     with (
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
     ):
         for source, kind in zip(given, formats, strict=True):
-            tokenize = partial(
-                tokenize_batch, tokenizer=tokenizer, kind=kind, config=_config_of(source, config)
-            )
+            own = replace(config, columns=source.columns, on_bad_row=source.on_bad_row)
+            tokenize = partial(tokenize_batch, tokenizer=tokenizer, kind=kind, config=own)
             examples.append(0)
             of_source = Counter()
-            for found in _tokenized(_batches(source, rows_read), tokenize):
-                batch = found.examples
+            for batch, of_batch, lines in _tokenized(_batches(source, numbers), tokenize):
                 writer.write_batch(batch)
-                tokens = batch["input_ids"].flatten()
-                masks = batch["loss_mask"].flatten()
-                for values in (batch["length"], tokens, masks):
-                    content.update(values.to_numpy(zero_copy_only=False).tobytes())
-                rejected.writelines(json.dumps(row) + "\n" for row in found.rejected)
-                of_source += found.counts
+                rejected.writelines(lines)
+                of_source += of_batch
                 examples[-1] += len(batch)
-                rows_read += found.rows_read
-                report(found.rows_read)
+                report(len(batch))
             if not examples[-1]:
-                counted = of_source.items()
-                why = ", ".join(f"{n:,} {OUTCOMES.get(name, name)}" for (_, name), n in counted)
+                why = ", ".join(f"{n:,} {name}" for (_, name), n in of_source.items())
                 raise UserError(
                     f"{name_of(source)}: none of its rows is left ({why}); raise data.max_length "
                     f"({config.max_length:,}), or let data.on_bad_row: error name the first bad row"
@@ -369,14 +355,12 @@ def _build_cache(
         "sources": [name_of(source) for source in given],
         "formats": formats,
         "source_examples": examples,
-        "rows_read": rows_read,
-        **{name: counts["example", name] for name in OUTCOMES},
+        "rows_read": next(numbers),
         **{
             what: {name: n for (kind, name), n in counts.items() if kind == what}
-            for what in ("rejected", "unprompted")
+            for what in ("over_length", "rejected", "unprompted")
         },
-        **describe_masks(rows, tokenizer, config, chat),
-        "content": content.hexdigest(),
+        **describe_examples(rows, tokenizer, config, chat),
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
 
@@ -390,12 +374,9 @@ def open_cache(path: Path) -> TokenizedRows:
     try:
         meta = json.loads((path / "meta.json").read_text())
         rows = datasets.Dataset.from_file(str(path / "examples.arrow"))
-        lengths, supervised = (
-            rows.data.column(name).to_numpy() for name in ("length", "supervised")
-        )
         if len(rows) != sum(meta["source_examples"]):
             raise ValueError(f"{len(rows):,} examples")
-        return TokenizedRows(rows.with_format("numpy"), lengths, supervised, meta, path)
+        return TokenizedRows(rows.with_format("numpy"), meta, path)
     except PermissionError as error:
         raise UserError(f"data.cache_dir: cannot read {path}: {describe(error)}") from error
     except Exception as error:  # JSON and Arrow files raise their own
@@ -413,21 +394,16 @@ def hold_out(
     The examples of a split row stay together: otherwise the model would be evaluated on rows that
     it was partly trained on.
     """
-    _, index = np.unique(np.asarray(data.rows["row"][:]), return_inverse=True)
+    _, index = np.unique(data.column("row"), return_inverse=True)
     rows = int(index[-1]) + 1
     if rows < 2:
         raise UserError("data.eval_fraction: a single row cannot be divided; set data.eval_sources")
     count = min(rows - 1, max(1, round(rows * fraction)))
     held = np.isin(index, permute(np.arange(count, dtype=np.int64), rows, seed))
-    parts = []
-    for index in (np.flatnonzero(~held), np.flatnonzero(held)):
+
+    def part(index: np.ndarray) -> TokenizedRows:
         content = data.meta["content"].encode() + index.tobytes()
-        part = replace(
-            data,
-            rows=data.rows.select(index),
-            lengths=data.lengths[index],
-            supervised=data.supervised[index],
-            meta={**data.meta, "content": xxhash.xxh3_64_hexdigest(content)},
-        )
-        parts.append(part)
-    return parts[0], parts[1]
+        meta = {**data.meta, "content": xxhash.xxh3_64_hexdigest(content)}
+        return replace(data, rows=data.rows.select(index), meta=meta)
+
+    return part(np.flatnonzero(~held)), part(np.flatnonzero(held))

@@ -13,12 +13,12 @@ labels. Any other row is refused.
 import contextlib
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -128,21 +128,17 @@ def locate(
     """
     source = tokenizer.get_chat_template(tools=tools)
     template = Template(tokenizer, FIXED_DATE + source, json.dumps(tools))
-    try:
-        return _locate(messages, template, wanted)
-    except BadRow:
-        with contextlib.suppress(BadRow):
-            return _locate(with_arguments_as_text(messages), template, wanted)
-        raise
-
-
-def _locate(
-    messages: list[Message], template: "Template", wanted: list[int]
-) -> tuple[str, list[Span], str]:
-    text = template.render(messages)
-    labeled, strings, owners = label_messages(messages)
-    layout = _layout(template, json.dumps(labeled), tuple(owners), tuple(wanted))
-    return text, layout.spans(text, strings), layout.unprompted
+    refusals = []
+    for change in (list, with_arguments_as_text):
+        changed = change(messages)
+        try:
+            text, _ = template.render(changed)
+            labeled, strings, owners = label_messages(changed)
+            layout = _layout(template, json.dumps(labeled), tuple(owners), tuple(wanted))
+            return text, layout.spans(text, strings), layout.unprompted
+        except BadRow as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def with_arguments_as_text(messages: list[Message]) -> list[Message]:
@@ -167,28 +163,22 @@ class Template(NamedTuple):
     tools: str
     """As JSON."""
 
-    def render(self, messages: list[Message], prompt: bool = False) -> str:
-        """The text.
+    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
+        """The text, and the spans of its {% generation %} blocks.
 
         Raises:
             BadRow: the template raises an exception.
         """
-        return self._render(messages, add_generation_prompt=prompt)[0][0]
-
-    def marks(self, messages: list[Message]) -> list[Span]:
-        """The spans of the text's {% generation %} blocks."""
-        has_marks = "endgeneration" in self.source
-        return self._render(messages, return_assistant_tokens_mask=True)[1][0] if has_marks else []
-
-    def _render(self, messages: list[Message], **options: bool) -> tuple[list, list]:
         try:
-            return render_jinja_template(
+            [text], marks = render_jinja_template(
                 conversations=[messages],
                 tools=json.loads(self.tools),
                 chat_template=self.source,
-                **options,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask="endgeneration" in self.source,
                 **self.tokenizer.special_tokens_map,
             )
+            return text, marks[0] if marks else []
         except TemplateSyntaxError as error:
             raise UserError(
                 f"the chat template of tokenizer {self.tokenizer.name_or_path} or of "
@@ -202,14 +192,7 @@ class Template(NamedTuple):
 
     def tail(self, messages: list[Message], prompt: bool = False) -> str:
         """The text after the last label."""
-        return LABEL.split(self.render(messages, prompt))[-1]
-
-
-@lru_cache(maxsize=4096)
-def _layout(
-    template: Template, messages: str, owners: tuple[int, ...], wanted: tuple[int, ...]
-) -> "Layout":
-    return Layout(template, json.loads(messages), owners, wanted)
+        return LABEL.split(self.render(messages, prompt)[0])[-1]
 
 
 class Frame(NamedTuple):
@@ -230,7 +213,7 @@ class Frame(NamedTuple):
 def _frame(template: Template) -> Frame:
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
-    opening, gap, following, *_ = LABEL.split(template.render(chat))
+    opening, gap, following, *_ = LABEL.split(template.render(chat)[0])
     end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
@@ -268,15 +251,14 @@ class Layout:
     def __init__(
         self,
         template: Template,
-        messages: list[Message],
+        messages: str,
         owners: tuple[int, ...],
         wanted: tuple[int, ...],
     ) -> None:
         self.template = template
-        self.messages = messages
+        self.messages = json.loads(messages)
         self.owners = owners
-        self.text = template.render(messages)
-        self.marks = template.marks(messages)
+        self.text, self.marks = template.render(self.messages)
         self.constants = LABEL.split(self.text)
         self.places = [found.start() for found in LABEL.finditer(self.text)]
         self.labels = [ord(label) - FIRST_LABEL for label in LABEL.findall(self.text)]
@@ -307,12 +289,9 @@ class Layout:
         """The turns in the text of a row with these strings, which must be this layout's text with
         the strings in place of the labels.
         """
-        shifts = self._shifts(text, strings)
-
-        def moved(place: int) -> int:
-            return place + shifts[bisect_left(self.places, place)]
-
-        return [(moved(start), moved(end)) for start, end in self.turns]
+        shifts = np.array(self._shifts(text, strings))
+        edges = np.array(self.turns, int)
+        return (edges + shifts[np.searchsorted(self.places, edges)]).tolist()
 
     def _lacking(self, number: int) -> str:
         prompt = ""
@@ -443,3 +422,6 @@ class Layout:
             f"message {number + 1} ({self.messages[number]['role']}) {problem} in the text that "
             f"the chat template writes; set {cures[reason]}",
         )
+
+
+_layout = lru_cache(maxsize=4096)(Layout)  # rows of one shape share theirs

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.plan import StepPlan
-from zerotrain.data.render import OUTCOMES
 from zerotrain.runtime.errors import printable
 
 QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100)
@@ -57,7 +56,7 @@ def print_counts(name: str, plan: DataPlan) -> None:
     """What was read, how long rows were handled, token counts, and what is supervised."""
     data = plan.data
     meta = plan.data.meta
-    became = [f"{meta[key]:,} {text}" for key, text in OUTCOMES.items() if meta[key]]
+    became = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
     became += [f"{n:,} left out ({reason})" for reason, n in meta["rejected"].items()]
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]

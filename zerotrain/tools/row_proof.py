@@ -151,7 +151,7 @@ def prove_rows(
     Returns:
         How many rows were compared, and how many problems were found.
     """
-    row_of = np.asarray(data.rows["row"][:])
+    row_of = data.column("row")
     rows = 0
     compared = 0
     compared_answers = 0
@@ -168,7 +168,7 @@ def prove_rows(
 
     def written(tools: Any, messages: list[dict[str, Any]], prompt: bool) -> str:
         template = FIXED_DATE + tokenizer.get_chat_template(tools=tools)
-        text = Template(tokenizer, template, json.dumps(tools)).render(messages, prompt)
+        text, _ = Template(tokenizer, template, json.dumps(tools)).render(messages, prompt)
         return decode(tokenizer(text, add_special_tokens=False).input_ids)
 
     for number, (place, row) in enumerate(canonical_rows(sources, data, config)):

@@ -12,7 +12,6 @@ from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, total_steps
-from zerotrain.data.render import OUTCOMES
 from zerotrain.runtime.files import replace_text
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.training.optimizer import Schedule
@@ -75,7 +74,7 @@ def startup_table(
 def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) -> dict[str, str]:
     """The rows about the data: where they are from, and what of them is not trained on."""
     meta = plan.data.meta
-    too_long = [f"{meta[name]:,} {text}" for name, text in OUTCOMES.items() if meta[name]]
+    too_long = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
     rows = {
         "data": f"{counted(meta['rows_read'], 'row')}, "
         f"{counted(len(plan.data), 'training example')}; over data.max_length {max_length:,}: "
