@@ -7,26 +7,19 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import time
 
 import numpy as np
 import pytest
 import torch
-from harness.inputs import strategy
-from harness.runs import is_saving, read_metrics
+from harness.inputs import flip, strategy
+from harness.processes import NEEDS_ROOT, mounted
+from harness.runs import assert_each_step_once, curve, is_saving, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.checkpoint.start import find_checkpoint, inspect_on_this_node
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.tools.saved import checkpoint_problem
-
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-
-
-def curve(run_folder):
-    steps = read_metrics(run_folder)
-    return [s["step"] for s in steps], [[s["loss"], s["grad_norm"], s["lr"]] for s in steps]
 
 
 def names(run_folder):
@@ -52,18 +45,18 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
     no size is divisible by 3 ranks.
     """
     config = tiny_config(train__precision=precision, train__epochs=None, train__steps=7)
-    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     for step, (name, ranks) in enumerate(CHAINS[precision], start=1):
         if step < len(CHAINS[precision]):
             (run_folder / "stop").touch()  # seen after the first step
-        finished = forks.train(config, "--ds_config", strategy(tmp_path, name), ranks=ranks, code=0)
+        finished = forks.finish(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
         assert ("resuming from" in finished.output) == (step > 1)
+    tolerance = 1e-5 if precision == "fp32" else 1e-3
     expected = curve(tmp_path / "whole")
-    steps, values = curve(run_folder)
-    assert steps == expected[0] == [1, 2, 3, 4, 5, 6, 7]
-    np.testing.assert_allclose(values, expected[1], rtol=1e-5 if precision == "fp32" else 1e-3)
+    assert len(expected) == 7
+    np.testing.assert_allclose(curve(run_folder), expected, rtol=tolerance)
 
 
 def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
@@ -72,34 +65,27 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     """
     first = tiny_config(name="first.yaml", train__epochs=None, train__steps=2)
     flags = "--output_dir", tmp_path / "first", "--train.precision", "bf16"
-    forks.train(first, *flags, "--ds_config", strategy(tmp_path, "zero2"), ranks=2, code=0)
+    forks.finish(first, *flags, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
     checkpoint = tmp_path / "first" / "checkpoints" / "step_00000002"
     config = tiny_config(
         train__epochs=None, train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
+        checkpoint__resume=str(checkpoint),
     )  # fmt: skip
-
-    def refusal(*flags):
-        finished = forks.train(config, "--checkpoint.resume", checkpoint, *flags, code=2)
-        assert len(finished.errors) == 1, finished.output
-        return finished.errors[0]
-
-    assert "train.learning_rate" in refusal()
-    assert "train.precision was bf16" in refusal("--train.learning_rate", "0.003")
+    assert "train.learning_rate" in forks.refusal(config)
+    same_rate = "--train.learning_rate", "0.003"
+    assert "train.precision was bf16" in forks.refusal(config, *same_rate)
     rows = tmp_path / "fewer.jsonl"
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:-1]))
     other_data = "--data.train_sources", json.dumps([str(rows)])
     allowed = "--checkpoint.allow_plan_change", "true"
-    assert "weights_only" in refusal(*other_data, *allowed, "--train.learning_rate", "0.003")
+    assert "weights_only" in forks.refusal(config, *other_data, *allowed, *same_rate)
 
-    config = tiny_config(
-        train__epochs=None, train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
-        checkpoint={"resume": str(checkpoint), "weights_only": True},
-    )  # fmt: skip
     run_folder = tmp_path / "run"
     (run_folder / "stop").touch()
-    forks.train(config, "--ds_config", strategy(tmp_path, "zero3"), ranks=3, code=0)
-    again = forks.train(config, "--ds_config", strategy(tmp_path, "zero0"), code=0)
+    flags = "--checkpoint.weights_only", "true", "--ds_config"
+    forks.finish(config, *flags, strategy(tmp_path, "zero3"), ranks=3)
+    again = forks.finish(config, *flags, strategy(tmp_path, "zero0"))
     assert f"resuming from {run_folder}/checkpoints/step_00000001: step 1\n" in again.output
     evals = [read_metrics(f, "eval")[i] for f, i in ((tmp_path / "first", -1), (run_folder, 0))]
     assert evals[0]["eval_loss"] == pytest.approx(evals[1]["eval_loss"], rel=5e-3)  # bf16
@@ -121,7 +107,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
         train__epochs=None, train__steps=steps, eval__every_steps=20,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
-    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     run_folder, chance, drafts = tmp_path / "run", random.Random(7), 0
     for attempt in range(kills):
         began = time.time()
@@ -132,23 +118,21 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
         victim = chance.randrange(2)
         run.kill(victim)
         time.sleep(0.01)
-        drafts += any(n.endswith((".tmp", ".old")) for n in names(run_folder))
+        drafts += any(name.endswith(".tmp") for name in names(run_folder))
         run.kill(1 - victim)
         run.wait()
         for complete in list_complete(run_folder / "checkpoints"):
             assert checkpoint_problem(complete) is None
     assert drafts >= kills / 5, "too few kills happened during a save"
-    forks.train(config, "--checkpoint.async_save", "true", ranks=2, code=0)
+    forks.finish(config, "--checkpoint.async_save", "true", ranks=2)
     assert curve(run_folder) == curve(tmp_path / "whole"), "each step once, bit for bit"
     assert names(run_folder)[-2:] == [f"step_{step:08d}" for step in (steps - 1, steps)]
     # an asynchronous save has the state of its step
     last = f"checkpoints/step_{steps:08d}/shards/rank_00001.pt"
     shards = [torch.load(f / last, weights_only=True) for f in (run_folder, tmp_path / "whole")]
     ours, expected = (shard["parts"] for shard in shards)
-    assert set(ours) == set(expected)
-    for name, (start, tensors) in ours.items():
-        assert start == expected[name][0] and set(tensors) == {"fp32", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(tensors[key], expected[name][1][key]) for key in tensors)
+    assert all({"fp32", "exp_avg", "exp_avg_sq"} == set(tensors) for _, tensors in ours.values())
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,24 +144,19 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
     """A failed save is no success: not in a line, not in the metrics, not in the exit code."""
     disk = tmp_path / "run" / "checkpoints"
     disk.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
-    try:
+    with mounted(disk, "-t", "tmpfs", "-o", "size=1m", "none"):
         config = tiny_config(
             train__epochs=None, train__steps=5000,
             checkpoint={"every_steps": 2, "keep_last": 9},
         )  # fmt: skip
-        finished = forks.train(config, ranks=2, code=1)
-        assert len(finished.errors) == 1, finished.output
+        line = forks.train(config, ranks=2, code=1).error
         kept = list_complete(disk)
-        assert "No space left on device" in finished.errors[0]
-        assert f"{kept[-1].name} is complete" in finished.errors[0]
+        assert "No space left on device" in line and f"{kept[-1].name} is complete" in line
         assert kept and all(checkpoint_problem(path) is None for path in kept)
         assert sorted(disk.iterdir()) == kept, "nothing half-written"
 
         saves = [record["step"] for record in read_metrics(tmp_path / "run", "save")]
         assert saves == [int(path.name.removeprefix("step_")) for path in kept]
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
@@ -187,7 +166,7 @@ def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
         train__warmup_examples=120,
         checkpoint={"every_steps": 1, "keep_last": 2, "keep_best": True},
     )  # fmt: skip
-    forks.train(config, code=0)
+    forks.finish(config)
     evals = {e["step"]: e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")}
     best = min((s for s in evals if s > 0), key=evals.get)
     assert best < 8, evals
@@ -210,13 +189,6 @@ def link(checkpoint):
     file.symlink_to(checkpoint.parent / "elsewhere.json")
 
 
-def flip(file):
-    """Change one bit in the middle of a file."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 DAMAGE = {
     "truncated shard": (shorten, "rank_00000.pt has "),
     "no shard": (lambda c: shutil.rmtree(c / "shards"), "rank_00000.pt cannot be read"),
@@ -229,7 +201,7 @@ DAMAGE = {
 def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny_config, tmp_path):
     """The newest is damaged in different ways; a stale `latest` file is ignored."""
     config = tiny_config(train__epochs=None, train__steps=4, checkpoint={"every_steps": 2})
-    forks.train(config, code=0)
+    forks.finish(config)
     intact, run_folder = tmp_path / "intact", tmp_path / "run"
     run_folder.rename(intact)
     folder = run_folder / "checkpoints"
@@ -244,23 +216,19 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
         assert found == older and len(skipped) == 1, case
         assert skipped[0].startswith(f"skipping {newest}: ") and line in skipped[0]
 
-    def refusal(*flags):
-        finished = forks.train(config, *flags, code=2)
-        assert len(finished.errors) == 1, finished.output
-        return finished.errors[0]
-
     shutil.rmtree(run_folder)
     shutil.copytree(intact, run_folder)
-    assert "has the later step_00000004" in refusal("--checkpoint.resume", older)
-    own = ("--checkpoint.resume", newest, "--checkpoint.weights_only", "true")
-    assert "is a checkpoint of output_dir" in refusal(*own)
-    assert "train.seed was" in refusal("--train.seed", 43)
-    assert "it is no checkpoint" in refusal(
-        "--output_dir", tmp_path / "new", "--checkpoint.resume", folder
-    )
+    resume = "--checkpoint.resume"
+    for flags, line in (
+        ((resume, older), "has the later step_00000004"),
+        ((resume, newest, "--checkpoint.weights_only", "true"), "is a checkpoint of output_dir"),
+        (("--train.seed", 43), "train.seed was"),
+        (("--output_dir", tmp_path / "new", resume, folder), "it is no checkpoint"),
+    ):
+        assert line in forks.refusal(config, *flags)
     for checkpoint in (older, newest):
         shorten(checkpoint)
-    assert "no usable checkpoint in" in refusal()
+    assert "no usable checkpoint in" in forks.refusal(config)
 
 
 @pytest.mark.parametrize("ranks, name", [(2, "zero2"), (3, "zero3")])
@@ -272,22 +240,20 @@ def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ra
         train__epochs=None, train__steps=5,
         checkpoint={"every_steps": 1, "keep_last": 9}, ds_config=str(strategy(tmp_path, "zero2")),
     )  # fmt: skip
-    finished = forks.train(config, ranks=2, code=0)
+    forks.finish(config, ranks=2)
     checkpoints = tmp_path / "run" / "checkpoints"
     expected = curve(tmp_path / "run")
     for step, file in (
         (5, "shards/rank_00000.pt"), (4, "shards/rank_00001.pt"), (3, "trainer_state.json"),
         (2, "model/tokenizer.json"),
     ):  # fmt: skip
-        flip(checkpoints / f"step_{step:08d}" / file)
-        assert f"{file} is damaged" in checkpoint_problem(checkpoints / f"step_{step:08d}")
-    flags = "--ds_config", strategy(tmp_path, name)
-    finished = forks.train(config, *flags, ranks=ranks, code=0)
+        checkpoint = checkpoints / f"step_{step:08d}"
+        flip(checkpoint / file)
+        assert f"{file} is damaged" in checkpoint_problem(checkpoint)
+    finished = forks.finish(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
     assert finished.output.count("is damaged: its checksum differs") == 4, finished.output
     assert f"resuming from {checkpoints / 'step_00000001'}: step 1" in finished.output
-    steps, values = curve(tmp_path / "run")
-    assert steps == expected[0]
-    np.testing.assert_allclose(values, expected[1], rtol=1e-5)
+    np.testing.assert_allclose(curve(tmp_path / "run"), expected, rtol=1e-5)
 
 
 @NEEDS_ROOT
@@ -300,15 +266,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     run_folder.mkdir()
     for _ in range(2):
         (run_folder / "stop").touch()  # seen after a step
-        assert forks.train(config).code == 0
+        forks.finish(config)
     busy = run_folder / "checkpoints" / "step_00000001"
-    subprocess.run(["mount", "--bind", busy, busy], check=True)
-    try:
-        keep = ("--checkpoint.keep_last", 1, "--checkpoint.every_steps", 1)
-        finished = forks.train(config, *keep)
-    finally:
-        subprocess.run(["umount", busy], check=True)
-    assert finished.code == 0, finished.output
+    keep = "--checkpoint.keep_last", 1, "--checkpoint.every_steps", 1
+    with mounted(busy, "--bind", busy):
+        finished = forks.finish(config, *keep)
     assert finished.output.count(f"WARNING: {busy} cannot be removed") == 2, finished.output
     assert names(run_folder) == [f"step_{step:08d}" for step in (1, 2, 4)]
 
@@ -328,6 +290,5 @@ def test_a_run_folder_that_is_out_of_reach_for_two_seconds_is_waited_for(
     run.until(lambda: list_complete(checkpoints)[-1] > before)
     (run_folder / "stop").touch()
     run.wait(0)
-    steps = [step["step"] for step in read_metrics(run_folder)]
-    assert steps == list(range(1, steps[-1] + 1))
+    assert_each_step_once(run_folder)
     assert checkpoint_problem(list_complete(checkpoints)[-1]) is None

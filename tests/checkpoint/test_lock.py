@@ -10,7 +10,7 @@ import time
 
 import pytest
 from filelock import SoftFileLease
-from harness.runs import read_metrics
+from harness.runs import assert_each_step_once
 
 from zerotrain.checkpoint import lock
 from zerotrain.checkpoint.run_folder import list_complete, list_temporary
@@ -111,14 +111,12 @@ def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
     newest = list_complete(checkpoints)[-1]
     second.until(lambda: list_complete(checkpoints)[-1] > newest)
     first.kill(0, signal.SIGCONT)
-    ended = first.wait()
-    assert ended.code == 1 and len(ended.errors) == 1, ended.output
-    assert f"output_dir {run_folder} now belongs to another run" in ended.errors[0]
+    ended = first.wait(1)
+    assert f"output_dir {run_folder} now belongs to another run" in ended.error
     before = list_complete(checkpoints)[-1]
     second.until(lambda: list_complete(checkpoints)[-1] > before)
     second.kill(0, signal.SIGTERM)
-    assert second.wait().code == 75
-    steps = [step["step"] for step in read_metrics(run_folder)]
-    assert steps == list(range(1, steps[-1] + 1)), "each step once"
+    second.wait(75)
+    assert_each_step_once(run_folder)
     assert not list_temporary(checkpoints)
     assert all(checkpoint_problem(path) is None for path in list_complete(checkpoints))

@@ -45,10 +45,8 @@ def rewrite(checkpoint, file, content):
 def trained(forks, tmp_path_factory, tiny_model, chat_rows):
     """A config and the checkpoint of its second step, ZeRO 2, 2 ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    config = write_tiny_config(
-        folder, chat_rows, tiny_model, train__epochs=None, train__steps=2
-    )  # fmt: skip
-    forks.train(config, ranks=2, code=0)
+    config = write_tiny_config(folder, chat_rows, tiny_model, train__epochs=None, train__steps=2)
+    forks.finish(config, ranks=2)
     return config, folder / "run" / "checkpoints" / "step_00000002"
 
 
@@ -65,8 +63,7 @@ def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path):
     assert not (tmp_path / "exported").exists()
     flags = "--output_dir", tmp_path / "run", "--checkpoint.resume", checkpoint
     for more in ([], ["--checkpoint.weights_only", "true"]):
-        finished = forks.train(config, *flags, *more, ranks=2, code=2)
-        assert line in finished.errors[0]
+        assert line in forks.refusal(config, *flags, *more, ranks=2)
     assert not canary.exists()
 
 
@@ -92,14 +89,14 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     (tmp_path / "run" / "resolved_config.yaml").symlink_to(target)
     for _ in range(2):
         (tmp_path / "run" / "stop").touch()  # after one step
-        finished = forks.train(config, code=0)
+        forks.finish(config)
     (folder / "step_00000001").rename(kept_elsewhere)
     (folder / "step_00000001").symlink_to(kept_elsewhere)
     shutil.copytree(kept_elsewhere, folder / "step_lowlr_ok", dirs_exist_ok=True)
     (folder / "step_00000009.tmp").symlink_to(kept_elsewhere)
     draft = folder / f"step_00000009.{'a' * 32}.tmp"
     draft.symlink_to(kept_elsewhere)  # a draft of a run by its name, a link by its kind
-    finished = forks.train(config, code=0)
+    finished = forks.finish(config)
     assert f"resuming from {folder}/step_00000002: step 2" in finished.output
     steps = [int(path.name[-1]) for path in list_complete(folder)]
     assert steps == [2, 4, 5], "that of step 2 was resumed from"

@@ -211,8 +211,7 @@ def rows_target() -> Target:
 
 STATE = {
     "run": {
-        "config_hash": "13de87cfa32cf918", "world_size": 2, "micro_batch_tokens": 1024,
-        "zero_stage": 2, "precision": "fp32",
+        "world_size": 2, "zero_stage": 2, "precision": "fp32",
         "plan": {"version": 4, "content": "5302444610fda9dc", "seed": 42, "global_batch_size": 16,
                  "global_batch_tokens": None},
         "settings": {"train.weight_decay": 0.01, "train.adam_betas": [0.9, 0.98]},
@@ -229,7 +228,7 @@ STATE = {
 def manifest_of(files: Files) -> dict[str, Any]:
     import xxhash
 
-    made_by = {"world_size": 2, "zero_stage": 2, "versions": {"torch": "2.13.0"}}
+    made_by = {"world_size": 2, "versions": {"torch": "2.13.0"}}
     entries = {
         name: {"bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
         for name, content in files.items()

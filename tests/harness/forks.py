@@ -102,6 +102,12 @@ class ForkServer:
         """Train, and fail the test if the exit code is not `code`, if that is given."""
         return self.start(config, *flags, **options).wait(code)
 
+    def refusal(self, config, *flags, **options) -> str:
+        """The one line of `train`, which has to end with exit code 2."""
+        finished = self.train(config, *flags, code=2, **options)
+        assert "Traceback" not in finished.output
+        return finished.error
+
     def finish(self, config, *flags, **options) -> Finished:
         """`train`, which has to succeed."""
         return self.train(config, *flags, code=0, **options)

@@ -16,6 +16,13 @@ def strategy(tmp_path, name, **optimizer) -> Path:
     return file
 
 
+def flip(file) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def write_rows(path, rows) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

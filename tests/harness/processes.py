@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,12 @@ class Finished:
     def errors(self) -> list[str]:
         """The one-line messages about user mistakes."""
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+    @property
+    def error(self) -> str:
+        """The only one of these messages."""
+        assert len(self.errors) == 1, self.output
+        return self.errors[0]
 
 
 def environment() -> dict[str, str]:
@@ -75,6 +81,19 @@ def run(command, timeout=500, cwd=REPO) -> Finished:
         output, _ = process.communicate()
         pytest.fail(f"still running after {timeout} s: {command}\n{output[-4000:]}")
     return Finished(process.returncode, output)
+
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount disks")
+
+
+@contextmanager
+def mounted(at, *options):
+    """A file system at a folder; needs root."""
+    subprocess.run(["mount", *options, at], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", at], check=True)
 
 
 def start(

@@ -19,6 +19,17 @@ def determined(run_folder):
     return [{name: step[name] for name in names} for step in read_metrics(run_folder)]
 
 
+def curve(run_folder):
+    """What each step has computed; may differ a little in other layouts."""
+    names = ("step", "loss", "grad_norm", "lr")
+    return [[step[name] for name in names] for step in read_metrics(run_folder)]
+
+
+def assert_each_step_once(run_folder):
+    steps = [step["step"] for step in read_metrics(run_folder)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def is_saving(checkpoints, since):
     """Whether there is a draft newer than `since`; one of an earlier run may still exist."""
     with suppress(FileNotFoundError):

@@ -9,9 +9,11 @@ import sys
 import namespaces
 import numpy as np
 import pytest
+from harness.inputs import flip
 from harness.processes import environment, wait_until
 from harness.repository import REPO
-from test_per_node_checkpoints import Disks, curve
+from harness.runs import curve
+from test_per_node_checkpoints import Disks
 
 from scripts import gather_checkpoint
 from zerotrain.runtime.errors import UserError
@@ -53,7 +55,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         model=tiny_model_with_dropout, train__epochs=None, train__steps=12,
         eval__every_steps=4, checkpoint={"every_steps": 2},
     )  # fmt: skip
-    forks.train(config, "--output_dir", tmp_path / "whole", ranks=2, code=0)
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     log, ssh_args = tmp_path / "log", f"-F {hosts.ssh_config}"
     command = [REPO / "scripts/launch.sh", "--hostfile", hostfile, "--ssh_args", ssh_args,
                "--max_restarts", "2", "--", "train.py", "--config", config]  # fmt: skip
@@ -80,7 +82,7 @@ def test_per_node_checkpoints_are_combined(
     what cannot be combined is refused.
     """
     config = tiny_config(train__epochs=None, train__steps=6, checkpoint={"every_steps": 2})
-    forks.train(config, **disks.ranks(2, 1), code=0)
+    forks.finish(config, **disks.ranks(2, 1))
     expected = curve(disks.each[0])
     ssh_args = f"-F {hosts.ssh_config}"
 
@@ -94,7 +96,7 @@ def test_per_node_checkpoints_are_combined(
     assert checkpoint_problem(whole_at) is None
     # the last two steps once more, from the step before
     resume = ("--checkpoint.resume", whole_at, "--output_dir")
-    forks.train(config, *resume, tmp_path / "one", code=0)
+    forks.finish(config, *resume, tmp_path / "one")
     np.testing.assert_allclose(curve(tmp_path / "one"), expected[-2:], rtol=1e-5)
     for disk in disks.each:
         shutil.copytree(whole_at, disk / "gathered")
@@ -108,15 +110,12 @@ def test_per_node_checkpoints_are_combined(
     newest, out = checkpoints / "step_00000006", tmp_path / "out"
     (tmp_path / "first").write_text("node-1 slots=1\n")
     assert "shards/rank_00002.pt cannot be read" in refused(newest, out, tmp_path / "first")
-    shard = next((disks.step(2, 6) / "shards").iterdir())
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(next((disks.step(2, 6) / "shards").iterdir()))
     assert "is damaged" in refused(newest, out)
 
     for disk in disks.each:
         shutil.rmtree(disk / "checkpoints")
     resume = ("--checkpoint.resume", disks.at / "gathered")
-    forks.train(config, *resume, **disks.ranks(1, 1), code=0)
+    forks.finish(config, *resume, **disks.ranks(1, 1))
     np.testing.assert_allclose(curve(disks.each[0]), expected, rtol=1e-5)
     assert disks.step(2, 6).exists()

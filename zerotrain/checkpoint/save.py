@@ -60,8 +60,6 @@ T = TypeVar("T")
 
 OUT_OF_REACH_SECONDS = 30  # after which a save fails
 PACKAGES = ("torch", "deepspeed", "transformers")
-DESCRIBING = ("world_size", "zero_stage", "config_hash")
-"""What a manifest says of its run."""
 
 
 def wait_for(folder: Path) -> None:
@@ -267,8 +265,8 @@ class Saver:
         for path in (draft / TRAINER_STATE, *draft.glob("model/**/*")):
             if path.is_file():
                 files[str(path.relative_to(draft))] = measure(path)
-        made_by = {name: getattr(self._state.run, name) for name in DESCRIBING}
-        made_by["versions"] = {name: version(name) for name in PACKAGES}
+        versions = {name: version(name) for name in PACKAGES}
+        made_by = {"world_size": self.ranks.world_size, "versions": versions}
         manifest = {"save_id": draft.name, "made_by": made_by, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
         sync_tree(draft)

@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
 from pydantic import NonNegativeInt
 
 from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import zero_stage
-from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.training.optimizer import optimization_of
 from zerotrain.training.setup import Setup
@@ -30,8 +28,6 @@ class RunIdentity:
     """What a run is: constant from start to end, and compared when the run is resumed."""
 
     plan: PlanRecord
-    config_hash: str
-    """xxh3 of the run config, in hexadecimal."""
     world_size: int
     zero_stage: int
     precision: Literal["fp32", "bf16", "fp16"]
@@ -45,7 +41,6 @@ class RunIdentity:
         record = PlanRecord.of(plan)
         return cls(
             plan=record,
-            config_hash=xxhash.xxh3_64_hexdigest(dump_config(config).encode()),
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
             precision=setup.precision,

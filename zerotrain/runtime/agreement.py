@@ -44,9 +44,10 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T], first_on_node: bool = 
         first_on_node: the first rank of each node finishes before its other ranks start.
     """
     result: T | None = None
-    for turn in (True, False) if first_on_node else (None,):
+    turns = (ranks.local_rank == 0, ranks.local_rank > 0) if first_on_node else (True,)
+    for is_turn in turns:
         error = None
-        if turn is None or turn == (ranks.local_rank == 0):
+        if is_turn:
             try:
                 result = work()
             except UserError as mistake:

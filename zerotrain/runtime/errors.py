@@ -131,7 +131,7 @@ def _report(mistake: UserError) -> None:
     still running then have an error of their own.
     """
     ranks = rank_variables(os.environ)
-    line = f"error: {printable(str(mistake))}"
+    line = f"error: {mistake}"
     is_agreed = isinstance(mistake, AgreedError)
     if ranks.get("RANK", "0") != "0":
         line = with_rank(line)

@@ -17,9 +17,9 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names of a folder's files to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Sync to disk the names of a folder's files, or a file."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -28,10 +28,8 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Sync all files and folders in `folder` to disk."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            sync_folder(Path(parent, name))
-        sync_folder(Path(parent))
+    for path in (folder, *folder.rglob("*")):
+        sync_folder(path)
 
 
 def replace_text(path: Path, text: str) -> None:

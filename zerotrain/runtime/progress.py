@@ -15,7 +15,7 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 def print_line(text: str) -> None:
     """Print a line on standard error if this is rank 0."""
-    if _is_first():
+    if rank_variables(os.environ).get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
 
@@ -50,7 +50,3 @@ def show_rows(rows: Mapping[str, str]) -> None:
             printable(text), max(20, columns - len(start)), break_on_hyphens=False
         )
         print(start + ("\n" + " " * len(start)).join(lines), flush=True)
-
-
-def _is_first() -> bool:
-    return rank_variables(os.environ).get("RANK", "0") == "0"
