@@ -5,11 +5,10 @@ import json
 
 import pytest
 import torch
-from harness.inputs import strategy
+from harness.inputs import read_config, strategy
 
 from zerotrain.checkpoint.save import write_shard
 from zerotrain.checkpoint.shards import Shards, collect, load_shards, shard_name
-from zerotrain.config.parse import parse_command_line
 from zerotrain.data.loader import load_steps
 from zerotrain.runtime.process_group import ALONE, process_group
 from zerotrain.training.engine import build_engine
@@ -33,7 +32,7 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
 ):
     """Weights, moments and the number of updates: the next update is the same, bit for bit."""
     path = tiny_config(ds_config=str(strategy(tmp_path, name)), train__precision="fp32")
-    config = parse_command_line(["--config", str(path)]).config
+    config = read_config(path)
     setup, tokenizer = open_run_on_all_ranks(config, one_rank)
     plan, _ = load_plans(setup, tokenizer, one_rank)
     batches = [step.micro_batches for step in load_steps(plan, 0, 0, 3)]

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.inputs import read_config
 from harness.repository import REPO
 from transformers import LlamaConfig
 
 from scripts import plan
 from zerotrain.config.ds_config import resolve_ds_config
-from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.estimate import (
@@ -39,7 +39,7 @@ def setup_of(tiny_config):
     """A function: the run of a model with SIZES in bf16 on 4 ranks under a DeepSpeed config."""
 
     def setup(merged, local_ranks=1, **settings):
-        config = parse_command_line(["--config", str(tiny_config(**settings))]).config
+        config = read_config(tiny_config(**settings))
         model = Architecture.of(config, LlamaConfig(**SIZES))
         machine = Machine(4, local_ranks, precision="bf16")
         return Setup(config, machine, model, "bf16", {"bf16": {"enabled": True}, **merged}, "")
@@ -110,7 +110,7 @@ TWO_NODES = replace(NODE, nodes=2)
 def workload(tiny_config):
     """A run of a model of which 1 GB of a GPU's memory holds neither all states nor nothing."""
     flags = ["--data.micro_batch_tokens", "1024", "--train.global_batch_size", "64"]
-    config = parse_command_line(["--config", str(tiny_config()), *flags]).config
+    config = read_config(tiny_config(), *flags)
     model = Architecture.of(config, LlamaConfig(**LARGER))
     return Workload(config, model, 64 * 250, 64 * 250 * model.flops.token, 100)
 
@@ -160,7 +160,7 @@ def test_a_dry_run_prints_the_model_states_of_the_estimate(forks, tiny_config):
     path = tiny_config(train__precision="fp32", ds_config="ds_configs/zero3.json")
     dry = forks.train(path, "--dry_run", ranks=2)
     assert dry.code == 0, dry.output
-    config = parse_command_line(["--config", str(path)]).config
+    config = read_config(path)
     workload = plan.make_workload(config)
     states = estimate(workload, config.ds_config, replace(NODE, gpus=2)).memory.states
     del states["buffers"]

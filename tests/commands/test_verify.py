@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from harness.inputs import strategy, write_rows
+from harness.inputs import read_config, strategy, write_rows
 from harness.repository import SAMPLE
 from row_formats import mix_of_formats
 
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE
 from zerotrain.tools import verify
 from zerotrain.tools.open_plans import open_plans
@@ -80,18 +79,14 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
         assert finished.code == EXIT_FAILURE and len(finished.errors) == 1, finished.output
         assert named in finished.errors[0] and not out.exists()
         change(checkpoint, f"model/{name}", new, old)
-    write_rows(Path(parsed(config).data.sources("train_sources")[0].path), rows)
+    write_rows(Path(read_config(config).data.sources("train_sources")[0].path), rows)
     finished = export()
     assert finished.code == 2 and "have changed since" in finished.errors[0]
 
 
-def parsed(config_file):
-    return parse_command_line(["--config", str(config_file)]).config
-
-
 def check_requests(config_file):
     """The result for the requests of a config's training rows, answered in this process."""
-    config, tokenizer, plan, _ = open_plans(parsed(config_file), 1)
+    config, tokenizer, plan, _ = open_plans(read_config(config_file), 1)
     prompts = verify.sample_requests(plan.data, config, held_out=False)
     served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.arguments))) for p in prompts]
     return check_prompts(served, prompts, tokenizer)

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from harness.inputs import read_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute
 from zerotrain.data.plan import Budget, plan_step
 from zerotrain.runtime.errors import UserError
@@ -111,7 +111,7 @@ def test_the_mean_batch_is_that_of_the_steps(tiny_config):
 
 
 def plan_of(config_file, ranks=2):
-    config = parse_command_line(["--config", str(config_file)]).config
+    config = read_config(config_file)
     return open_plans(config, ranks)[2]
 
 

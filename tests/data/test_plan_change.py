@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from harness.inputs import read_config
 from harness.runs import read_metrics
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.data.data_plan import PlanRecord, PlanStart, continue_plan
 from zerotrain.tools.open_plans import open_plans
 
@@ -28,7 +28,7 @@ class Run:
     def go(self, config, steps):
         text = config.read_text()
         if text not in self.opened:
-            parsed = parse_command_line(["--config", str(config)]).config
+            parsed = read_config(config)
             *_, self.opened[text], _ = open_plans(parsed, 2)
         plan = self.opened[text]
         now = PlanRecord.of(plan)
@@ -64,10 +64,9 @@ def test_a_run_resumes_with_another_global_batch(forks, tiny_config, tmp_path):
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "stop").touch()  # seen after the first step
-    assert forks.train(config, ranks=2).code == 0
+    forks.finish(config, ranks=2)
     flags = ["--train.global_batch_size", "24"]
-    refused = forks.train(config, *flags, ranks=2)
-    assert refused.code == 2 and "train.global_batch_size was 12" in refused.errors[0]
+    assert "train.global_batch_size was 12" in forks.refusal(config, *flags, ranks=2)
     flags += ["--checkpoint.allow_plan_change", "true"]
     finished = forks.train(config, *flags, ranks=1)
     assert finished.code == 0, finished.output

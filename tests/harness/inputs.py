@@ -6,6 +6,9 @@ from pathlib import Path
 
 from harness.repository import REPO
 
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Config
+
 
 def strategy(tmp_path, name, **optimizer) -> Path:
     """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler."""
@@ -14,6 +17,11 @@ def strategy(tmp_path, name, **optimizer) -> Path:
     file = tmp_path / f"{name}.json"
     file.write_text(json.dumps(ds_config))
     return file
+
+
+def read_config(file, *flags) -> Config:
+    """A run config, as train.py reads it."""
+    return parse_command_line(["--config", str(file), *flags]).config
 
 
 def flip(file) -> None:

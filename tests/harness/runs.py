@@ -4,6 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from harness.inputs import read_config
 
 from zerotrain.tracking.metrics import read_metrics
 
@@ -45,12 +46,10 @@ def plainly(config_file, tokenizer, *prepare):
     """train_plainly of a config file, on one thread like the ranks; more wait for each other."""
     import torch
 
-    from zerotrain.config.parse import parse_command_line
     from zerotrain.tools.plain_loop import train_plainly
 
     torch.set_num_threads(1)
-    config = parse_command_line(["--config", str(config_file)]).config
-    return train_plainly(config, tokenizer, *prepare)
+    return train_plainly(read_config(config_file), tokenizer, *prepare)
 
 
 def assert_same(run_folder, plain):

@@ -7,9 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from harness.inputs import copy_with_code, strategy
+from harness.inputs import copy_with_code, read_config, strategy
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Source
 from zerotrain.data.sources import loaded_commit
 from zerotrain.model.load import load_model_config
@@ -73,7 +72,7 @@ def test_code_that_comes_with_a_model_never_runs_nor_asks(
     """Standard input is a terminal's, where transformers would ask."""
     folder = copy_with_code(tiny_model, tmp_path / "evil", tmp_path / "ran")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
-    config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
+    config = read_config(tiny_config(model=folder))
     with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:
         load_model_config(config)
     assert "\n" not in str(said.value) and not (tmp_path / "ran").exists()

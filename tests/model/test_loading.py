@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
+from harness.inputs import read_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.model.load import load_model, load_model_config
 from zerotrain.runtime.errors import UserError
 
@@ -43,7 +43,7 @@ def check(tiny_config):
     """Loads the model of a folder."""
 
     def of(folder):
-        config = parse_command_line(["--config", str(tiny_config(model=folder))]).config
+        config = read_config(tiny_config(model=folder))
         ds_config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
         load_model(config, load_model_config(config), ds_config)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from harness.inputs import read_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,7 +18,6 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import (
     check_model_fits,
     count_flops,
@@ -95,7 +95,7 @@ HARD = [*REFUSED, "gemma4", "gemma4_text", "gemma4_unified_text", "dots3_note_te
 def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenizer):
     """No exception but UserError, whatever attributes a config has."""
     architecture = AutoConfig.for_model(family)
-    config = parse_command_line(["--config", str(tiny_config(data__max_length=64))]).config
+    config = read_config(tiny_config(data__max_length=64))
     try:
         skeleton = meta_model(architecture, False)
         assert linear_cost(skeleton) > 0
@@ -114,6 +114,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
 ):
     larger = copy.deepcopy(sample_tokenizer)
     larger.add_tokens([f"<|{i}|>" for i in range(400 - len(larger))])
-    config = parse_command_line(["--config", str(tiny_config())]).config
+    config = read_config(tiny_config())
     with pytest.raises(UserError, match=r"has 400 token ids, .* 320; .*rows for its new tokens"):
         check_model_fits(config, meta_model(load_model_config(config), False), larger)

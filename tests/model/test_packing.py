@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.inputs import read_config
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
@@ -27,7 +28,6 @@ from transformers import (
     RobertaConfig,
 )
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model import packing
 from zerotrain.model.architecture import meta_model
@@ -161,7 +161,7 @@ def test_the_varlen_kernel_equals_attention_per_example(window, dtype, size, mon
 
 @pytest.fixture
 def resolve(tiny_config):
-    config = parse_command_line(["--config", str(tiny_config())]).config
+    config = read_config(tiny_config())
 
     def resolve(architecture, device="cpu", precision="fp32", batching="auto", attention=None):
         """batching, attention implementation and reason"""

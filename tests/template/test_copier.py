@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from copier import run_copy, run_update
-from harness.inputs import write_rows
+from harness.inputs import read_config, write_rows
 from harness.processes import run
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 
 from scripts import plan
-from zerotrain.config.parse import parse_command_line
 from zerotrain.launch.job import job_of, make_parser, split_command
 
 QUESTIONS = yaml.safe_load((REPO / "copier.yml").read_text())
@@ -116,12 +115,12 @@ def test_a_copy_names_no_file_that_it_lacks(copies, name):
 
 
 def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
-    small = parse_command_line(["--config", str(copies / "small/recipes/small.yaml")]).config
+    small = read_config(copies / "small/recipes/small.yaml")
     assert small.model.name_or_path == "my/model" and small.data.supervise == "answers"
     assert small.train.epochs == 1 and small.train.steps is None and small.data.columns == {}
     assert small.tracking.wandb == "disabled" and small.output_dir == "runs/small"
-    batch = parse_command_line(["--config", str(copies / "batch/recipes/batch.yaml")]).config
-    own = parse_command_line(["--config", str(REPO / "recipes/qwen3-8b.yaml")]).config
+    batch = read_config(copies / "batch/recipes/batch.yaml")
+    own = read_config(REPO / "recipes/qwen3-8b.yaml")
     assert batch.model == own.model and batch.data == own.data and batch.train == own.train
     assert batch.tracking.wandb == "online" and batch.tracking.project
     choices = set(QUESTIONS["recipe"]["choices"])

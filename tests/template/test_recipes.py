@@ -8,13 +8,12 @@ import re
 
 import pytest
 import torch
-from harness.inputs import write_rows
+from harness.inputs import read_config, write_rows
 from harness.repository import REPO, SAMPLE
 from harness.runs import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts import plan
-from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.tools.estimate import GpuCluster, estimate
 from zerotrain.training.states import GIB
@@ -57,7 +56,7 @@ FAMILIES = (
 
 
 def config_of(name, *flags):
-    return parse_command_line(["--config", str(REPO / "recipes" / name), *flags]).config
+    return read_config(REPO / "recipes" / name, *flags)
 
 
 def test_every_recipe_is_in_the_table_and_every_shape_is_as_published():

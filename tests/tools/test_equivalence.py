@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.inputs import strategy
+from harness.inputs import read_config, strategy
 from harness.repository import REPO
 from harness.runs import read_metrics
 from transformers import AutoConfig
 
 import zerotrain.tools.equivalence
-from zerotrain.config.parse import dump_config, parse_command_line
+from zerotrain.config.parse import dump_config
 from zerotrain.model.architecture import meta_model
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.equivalence import small_config, start_training
@@ -92,7 +92,7 @@ def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path, monkeypa
     ]
     with pytest.raises(UserError, match="nothing could be run"):
         command("equivalence", config, *flags)
-    config = parse_command_line(["--config", str(config)]).config
+    config = read_config(config)
     code, output, gib = start_training(config, 1)
     assert code == 2 and 0.1 < gib < 10, output
     assert "error: " in output == Path(f"{config.output_dir}.log").read_text()

@@ -5,10 +5,10 @@ import copy
 from contextlib import suppress
 
 import torch
+from harness.inputs import read_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.model.packing import PACKED_EXAMPLES, resolve_batching
 from zerotrain.model.probes import check_causal, check_packing
@@ -39,7 +39,7 @@ def small_models():
 
 
 def test_auto_packs_no_type_of_model_that_would_be_refused(tiny_config):
-    run = parse_command_line(["--config", str(tiny_config())]).config
+    run = read_config(tiny_config())
     packed = []
     for kind, model in small_models().items():
         for weight in model.parameters():

@@ -5,11 +5,10 @@ import re
 
 import pytest
 import torch
-from harness.inputs import strategy, write_rows
+from harness.inputs import read_config, strategy, write_rows
 from harness.runs import read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.config.parse import parse_command_line
 from zerotrain.tools.open_plans import open_plans
 
 
@@ -61,7 +60,7 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
     finished = forks.finish(config, ranks=2, module="changed_weights")
     assert "finished: step 15, " in finished.output
     run = tmp_path / "run"
-    plan = open_plans(parse_command_line(["--config", str(config)]).config, 2)[2]
+    plan = open_plans(read_config(config), 2)[2]
     bad_step = next(k + 1 for k in range(15) if 11 in examples_of(plan, k))
     [event] = read_metrics(run, "event")
     assert (event["name"], event["step"]) == ("skipped_step", bad_step)

@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from harness.inputs import save_tiny_llama, strategy
+from harness.inputs import read_config, save_tiny_llama, strategy
 
-from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.training.rehearsal import (
@@ -27,7 +26,7 @@ def test_no_planned_micro_batch_exceeds_the_costliest(tiny_config, batching):
     for tokens in (224, 300, 500, 1024, 1900, 100_000):
         for world_size in (1, 3):
             flags = ["--data.micro_batch_tokens", str(tokens)]
-            config = parse_command_line(["--config", str(path), *flags]).config
+            config = read_config(path, *flags)
             _, _, plan, _ = open_plans(config, world_size)
             bounds = np.max([costs(plan, chosen) for chosen in costliest(plan)], axis=0)
             assert bounds[0] <= tokens
@@ -53,7 +52,7 @@ def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_p
     """What it says fits is run by it: more than planned, up to a step of one micro-step."""
     config = tiny_config(ds_config=str(strategy(tmp_path, name)), data__batching="packed")
     finished = forks.finish(config, "--rehearse", ranks=2)
-    parsed = parse_command_line(["--config", str(config)]).config
+    parsed = read_config(config)
     *_, plan, _ = open_plans(parsed, 1 if name in ("ulysses", "zero3_autotp") else 2)
     longest = plan.budget.padded(plan.data.lengths.max())
     whole_step = -(-parsed.train.global_batch_size // plan.budget.world_size) * longest
@@ -92,7 +91,7 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
 
 def test_the_number_to_try_is_half_or_less_but_holds_the_longest_example(tiny_config):
     flags = ["--data.micro_batch_tokens", "8192"]
-    config = parse_command_line(["--config", str(tiny_config()), *flags]).config
+    config = read_config(tiny_config(), *flags)
     *_, plan, _ = open_plans(config, 2)
     longest = int(plan.data.lengths.argmax())
     alone = plan.with_budget(1)

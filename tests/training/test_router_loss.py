@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.inputs import strategy
+from harness.inputs import read_config, strategy
 from harness.runs import read_metrics
 from test_loss import balance
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.config.parse import parse_command_line
 from zerotrain.data.data_plan import make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.model.architecture import linear_cost
@@ -63,7 +62,7 @@ def train_plainly(config_file, tokenizer, ranks):
     """Metrics by name, and the model; one example at a time, without padding. The router loss is
     one of each rank's micro-batch.
     """
-    config = parse_command_line(["--config", str(config_file)]).config
+    config = read_config(config_file)
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     trained = [p for p in model.parameters() if p.requires_grad]
     tokens = config.data.micro_batch_tokens

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from harness.inputs import read_config
 from harness.runs import (
     assert_same,
     assert_same_weights,
@@ -18,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.checkpoint.shards import read_shard, shard_name
-from zerotrain.config.parse import parse_command_line
 from zerotrain.model.architecture import meta_model
 from zerotrain.model.tensor_parallel import SUPPORTED_TYPES, check_tensor_parallel
 from zerotrain.model.trained import count_trained
@@ -159,7 +159,7 @@ def test_what_cannot_be_split_is_one_line(tiny_config, case):
     size = changes.pop("size", 2)
     ds_config = {"zero_optimization": changes.pop("zero", {"stage": 1})}
     skeleton = meta_model(AutoConfig.for_model(kind, **SIZES), trust_remote_code=False)
-    config = parse_command_line(["--config", str(tiny_config(**changes))]).config
+    config = read_config(tiny_config(**changes))
     counts = count_trained(skeleton, config.model)
     with pytest.raises(UserError) as refused:
         check_tensor_parallel(config, ds_config, skeleton, counts, size)
