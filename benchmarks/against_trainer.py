@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import string
 import sys
 import tempfile
 import time
@@ -65,13 +66,9 @@ def write_inputs(args: argparse.Namespace) -> None:
     """The rows, the model's config.json and the ds_config that both sides read."""
     rng = np.random.default_rng(0)
     given = np.load(args.lengths) if args.lengths else rng.lognormal(4.97, 1.12, 50_000)
-    lengths = np.clip(rng.choice(given, args.rows), 8, args.max_length).astype(int)
-    words = [chr(c) for c in range(ord("a"), ord("z") + 1)]  # one token each
-    with (args.folder / "rows.jsonl").open("w") as file:
-        for length in lengths:
-            text = "".join(rng.choice(words, length - 1))
-            row = {"prompt": text[: length // 2], "completion": text[length // 2 :]}
-            file.write(json.dumps(row) + "\n")
+    write_rows(
+        args.folder / "rows.jsonl", np.clip(rng.choice(given, args.rows), 8, args.max_length)
+    )
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=args.vocab_size,
@@ -95,6 +92,17 @@ def write_inputs(args: argparse.Namespace) -> None:
         },
     }
     (args.folder / "ds_config.json").write_text(json.dumps(ds_config))
+
+
+def write_rows(file: Path, lengths: np.ndarray) -> None:
+    """Rows of as many tokens, with an end token; half of a row is its prompt."""
+    rng = np.random.default_rng(0)
+    letters = list(string.ascii_lowercase)  # one token each
+    with file.open("w") as out:
+        for length in lengths.astype(int):
+            text = "".join(rng.choice(letters, length - 1))
+            row = {"prompt": text[: length // 2], "completion": text[length // 2 :]}
+            out.write(json.dumps(row) + "\n")
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -22,19 +22,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from zerotrain.checkpoint.run_folder import PROFILE_NOW
+from benchmarks.against_trainer import write_rows
+from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.local_ranks import run_local_ranks
-from zerotrain.tools.memory import MemoryEstimate, estimate_memory
+from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.metrics import read_metrics
 from zerotrain.training.setup import Architecture, resolve
 from zerotrain.training.states import GIB
@@ -69,38 +71,31 @@ torch.manual_seed(0)
 AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(sys.argv[1])
 """
 MATMUL = """
-import time, torch
+import torch
+from torch.utils.benchmark import Timer
 cuda = torch.cuda.is_available()
 size, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
 a, b = (torch.randn(size, size, dtype=dtype, device="cuda" if cuda else "cpu") for _ in range(2))
-for repeats in (3, 30):
-    if cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        a @ b
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-print(2 * size**3 * repeats / seconds / 1e12)
+timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+timer.timeit(3)
+print(2 * size**3 / timer.timeit(30).mean / 1e12)
 """
 MEAN_LENGTH = 500  # tokens of a row
 WARM_UP_STEPS = 3
-STEPS = 10  # of a measurement
-STEP_TOKENS = 131_072  # of a measurement
+STEPS = 8  # of each run
 LOSS_TOLERANCE = 0.02  # relative, of runs that train the same in other ways
 USED_SHARE = 0.9  # of the GPU's memory, by the estimate of a run without recomputation
-COLUMNS = {  # of the table: figure, header, format
-    "tokens_per_s": ("tokens/s", ",.0f"),
-    "model_tflops_per_s": ("model TFLOP/s", ".3g"),
-    "share_of_matmul": ("of the matmul rate", ".1%"),
-    "peak_memory_gib": ("peak GiB", ".1f"),
-    "estimated_gib": ("estimated GiB", ".1f"),
-    "train_py_over_this": ("train.py over this", ".2f"),
-    "loss": ("last loss", ".3f"),
+COLUMNS = {  # of the table: figure, header, format, the target on an H100 or H200 (at least)
+    "tokens_per_s": ("tokens/s", ",.0f", 0),
+    "model_tflops_per_s": ("model TFLOP/s", ".3g", 430),
+    "share_of_matmul": ("of the matmul rate", ".1%", 0.65),
+    "peak_memory_gib": ("peak GiB", ".1f", 0),
+    "estimated_gib": ("estimated GiB", ".1f", 0),
+    "train_py_over_this": ("train.py over this", ".2f", 1.15),
+    "loss": ("last loss", ".3f", 0),
 }
-TARGETS = {"model_tflops_per_s": 430, "share_of_matmul": 0.65, "train_py_over_this": 1.15}
-"""At least; the first two for training all weights of 1.5B and more, on an H100 or H200."""
+WITH_TARGETS = ("1.5b", "8b_16_layers", "against_trainer")
+"""How the names of checks begin that train all weights of 1.5B parameters and more."""
 Figures = dict[str, Any]
 
 
@@ -109,13 +104,10 @@ class CheckFailed(Exception):
 
 
 class Run(NamedTuple):
-    """What train.py has written."""
+    """What a run of train.py has recorded, and what it was estimated to take."""
 
-    folder: Path
     steps: list[dict[str, Any]]
-    memory: MemoryEstimate
-    recomputes: bool
-    """Whether activations are recomputed."""
+    estimate: Figures
 
 
 @dataclass
@@ -124,13 +116,11 @@ class Bench:
 
     folder: Path
     toy: bool
-    gpu_memory: float
-    """Bytes; infinite on a CPU."""
     end: float = math.inf
     """time.monotonic() when the minutes of the check are over."""
     matmul_tflops_per_s: float = math.nan
     """Measured first, in the same call."""
-    runs: int = field(default=0)
+    runs: int = 0
 
     def command(self, *words: object, until: Callable[[], bool] = lambda: False) -> str:
         """The output of a command of Python's. It is killed, with all that it has started, as soon
@@ -165,47 +155,34 @@ class Bench:
         return folder
 
     def rows(self, max_length: int, count: int = 4000) -> Path:
-        """Rows of log-normal lengths, a few of them 20 times the mean; the first quarter of a row
-        is its prompt.
-        """
+        """Rows of log-normal lengths, a few of them 20 times the mean."""
         file = self.folder / f"rows_{max_length}_{count}.jsonl"
-        if not file.is_file():
-            rng = np.random.default_rng(0)
-            mean, spread = self.size(MEAN_LENGTH, 60), 1.12
-            lengths = rng.lognormal(math.log(mean) - spread**2 / 2, spread, count)
-            letters = list("abcdefghijklmnopqrstuvwxyz")  # one token each
-            with file.open("w") as out:
-                for length in np.clip(lengths, 8, max_length - 2).astype(int):
-                    text = "".join(rng.choice(letters, length))
-                    row = {"prompt": text[: length // 4], "completion": text[length // 4 :]}
-                    out.write(json.dumps(row) + "\n")
+        spread = 1.12
+        mean = math.log(self.size(MEAN_LENGTH, 60)) - spread**2 / 2
+        lengths = np.random.default_rng(0).lognormal(mean, spread, count)
+        write_rows(file, np.clip(lengths, 8, max_length - 2))
         return file
 
     def train(
-        self,
-        shape: str = "0.6b",
-        tokens: int = 4096,
-        steps: int = 6,
-        stage: int | str = 1,
-        **flags: object,
+        self, shape: str = "0.6b", tokens: int = 4096, stage: int | str = 1, **flags: object
     ) -> Run:
-        """Some steps of train.py, which is then killed: it would save at its end. Activations are
+        """STEPS steps of train.py, which is then killed: it would save at its end. Activations are
         recomputed only where the estimate without it does not fit.
 
         Args:
             tokens: of the longest row, of a micro-batch, and a quarter of a step's.
             stage: which of ds_configs/zeroSTAGE.json.
-            flags: keys of the run config that differ, `section__key`; None leaves one out.
+            flags: keys of the run config that differ, `section__key`.
         """
         self.runs += 1
         tokens = self.size(tokens, 256)
-        run = Path(str(flags.get("output_dir", self.folder / f"run_{self.runs}")))
+        run = Path(str(flags.pop("output_dir", self.folder / f"run_{self.runs}")))
         given = {
             "ds_config": f"ds_configs/zero{stage}.json",
             "model__name_or_path": self.model(shape, tokens),
             "model__from_config": shape != WITH_WEIGHTS,
             "model__tokenizer": TOKENIZER,
-            "data__train_sources": f"[{self.rows(tokens)}]",
+            "data__train_sources": [str(self.rows(tokens))],
             "data__cache_dir": self.folder / "cache",
             "data__max_length": tokens,
             "data__micro_batch_tokens": tokens,
@@ -218,22 +195,22 @@ class Bench:
         }
         config = self.folder / f"run_{self.runs}.yaml"
         config.write_text(f"output_dir: {run}\n")
-        words = ["--config", config]
+        words = ["--config", str(config)]
         for key, value in given.items():
-            if value is not None:
-                text = json.dumps(value) if isinstance(value, bool) else value
-                words.append(f"--{key.replace('__', '.')}={text}")
-        memory = estimated(words)
-        recomputes = memory.peak > USED_SHARE * self.gpu_memory
+            text = value if isinstance(value, str | Path) else json.dumps(value)
+            words.append(f"--{key.replace('__', '.')}={text}")
+        peak = estimated_peak(words)
+        recomputes = peak > USED_SHARE * gpu_memory()
         if recomputes:
             words.append("--model.activation_checkpointing=true")
-            memory = estimated(words)
+            peak = estimated_peak(words)
 
         def has_run() -> bool:
-            return (run / "metrics.jsonl").is_file() and len(read_metrics(run)) >= steps
+            return (run / METRICS).is_file() and len(read_metrics(run)) >= STEPS
 
         self.command("train.py", *words, until=has_run)
-        return Run(run, read_metrics(run)[:steps], memory, recomputes)
+        note = "activations recomputed" if recomputes else "nothing recomputed"
+        return Run(read_metrics(run)[:STEPS], {"estimated_gib": peak / GIB, "note": note})
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
         """Rates from the end of the warm-up on, whatever happens between steps included."""
@@ -250,12 +227,18 @@ class Bench:
         return figures
 
 
-def estimated(words: list[object]) -> MemoryEstimate:
-    """The estimate of a run on one GPU, from the arguments of train.py."""
-    config = parse_command_line(list(map(str, words))).config
+def estimated_peak(words: list[str]) -> float:
+    """The bytes that a run on one GPU needs by the estimate, from the arguments of train.py."""
+    config = parse_command_line(words).config
     model = Architecture.of(config, load_model_config(config))
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
-    return estimate_memory(resolve(config, machine, model))
+    return estimate_memory(resolve(config, machine, model)).peak
+
+
+def gpu_memory() -> float:
+    """Bytes of the GPU; without one, no limit."""
+    has_gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory if has_gpu else math.inf
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,15 +247,12 @@ def estimated(words: list[object]) -> MemoryEstimate:
 
 def environment(bench: Bench) -> dict[str, Figures]:
     """Versions, and the rate of a bf16 product of two 8,192 x 8,192 matrices."""
-    import deepspeed
-    import transformers
-
-    if bench.gpu_memory == math.inf and not bench.toy:
+    if not (bench.toy or torch.cuda.is_available()):
         raise CheckFailed("no GPU; --toy runs everything at toy size on CPU")
     bench.matmul_tflops_per_s = float(bench.command("-c", MATMUL).splitlines()[-1])
     device = "CPU" if bench.toy else torch.cuda.get_device_name()
-    versions = {module.__name__: module.__version__ for module in (torch, deepspeed, transformers)}
-    note = f"{device}, " + ", ".join(f"{name} {version}" for name, version in versions.items())
+    packages = ("torch", "deepspeed", "transformers")
+    note = ", ".join([device, *(f"{name} {version(name)}" for name in packages)])
     return {"": {"model_tflops_per_s": bench.matmul_tflops_per_s, "note": note}}
 
 
@@ -283,37 +263,39 @@ def tests(bench: Bench) -> dict[str, Figures]:
     return {"": {"note": output.splitlines()[-1]}}
 
 
-def measured(shape: str, tokens: int, **options: Any) -> Callable[[Bench], dict[str, Figures]]:
-    """The figures of a run with micro-batches of `tokens` tokens, beside the estimated memory."""
+def trained(runs: dict[str, dict[str, Any]]) -> Callable[[Bench], dict[str, Figures]]:
+    """The figures of runs by name; if there are several, all have to have the losses of the first.
+
+    Args:
+        runs: arguments of Bench.train.
+    """
 
     def check(bench: Bench) -> dict[str, Figures]:
-        of_step = bench.size(max(2 * tokens, STEP_TOKENS), 1024)
-        run = bench.train(shape, tokens, STEPS, train__global_batch_tokens=of_step, **options)
-        figures = bench.figures_of(run.steps)
-        figures["estimated_gib"] = run.memory.peak / GIB
-        figures["note"] = "activations recomputed" if run.recomputes else "nothing recomputed"
-        figures["has_targets"] = shape in ("1.5b", "8b_16_layers")
-        return {"": figures}
+        found = {name: bench.train(**options) for name, options in runs.items()}
+        expect_equal({name: run.steps for name, run in found.items()})
+        return {n: {**bench.figures_of(run.steps), **run.estimate} for n, run in found.items()}
 
     return check
 
 
+def measured(shape: str, tokens: int, **options: Any) -> Callable[[Bench], dict[str, Figures]]:
+    """The figures of one run with micro-batches of `tokens` tokens."""
+    return trained({"": {"shape": shape, "tokens": tokens, **options}})
+
+
 def profile(bench: Bench) -> dict[str, Figures]:
     """The kernels of a step that take most of its time, by the trace of train.py's profiler."""
-    steps = 8  # the profile is written after the fifth
     folder = bench.folder / "profiled"
     folder.mkdir(exist_ok=True)
     (folder / PROFILE_NOW).touch()
-    run = bench.train("1.5b", 16_384, steps, output_dir=folder)
-    [trace] = (run.folder / "profile").glob("*.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    run = bench.train("1.5b", 16_384, output_dir=folder)  # written after the fifth step
+    [trace] = (folder / "profile").glob("*.gz")
     kind = "cpu_op" if bench.toy else "kernel"
     spent: Counter[str] = Counter()
-    for event in events:
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
         if event.get("cat") == kind:
             spent[event["name"]] += event["dur"]
-    total = sum(spent.values())
-    parts = [f"{microseconds / total:.1%} {name}" for name, microseconds in spent.most_common(12)]
+    parts = [f"{each / spent.total():.1%} {name}" for name, each in spent.most_common(12)]
     return {"": {**bench.figures_of(run.steps), "note": "\n".join(["a profile", *parts])}}
 
 
@@ -325,7 +307,7 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
     rows_of_batch = 8 * tokens // bench.size(MEAN_LENGTH, 64)
     rows = bench.rows(tokens, STEPS * rows_of_batch)
     run = bench.train(
-        "1.5b", 16_384, STEPS, data__train_sources=f"[{rows}]",
+        "1.5b", 16_384, data__train_sources=[str(rows)],
         train__global_batch_tokens=None, train__global_batch_size=rows_of_batch,
     )  # fmt: skip
     ours = bench.figures_of(run.steps)
@@ -345,24 +327,13 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
             found[f"Trainer, {strategy}"] = {"note": str(problem)}
             continue
         report = json.loads(out.read_text())
-        figures = bench.figures_of(report.pop("steps")) | report | {"has_targets": True}
+        figures = bench.figures_of(report.pop("steps")) | report
         figures["train_py_over_this"] = ours["tokens_per_s"] / figures["tokens_per_s"]
         liger = "Liger" if report["liger"] else "without Liger"
         found[f"Trainer, {strategy}, {report['attention']}, {liger}"] = figures
     if not any("train_py_over_this" in figures for figures in found.values()):
         raise CheckFailed("\n".join(f["note"] for f in found.values() if "note" in f))
     return found
-
-
-def same_losses(runs: dict[str, dict[str, Any]]) -> Callable[[Bench], dict[str, Figures]]:
-    """Several ways to train the same: the losses of the first one, within LOSS_TOLERANCE."""
-
-    def check(bench: Bench) -> dict[str, Figures]:
-        found = {name: bench.train(**options).steps for name, options in runs.items()}
-        expect_equal(found)
-        return {name: bench.figures_of(steps) for name, steps in found.items()}
-
-    return check
 
 
 def resume(bench: Bench) -> dict[str, Figures]:
@@ -408,13 +379,13 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]]]] = {  # mi
     "1.5b_16k_zero2": (2, measured("1.5b", 16_384, stage=2)),
     "1.5b_16k_zero3": (2, measured("1.5b", 16_384, stage=3)),
     "against_trainer_2": (5, against_trainer),
-    "zero_stages": (4, same_losses({f"zero{n}": {"stage": n} for n in range(4)})),
-    "batching": (2, same_losses({n: {"data__batching": n} for n in ("packed", "bucketed")})),
-    "lora": (2, same_losses({f"zero{n}": {"stage": n, **LORA} for n in (1, 3)})),
+    "zero_stages": (4, trained({f"zero{n}": {"stage": n} for n in range(4)})),
+    "batching": (2, trained({n: {"data__batching": n} for n in ("packed", "bucketed")})),
+    "lora": (2, trained({f"zero{n}": {"stage": n, **LORA} for n in (1, 3)})),
     "resume": (3, resume),
     "against_trainer_3": (5, against_trainer),
     # compiles DeepSpeed's CPU Adam, which needs g++
-    "offload": (5, same_losses({n: {"stage": n} for n in ("1", "2_offload", "3_offload")})),
+    "offload": (5, trained({n: {"stage": n} for n in ("1", "2_offload", "3_offload")})),
 }
 
 
@@ -425,13 +396,11 @@ def show(results: dict[str, Any], toy: bool) -> None:
     for name, result in results.items():
         for run, figures in result["figures"].items():
             cells = []
-            for key, (header, form) in COLUMNS.items():
-                is_missed = figures.get("has_targets") and figures.get(key, math.inf) < TARGETS.get(
-                    key, 0
-                )
+            for key, (header, form, target) in COLUMNS.items():
                 if key in figures:
-                    target = f" (missed: >= {TARGETS[key]:{form}})" if is_missed else ""
-                    cells.append(f"{header} {figures[key]:{form}}{target}")
+                    is_missed = name.startswith(WITH_TARGETS) and figures[key] < target
+                    missed = f" (missed: >= {target:{form}})" if is_missed else ""
+                    cells.append(f"{header} {figures[key]:{form}}{missed}")
             note = figures.get("note", "").splitlines()[:1]
             print(": ".join(filter(None, [name, run, *note, ", ".join(cells)])))
 
@@ -460,14 +429,11 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     if args.toy:
         os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    gpu_memory = math.inf
-    if torch.cuda.is_available():
-        gpu_memory = torch.cuda.get_device_properties(0).total_memory
     end = time.monotonic() + (math.inf if args.toy else 60 * args.minutes)
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
         # a killed compilation leaves a lock, for which later ones would wait for ever
         os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
-        bench = Bench(Path(folder), args.toy, gpu_memory)
+        bench = Bench(Path(folder), args.toy)
         for name in left:
             minutes, check = CHECKS[name]
             began = time.monotonic()
