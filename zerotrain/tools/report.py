@@ -49,6 +49,8 @@ class RunRecords:
     """A run that is still training, has ended, or died at any moment."""
 
     name: str
+    prefix: str
+    """The name, for what is drawn together with other runs."""
     series: dict[str, pd.Series]
     """Values over steps: what the records of steps and evaluations hold."""
     records: dict[str, list[dict[str, Any]]]
@@ -64,7 +66,7 @@ class RunRecords:
         return {names[key]: self.series[key] for key in names if key.startswith("loss/")}
 
 
-def read_run(folder: Path) -> RunRecords:
+def read_run(folder: Path, prefix: str = "") -> RunRecords:
     """What a run has recorded, and its resolved configs.
 
     Raises:
@@ -78,11 +80,9 @@ def read_run(folder: Path) -> RunRecords:
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in lines:
         records[str(record["kind"])].append(record)
-    values: dict[str, dict[int, float]] = defaultdict(dict)
-    for record in [*records["train"], *records["eval"]]:
-        for key, value in record.items():
-            values[key][record["step"]] = number(value)
-    frame = pd.DataFrame(values).sort_index().dropna(axis="columns", how="all")
+    measured = [*records["train"], *records["eval"]]
+    frame = pd.DataFrame(measured, index=[record["step"] for record in measured], dtype=object)
+    frame = frame.map(number).groupby(level=0).last().dropna(axis="columns", how="all")
     if "loss" not in frame:
         problems.append("no step is recorded: the run ended, or still is, before its first")
     configs = ""
@@ -93,39 +93,33 @@ def read_run(folder: Path) -> RunRecords:
         except (OSError, ValueError) as error:
             problems.append(describe(error))
     series = {key: points.dropna() for key, points in frame.items()}
-    return RunRecords(str(folder), series, records, configs, problems)
+    return RunRecords(str(folder), prefix, series, records, configs, problems)
 
 
 def report_page(folders: Sequence[Path]) -> str:
     """The page. Raises UserError: one of the folders is not a run folder."""
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(folder, f"{folder}: " * (len(folders) > 1)) for folder in folders]
     body = [f"<p>⚠ {escape(run.name)}: {escape(text)}</p>" for run in runs for text in run.problems]
     for run in runs:
-        title = f"<b>{escape(run.name)}</b>: " if len(runs) > 1 else ""
         boxes = (f"<div><b>{value}</b><br>{unit}</div>" for unit, value in figures(run).items())
-        body.append(f"<p>{title}{escape(sentence(run))}</p><div class=cards>{''.join(boxes)}</div>")
+        text = escape(run.prefix + sentence(run))
+        body.append(f"<p>{text}</p><div class=cards>{''.join(boxes)}</div>")
     first = [loss_chart(runs), *charts(runs, FIRST_CHARTS)]
     body.append(f"<div class=first>{''.join(first)}</div>")
     body.append(folded("Speed and memory", "".join(charts(runs, OTHER_CHARTS))))
     for run in runs:
-        if len(runs) > 1:
-            body.append(f"<h2>{escape(run.name)}</h2>")
-        events = records_table(run.records["event"], "step", "text")
-        body.append(folded("Incidents", events, is_open=True))
+        sections = {"Incidents": table(run.records["event"], "step", "text")}
         for record in run.records["generations"][-6:]:
-            answers = records_table(record.get("rows"), "prompt", "expected", "answer", "score")
-            body.append(folded(f"Answers at step {record['step']:,}: {record.get('set')}", answers))
-        body.append(folded("Ranks", "".join(heat_maps(run))))
-        starts = [{**start, "ranks": start.get("world_size")} for start in run.records["start"]]
-        body.append(folded("Starts", records_table(starts, "step", "ranks", "hosts", "devices")))
-        texts = (runs[0].configs.splitlines(), run.configs.splitlines())
-        lines = difflib.unified_diff(*texts, runs[0].name, run.name, n=0, lineterm="")
-        if run is runs[0]:
-            body.append(folded("Configs", f"<pre>{escape(run.configs)}</pre>"))
-        else:
-            difference = escape("\n".join(lines))
-            title = f"Configs: differences from {runs[0].name}"
-            body.append(folded(title, f"<pre>{difference}</pre>"))
+            answers = table(record.get("rows"), "prompt", "expected", "answer", "score")
+            sections[f"Answers at step {record['step']:,}: {record.get('set')}"] = answers
+        sections["Ranks"] = "".join(heat_maps(run))
+        sections["Starts"] = table(run.records["start"], "step", "world_size", "hosts", "devices")
+        sections["Configs"] = f"<pre>{escape(run.configs)}</pre>"
+        if run is not runs[0]:
+            texts = (runs[0].configs.splitlines(), run.configs.splitlines())
+            lines = escape("\n".join(difflib.unified_diff(*texts, n=0, lineterm="")))
+            sections["Configs"] = f"<pre>Differences from {escape(runs[0].name)}:\n{lines}</pre>"
+        body += [folded(run.prefix + title, text) for title, text in sections.items()]
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     names = escape(" · ".join(run.name for run in runs))
     page = Template(template).substitute(title=names, plotly=get_plotlyjs(), body="\n".join(body))
@@ -170,27 +164,22 @@ def figures(run: RunRecords) -> dict[str, str]:
 
 def loss_chart(runs: Sequence[RunRecords]) -> str:
     """Each run's loss, its held-out losses as points, and in front of them the smoothed loss."""
-    figure = go.Figure()
+    traces = []
     for color, run in zip(cycle(COLORS), runs, strict=False):
         loss = run.series.get("loss", pd.Series(dtype=float))
-        window = 1 + 2 * (len(loss) // 100)
-        smooth = loss.rolling(window, center=True, min_periods=1).mean()
-        traces = [("training, each step", loss, {"mode": "lines", "opacity": 0.35})]
-        for symbol, (name, held) in zip(cycle(range(1, 9)), run.held_out.items(), strict=False):
-            points = {"mode": "markers", "marker_size": 10, "marker_symbol": symbol}
-            traces.append((f"held out: {name}", held, points))
-        traces.append(("training, smoothed", smooth, {"mode": "lines", "line_width": 3}))
-        for name, values, style in traces:
-            drawn = thin(values)
-            label = escape(f"{run.name}: {name}" if len(runs) > 1 else name)
-            figure.add_scatter(
-                x=drawn.index, y=drawn, name=label, line_color=color, marker_color=color, **style
-            )
+        smooth = loss.rolling(1 + 2 * (len(loss) // 100), center=True, min_periods=1).mean()
+        line = {"mode": "lines", "line_color": color}
+        traces.append((f"{run.prefix}training, each step", loss, {**line, "opacity": 0.35}))
+        for i, (name, held) in enumerate(run.held_out.items()):
+            points = {"size": 10, "symbol": 1 + i % 8, "color": color}
+            style = {"mode": "markers", "marker": points}
+            traces.append((f"{run.prefix}held out: {name}", held, style))
+        traces.append((f"{run.prefix}training, smoothed", smooth, {**line, "line_width": 3}))
+    figure = drawn(traces, height=480)
+    figure.update_yaxes(type="log")
     restarts = [start["step"] for run in runs for start in run.records["start"][1:]]
     for step in restarts[-20:]:
         figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
-    figure.update_yaxes(type="log")
-    figure.update_layout(height=480)
     dashed = "; a restart is a dashed line" * bool(restarts)
     return section(f"Loss, nats per token{dashed}", figure)
 
@@ -198,20 +187,25 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
 def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> Iterator[str]:
     """A section for each heading of which a run has values."""
     for heading, keys in wanted.items():
-        figure = go.Figure()
-        for run in runs:
-            for key, values in run.series.items():
-                name, _, held_out = key.partition("/")
-                if name not in keys:
-                    continue
-                part = held_out or (name.removesuffix("_seconds") if len(keys) > 1 else "")
-                label = ": ".join(filter(None, [run.name if len(runs) > 1 else "", part]))
-                drawn = thin(values)
-                figure.add_scatter(x=drawn.index, y=drawn, name=escape(label), mode="lines")
-        figure.update_yaxes(rangemode="tozero")
-        figure.update_layout(showlegend=len(figure.data) > 1, height=215)
-        if figure.data:
+        traces = [
+            (run.prefix + key.removesuffix("_seconds"), values, {"mode": "lines"})
+            for run in runs
+            for key, values in run.series.items()
+            if key.partition("/")[0] in keys
+        ]
+        if traces:
+            figure = drawn(traces, height=215)
+            figure.update_yaxes(rangemode="tozero")
             yield section(heading, figure)
+
+
+def drawn(traces: Sequence[tuple[str, pd.Series, dict[str, Any]]], height: int) -> go.Figure:
+    """A figure of series over steps, each with its name and its style."""
+    figure = go.Figure()
+    for name, values, style in traces:
+        points = thin(values)
+        figure.add_scatter(x=points.index, y=points, name=escape(name), **style)
+    return figure.update_layout(showlegend=len(traces) > 1, height=height)
 
 
 def thin(points: pd.Series) -> pd.Series:
@@ -231,22 +225,21 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
         columns = {}
         for record in run.records["ranks"]:
             values = pd.Series([number(value) for value in listed(record.get(key))], dtype=float)
-            whole = values.median()
-            if key == "data_seconds":
-                whole = number(record.get("step_seconds")) / 100
-            columns[f"{record['step']:,}"] = values / whole
-            hosts = listed(record.get("hosts"))
+            step = number(record.get("step_seconds")) / 100
+            columns[f"{record['step']:,}"] = values / (
+                step if key == "data_seconds" else values.median()
+            )
+            hosts = pd.Series(map(shown, listed(record.get("hosts"))), dtype=str)
         frame = pd.DataFrame(columns)
         if frame.notna().any(axis=None):
-            names = [escape(shown(host)) for host in hosts] + [""] * len(frame)
-            frame.index = [f"{rank} {names[rank]}" for rank in frame.index]
-            scale = [COLORS[0], FAINT, COLORS[-1]]
+            hosts = hosts.reindex(frame.index, fill_value="")
+            frame.index = [escape(f"{rank} {host}") for rank, host in hosts.items()]
             heat = px.imshow(
-                frame, zmin=limits[0], zmax=limits[1], aspect="auto", color_continuous_scale=scale,
+                frame, zmin=limits[0], zmax=limits[1], aspect="auto",
+                color_continuous_scale=[COLORS[0], FAINT, COLORS[-1]],
                 height=80 + 18 * min(len(frame), 60),
             )  # fmt: skip
-            heat.update_coloraxes(showscale=False)
-            yield section(title, heat)
+            yield section(title, heat.update_coloraxes(showscale=False))
 
 
 def section(heading: str, figure: go.Figure) -> str:
@@ -267,20 +260,19 @@ def section(heading: str, figure: go.Figure) -> str:
 # Tables
 
 
-def folded(title: str, body: str, is_open: bool = False) -> str:
+def folded(title: str, body: str) -> str:
     """A section that a click unfolds, or nothing if its body is empty."""
-    attribute = " open" if is_open else ""
-    return f"<details{attribute}><summary>{escape(title)}</summary>{body}</details>" if body else ""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
-def records_table(records: Any, *columns: str) -> str:
+def table(records: Any, *columns: str) -> str:
     """The last records as a table, or nothing if there are none."""
     rows = [
         "".join(f"<td>{escape(shown(record.get(column)))}</td>" for column in columns)
         for record in listed(records)[-MAX_RECORDS:]
         if isinstance(record, dict)
     ]
-    head = "".join(f"<th>{column}</th>" for column in columns)
+    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in columns)
     return f"<table><tr>{head}</tr><tr>" + "</tr><tr>".join(rows) + "</tr></table>" if rows else ""
 
 
