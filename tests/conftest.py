@@ -60,7 +60,7 @@ def left_running(forks):
     They are identified by their initial environment, whatever their name and parent are now.
     """
 
-    def started() -> set[psutil.Process]:
+    def started():
         found = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -68,7 +68,7 @@ def left_running(forks):
                     found.add(process)
         return found
 
-    def running() -> list[str]:
+    def running():
         found = []
         for process in started() - before:
             with suppress(psutil.NoSuchProcess):
@@ -91,18 +91,18 @@ def sample_tokenizer():
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory, sample_tokenizer) -> Path:
+def tiny_model(tmp_path_factory, sample_tokenizer):
     """A folder with a tokenizer and a 2-layer Llama: weights, tied embeddings, no dropout."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny_model"), sample_tokenizer, dropout=0.0)
 
 
 @pytest.fixture(scope="session")
-def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer) -> Path:
+def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer):
     return save_tiny_llama(tmp_path_factory.mktemp("dropout"), sample_tokenizer, dropout=0.2)
 
 
 @pytest.fixture(scope="session")
-def chat_rows() -> list[dict]:
+def chat_rows():
     """70 rows of the sample data: prompts masked, 30 to 220 tokens each."""
     lines = (SAMPLE / "train.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines[:4000:57]][:70]
@@ -125,7 +125,7 @@ def plain_once(sample_tokenizer):
 def tiny_config(tmp_path, tiny_model, chat_rows):
     """write_tiny_config for this test."""
 
-    def write(name="config.yaml", model=tiny_model, **changes) -> Path:
+    def write(name="config.yaml", model=tiny_model, **changes):
         return write_tiny_config(tmp_path, chat_rows, model, name, **changes)
 
     return write

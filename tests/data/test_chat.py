@@ -48,6 +48,11 @@ def tokenizer_with(base, template, special=(), eos=None):
     return tokenizer
 
 
+def family(name, change=lambda template: template):
+    template, eos, special, _ = FAMILIES[name]
+    return tokenizer_with(WORDS, change(template), special, eos)
+
+
 def supervised_turns(tokenizer, messages, supervise="answers"):
     """The text of each run of supervised tokens."""
     config = dataclasses.replace(CONFIG, supervise=supervise)
@@ -55,6 +60,14 @@ def supervised_turns(tokenizer, messages, supervise="answers"):
     ids, mask, _ = tokenize_row(row, tokenizer, "messages", config)
     edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
     return [tokenizer.decode(turn) for turn in np.split(ids, edges)[1::2]]
+
+
+def without_space(texts):
+    return ["".join(text.split()) for text in texts]
+
+
+def assert_supervised(tokenizer, messages, expected):
+    assert without_space(supervised_turns(tokenizer, messages)) == without_space(expected)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,13 +222,6 @@ CHAT = [
 ]
 
 
-HEADERS = ["assistant", "Assistant", "CHATBOT", "<|model|>", "User", "user"]
-
-
-def without_space(texts):
-    return ["".join(text.split()) for text in texts]
-
-
 # No answer has an end mark, or not the last one.
 NO_ENDS = {"glm-4", "qwen1.5", "words"}
 
@@ -225,28 +231,22 @@ NO_ENDS = {"glm-4", "qwen1.5", "words"}
 def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
     template, eos, special, (first, last) = FAMILIES[family]
     tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
-    second = first.replace("2", "4")
-    alternate = "must alternate" not in template
     if family in NO_ENDS:
         with pytest.raises(BadRow, match="has no end mark, or another"):
             supervised_turns(tokenizer, CHAT)
     end_answers(tokenizer)
     assert (tokenizer.chat_template == template) == (family not in NO_ENDS)
     for messages, expected in (
-        (CHAT, [first, last]),
         ([SYSTEM, *CHAT], [first, last]),
         ([*CHAT[:2], {"role": "user", "content": ""}, CHAT[3]], [first, last]),
-        ([*CHAT, *CHAT], [first, second, first, last]),
+        ([*CHAT, *CHAT], [first, first.replace("2", "4"), first, last]),
     ):
-        turns = supervised_turns(tokenizer, messages)
-        assert without_space(turns) == without_space(expected)
-    two = supervised_turns(tokenizer, [*CHAT[:2], *CHAT[1:2]]) if alternate else []
-    assert not any(word in text for text in two for word in HEADERS)
-    unanswered = supervised_turns(tokenizer, [*CHAT, CHAT[0]])
-    assert without_space(unanswered) in (
-        without_space([first, second]),
-        without_space([first, last]),
-    )
+        assert_supervised(tokenizer, messages, expected)
+    unanswered = without_space(supervised_turns(tokenizer, [*CHAT, CHAT[0]]))
+    assert unanswered in map(without_space, ([first, last], [first, first.replace("2", "4")]))
+    if "must alternate" not in template:  # the header of the second is in none
+        two = "".join(supervised_turns(tokenizer, [*CHAT[:2], CHAT[1]]))
+        assert not re.search("assistant|chatbot|<.model|user", two, re.IGNORECASE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,8 +305,7 @@ def test_what_a_template_loses_of_tool_calls_is_named(lost):
 
 
 def test_reasoning_of_another_key_is_supervised():
-    template, eos, special, _ = FAMILIES["qwen3"]
-    tokenizer = tokenizer_with(WORDS, template, special, eos)
+    tokenizer = family("qwen3")
     for key in ("reasoning_content", "thinking"):
         thought = [CHAT[0], {**CHAT[1], key: "easy"}]
         assert supervised_turns(tokenizer, thought) == ["<think>\neasy\n</think>\n\n2<|im_end|>"]
@@ -319,21 +318,18 @@ def test_reasoning_of_another_key_is_supervised():
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_turn_of_weight_0_is_context(marked):
     content = "{{ m.content }}<|im_end|>"
-    template, eos, special, _ = FAMILIES["chatml"]
-    if marked:
-        template = template.replace(
-            content,
-            f"{{% if m.role == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
-            f"{{% else %}}{content}{{% endif %}}{{{{ m.weight }}}}",
-        )
-    tokenizer = tokenizer_with(WORDS, template, special, eos)
-    first, second = ({**CHAT[1], "weight": w} for w in (0, 1))
-    rows = [[CHAT[0], m, *CHAT[2:]] for m in (first, second)]
-    assert supervised_turns(tokenizer, rows[0]) == ["4<|im_end|>"]
-    assert supervised_turns(tokenizer, rows[1]) == ["2<|im_end|>", "4<|im_end|>"]
-    assert supervised_turns(tokenizer, [*CHAT[:3], {**CHAT[3], "weight": 0}]) == ["2<|im_end|>"]
-    text = tokenizer.apply_chat_template(rows[0], tokenize=False)
-    every_other = supervised_turns(tokenizer, rows[0], "all")
+    with_marks = (
+        f"{{% if m.role == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
+        f"{{% else %}}{content}{{% endif %}}{{{{ m.weight }}}}"
+    )
+    tokenizer = family("chatml", lambda t: t.replace(content, with_marks) if marked else t)
+    for weight, expected in ((0, ["4<|im_end|>"]), (1, ["2<|im_end|>", "4<|im_end|>"])):
+        row = [CHAT[0], {**CHAT[1], "weight": weight}, *CHAT[2:]]
+        assert supervised_turns(tokenizer, row) == expected
+    row = [*CHAT[:3], {**CHAT[3], "weight": 0}]
+    assert supervised_turns(tokenizer, row) == ["2<|im_end|>"]
+    text = tokenizer.apply_chat_template(row, tokenize=False)
+    every_other = supervised_turns(tokenizer, row, "all")
     assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
 
@@ -346,7 +342,7 @@ MARKED = FAMILIES["chatml"][0].replace(
 
 def test_marks_that_leave_out_part_of_an_answer_are_refused():
     body = "{% endgeneration %}{{ m.reasoning_content }}{% generation %}{{ m.content }}<|im_end|>"
-    tokenizer = tokenizer_with(WORDS, MARKED.replace("BODY", body), *FAMILIES["chatml"][2:0:-1])
+    tokenizer = family("chatml", lambda _: MARKED.replace("BODY", body))
     thought = {**CHAT[1], "reasoning_content": "easy"}
     with pytest.raises(BadRow, match=r"message 2 .*is not what the generation marks cover"):
         supervised_turns(tokenizer, [CHAT[0], thought, *CHAT[2:]])
@@ -361,10 +357,11 @@ def test_every_generation_block_is_supervised():
         "{% generation %}{{ '<|im_end|>\n' }}{% endgeneration %}"
     )
     template = MARKED.replace("{% generation %}BODY{% endgeneration %}", body)
-    tokenizer = tokenizer_with(WORDS, template, *FAMILIES["chatml"][2:0:-1])
     thought = {**CHAT[1], "reasoning_content": "easy"}
-    turns = supervised_turns(tokenizer, [CHAT[0], thought, CHAT[2], thought])
-    assert without_space(turns) == ["<think>easy</think>", "2<|im_end|>"] * 2
+    chat = [CHAT[0], thought, CHAT[2], thought]
+    assert_supervised(
+        family("chatml", lambda _: template), chat, ["<think>easy</think>", "2<|im_end|>"] * 2
+    )
 
 
 def test_the_next_users_header_is_not_supervised():
@@ -388,8 +385,7 @@ def test_the_next_users_header_is_not_supervised():
             with pytest.raises(BadRow, match="ends with the header of the user's next turn"):
                 supervised_turns(tokenizer, CHAT)
         else:
-            turns = supervised_turns(tokenizer, CHAT)
-            assert without_space(turns) == without_space(expected)
+            assert_supervised(tokenizer, CHAT, expected)
 
 
 def test_a_block_of_thoughts_beside_another_generation_prompt_begins_after_the_header():
@@ -402,9 +398,8 @@ def test_a_block_of_thoughts_beside_another_generation_prompt_begins_after_the_h
     template = template.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n</think>{% endif %}"
     )
-    tokenizer = tokenizer_with(WORDS, template, FAMILIES["chatml"][2])
-    turns = supervised_turns(tokenizer, CHAT)
-    assert without_space(turns) == ["<think>2<|im_end|>", "<think>4<|im_end|>"]
+    tokenizer = family("chatml", lambda _: template)
+    assert_supervised(tokenizer, CHAT, ["<think>2<|im_end|>", "<think>4<|im_end|>"])
 
 
 NAMED = {
@@ -425,8 +420,7 @@ def test_named_templates(name):
     for end in (mark, mark if name == "gpt-oss" else "</s>"):
         tokenizer.chat_template = fit_template(source, tokenizer)
         for messages in (CHAT[:2], [SYSTEM, *CHAT[:2]]):
-            turns = supervised_turns(tokenizer, messages)
-            assert without_space(turns) == [NAMED[name].replace(mark, end)]
+            assert_supervised(tokenizer, messages, [NAMED[name].replace(mark, end)])
         tokenizer = tokenizer_with(WORDS, None, [], "</s>")
 
 
@@ -441,12 +435,10 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
 
 @pytest.mark.parametrize("role", range(3))
 def test_special_tokens_in_a_row_are_refused(role):
-    template, eos, special, _ = FAMILIES["chatml"]
-    tokenizer = tokenizer_with(WORDS, template, special, eos)
     messages = [SYSTEM, *CHAT[:2]]
     messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
     with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
-        supervised_turns(tokenizer, messages)
+        supervised_turns(family("chatml"), messages)
 
 
 def test_rows_without_a_template():
@@ -455,8 +447,6 @@ def test_rows_without_a_template():
     ids, mask, _ = tokenize_row(row, tokenizer, "prompt_completion", CONFIG)
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
     assert tokenizer.decode(ids) == "1+1? 2</s>"
-    with pytest.raises(BadRow, match="special token"):
-        tokenize_row({**row, "prompt": "<s>1+1?"}, tokenizer, "prompt_completion", CONFIG)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -37,6 +37,12 @@ def assistant(text, **more):
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = [user("1+1?"), assistant("2")]
 CALL = {"name": "add", "arguments": {"a": 1, "b": 1}}
+
+
+def called(function):
+    return {"id": "c1", "type": "function", "function": function}
+
+
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 # --------------------------------------------------------------------------------------------------
@@ -101,19 +107,12 @@ AS_THEY_ARE = {
         {
             "messages": [
                 ASKED[0],
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "refusal": None,
-                    "annotations": [],
-                    "tool_calls": [
-                        {
-                            "id": "c1",
-                            "type": "function",
-                            "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'},
-                        }
-                    ],
-                },
+                assistant(
+                    None,
+                    refusal=None,
+                    annotations=[],
+                    tool_calls=[called({**CALL, "arguments": '{"a": 1, "b": 1}'})],
+                ),
                 {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
                 assistant("2", reasoning_content="easy"),
             ],
@@ -123,7 +122,7 @@ AS_THEY_ARE = {
         {
             "messages": [
                 ASKED[0],
-                assistant("", tool_calls=[{"id": "c1", "type": "function", "function": CALL}]),
+                assistant("", tool_calls=[called(CALL)]),
                 {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
                 assistant("2", reasoning_content="easy"),
             ]
@@ -149,7 +148,7 @@ REFUSED = {
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
     "an empty text": ({"text": " \n"}, "empty"),
     "a call of no object": (
-        {"messages": [user("a"), {"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+        {"messages": [user("a"), assistant(None, tool_calls=[called("f")])]},
         "'function'",
     ),
     "a tool of no object": (
@@ -190,11 +189,14 @@ def test_turns_that_ask_for_no_loss_have_weight_0(key):
 def test_every_key_is_used_or_refused():
     """Any key with a value, at each level: in the result, metadata, or refused by its name."""
     for key in ("annotation", "audio", "Answer2", "label", "thoughts"):
-        assert key in refused({"messages": ASKED, key: "something"})
-        assert key in refused({"messages": [user("a"), {**assistant("b"), key: "something"}]})
-        call = {**CALL, key: "something"}
-        assert key in refused({"messages": [user("a"), assistant("", tool_calls=[call])]})
-        part = {"type": "text", "text": "a", key: "something"}
-        assert key in refused({"messages": [user([part]), assistant("b")]})
+        extra = {key: "something"}
+        part = {"type": "text", "text": "a", **extra}
+        for row in (
+            {"messages": ASKED, **extra},
+            {"messages": [user("a"), assistant("b", **extra)]},
+            {"messages": [user("a"), assistant("", tool_calls=[{**CALL, **extra}])]},
+            {"messages": [user([part]), assistant("b")]},
+        ):
+            assert key in refused(row)
     for key in METADATA:
         assert canonical({"messages": ASKED, key: "something"}) == {"messages": ASKED}

@@ -1,8 +1,9 @@
 """Reading rows: files, formats of files, damaged files, bounds.
 pytest tests/data/test_sources.py"""
 
-import bz2
+import csv
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -34,39 +35,29 @@ def refusal(path):
     return str(error.value)
 
 
-def as_csv(rows, delimiter=","):
-    def cell(text):
-        return '"' + text.replace('"', '""') + '"'
-
-    lines = [delimiter.join(rows[0]), *(delimiter.join(map(cell, r.values())) for r in rows)]
-    return "\r\n".join(lines) + "\r\n"
-
-
 def save(folder, name):
     """ROWS in the format of the file name's extension."""
     path = folder / name
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS)
     table = pa.Table.from_pylist(ROWS)
-    if ".json" in name and ".jsonl" not in name:
-        text = json.dumps(ROWS, indent=1)
-    elif ".csv" in name:
-        text = as_csv(ROWS)
-    elif name.endswith(".tsv"):
-        text = as_csv(ROWS, "\t")
     if name.endswith(".parquet"):
         pq.write_table(table, path)
-    elif name.endswith(".arrow"):
+        return path
+    if name.endswith(".arrow"):
         with pa.ipc.new_file(path, table.schema) as writer:
             writer.write_table(table)
-    elif name.endswith(".gz"):
-        path.write_bytes(gzip.compress(text.encode()))
-    elif name.endswith(".bz2"):
-        path.write_bytes(bz2.compress(text.encode()))
-    elif name.endswith(".zst"):
-        with pa.output_stream(path, compression="zstd") as out:
-            out.write(text.encode())
+        return path
+    text = io.StringIO()
+    if ".csv" in name or ".tsv" in name:
+        delimiter = "," if ".csv" in name else "\t"
+        writer = csv.DictWriter(text, ROWS[0], delimiter=delimiter, quoting=csv.QUOTE_ALL)
+        writer.writeheader()
+        writer.writerows(ROWS)
+    elif ".jsonl" in name:
+        text.writelines(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS)
     else:
-        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        json.dump(ROWS, text, indent=1)
+    with pa.output_stream(path) as out:  # compressed as the name says
+        out.write(text.getvalue().encode("utf-8-sig"))
     return path
 
 

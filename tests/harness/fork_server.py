@@ -44,7 +44,7 @@ CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 
 MS_REC = 16384
 
 
-def move_to_node(request: dict, number: int) -> None:
+def move_to_node(request, number):
     """Give this process the host name and mounts of its rank's node. Needs root."""
     nodes = list(request["disks"].items())
     places = [(i, local) for i, (_, ranks) in enumerate(nodes) for local in range(ranks)]
@@ -61,7 +61,7 @@ def move_to_node(request: dict, number: int) -> None:
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(ranks))
 
 
-def rank(request: dict, number: int) -> None:
+def rank(request, number):
     """Run one rank, in a forked process."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -83,14 +83,14 @@ def rank(request: dict, number: int) -> None:
         move_to_node(request, number)
     main = importlib.import_module(request["module"]).main
 
-    def run() -> None:
+    def run():
         command_line = parse_command_line(request["argv"])
         main(command_line.config, command_line.mode)
 
     exit_on_error(run)
 
 
-def serve() -> None:
+def serve():
     gc.enable()
     gc.freeze()  # collections in the forked processes would copy all pages
     for line in sys.stdin:

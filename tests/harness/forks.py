@@ -15,10 +15,10 @@ from harness.repository import REPO
 class Forked:
     """The ranks of one run, started by the fork server."""
 
-    def __init__(self, server, log: Path, pids: list[int]) -> None:
+    def __init__(self, server, log, pids):
         self.server, self.log, self.pids = server, log, pids
 
-    def poll(self) -> str | None:
+    def poll(self):
         """None while a rank is running. The ranks stay zombies until `wait`."""
         for pid in self.pids:
             with suppress(FileNotFoundError):  # faster than psutil
@@ -26,7 +26,7 @@ class Forked:
                     return None
         return "all ranks have ended"
 
-    def wait(self, code: int | None = None) -> Finished:
+    def wait(self, code=None):
         """The first non-zero exit code in rank order, which has to be `code` if that is given, and
         the output of all ranks. Ranks that do not end are killed, and fail the test with what they
         have printed.
@@ -43,11 +43,11 @@ class Forked:
         assert code in (None, finished.code), finished.output
         return finished
 
-    def until(self, happened) -> None:
+    def until(self, happened):
         """Poll `happened()` until it is true; fails once all ranks have ended without it."""
         wait_until(happened, self, self.log, interval=0.002)
 
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+    def kill(self, rank, number=signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.kill(self.pids[rank], number)
 
@@ -55,7 +55,7 @@ class Forked:
 class ForkServer:
     """Runs train.py on forked ranks; see fork_server.py."""
 
-    def __init__(self, folder: Path, repo: Path = REPO) -> None:
+    def __init__(self, folder, repo=REPO):
         self.folder, self.runs = folder, 0
         self.process = subprocess.Popen(
             [sys.executable, str(repo / "tests" / "harness" / "fork_server.py")], cwd=repo,
@@ -63,18 +63,18 @@ class ForkServer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def close(self) -> None:
+    def close(self):
         self.process.stdin.close()
         self.process.wait(200)
 
-    def ask(self, request: dict) -> dict:
+    def ask(self, request):
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
     def start(
         self, config, *flags, ranks=1, module="train", disks=None, at=None, log=None, **variables
-    ) -> Forked:
+    ):
         """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`.
         `log`: a terminal's name, instead of a file.
         """
@@ -84,11 +84,11 @@ class ForkServer:
             nodes["at"] = str(at)
         return self._start(module, ["--config", config, *flags], ranks, log, variables, **nodes)
 
-    def script(self, path, *args, code=None, **variables) -> Finished:
+    def script(self, path, *args, code=None, **variables):
         """Run a script like `python PATH ARGS`, but with its imports already done."""
         return self._start(path, args, 1, None, variables).wait(code)
 
-    def _start(self, module, argv, ranks, log, variables, **nodes) -> Forked:
+    def _start(self, module, argv, ranks, log, variables, **nodes):
         self.runs += 1
         log = Path(log) if log else self.folder / f"log_{self.runs}"
         request = {
@@ -98,16 +98,16 @@ class ForkServer:
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])
 
-    def train(self, config, *flags, code=None, **options) -> Finished:
+    def train(self, config, *flags, code=None, **options):
         """Train, and fail the test if the exit code is not `code`, if that is given."""
         return self.start(config, *flags, **options).wait(code)
 
-    def refusal(self, config, *flags, **options) -> str:
+    def refusal(self, config, *flags, **options):
         """The one line of `train`, which has to end with exit code 2."""
         finished = self.train(config, *flags, code=2, **options)
         assert "Traceback" not in finished.output
         return finished.error
 
-    def finish(self, config, *flags, **options) -> Finished:
+    def finish(self, config, *flags, **options):
         """`train`, which has to succeed."""
         return self.train(config, *flags, code=0, **options)

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from pathlib import Path
 
 from harness.repository import REPO
 
 from zerotrain.config.parse import parse_command_line
-from zerotrain.config.schema import Config
 
 
-def strategy(tmp_path, name, **optimizer) -> Path:
+def strategy(tmp_path, name, **optimizer):
     """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler."""
     ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
     ds_config["optimizer"]["params"] |= {"torch_adam": True, **optimizer}
@@ -19,26 +17,26 @@ def strategy(tmp_path, name, **optimizer) -> Path:
     return file
 
 
-def read_config(file, *flags) -> Config:
+def read_config(file, *flags):
     """A run config, as train.py reads it."""
     return parse_command_line(["--config", str(file), *flags]).config
 
 
-def flip(file) -> None:
+def flip(file):
     """Change one bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def write_rows(path, rows) -> Path:
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def save_tiny_llama(
     folder, tokenizer, dropout, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
-) -> Path:
+):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,7 +53,7 @@ def save_tiny_llama(
     return folder
 
 
-def copy_with_code(model, folder, ran) -> Path:
+def copy_with_code(model, folder, ran):
     """A copy of a model whose config.json names code of its own, which creates the file `ran`."""
     shutil.copytree(model, folder)
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: ...\n")
@@ -73,7 +71,7 @@ def set_value(tree, path, value):
     tree[leaf] = value
 
 
-def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes) -> Path:
+def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes):
     """A run config for the tiny model; `a__b=value` sets the key a.b, to its default with None."""
     import yaml
 

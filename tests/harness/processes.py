@@ -26,18 +26,18 @@ class Finished:
     output: str
 
     @property
-    def errors(self) -> list[str]:
+    def errors(self):
         """The one-line messages about user mistakes."""
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
     @property
-    def error(self) -> str:
+    def error(self):
         """The only one of these messages."""
         assert len(self.errors) == 1, self.output
         return self.errors[0]
 
 
-def environment() -> dict[str, str]:
+def environment():
     """The variables of this process for a run on CPU, without a network."""
     keep = {k: v for k, v in os.environ.items() if k not in UNWANTED}
     return {
@@ -50,7 +50,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def free_port() -> str:
+def free_port():
     """A free port below those that the kernel gives to connections."""
     while True:
         port = random.SystemRandom().randrange(21_000, 29_000)  # runs seed `random`
@@ -68,7 +68,7 @@ def launch_command(script_and_args, ranks, launcher="deepspeed"):
     return [program, count, str(ranks), "--master_port", free_port(), *args]
 
 
-def run(command, timeout=500, cwd=REPO) -> Finished:
+def run(command, timeout=500, cwd=REPO):
     """Run a command to its end; at the time-out it is killed with everything it has started."""
     process = subprocess.Popen(
         [str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
@@ -96,9 +96,7 @@ def mounted(at, *options):
         subprocess.run(["umount", at], check=True)
 
 
-def start(
-    config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL, **variables
-) -> subprocess.Popen:
+def start(config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL, **variables):
     """Start train.py with a launcher in a new session, and leave it running."""
     command = launch_command(["train.py", "--config", config_file, *flags], ranks, launcher)
     return subprocess.Popen(

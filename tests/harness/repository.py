@@ -8,7 +8,7 @@ REPO = Path(__file__).resolve().parents[2]
 SAMPLE = REPO / "data" / "sample"
 
 
-def repository_files() -> list[str]:
+def repository_files():
     """The repository's files, including those not committed yet; in a checkout without git, those
     that are not made by commands.
     """
@@ -23,7 +23,7 @@ def repository_files() -> list[str]:
     return [n for n in names if (REPO / n).is_file() or (REPO / n).is_symlink()]
 
 
-def copy_repository(folder: Path) -> None:
+def copy_repository(folder):
     """Copy the repository's files into a folder."""
     for name in repository_files():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

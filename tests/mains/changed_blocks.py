@@ -5,7 +5,6 @@ code, which takes 20 s.
 import torch
 
 import train
-from zerotrain.config.schema import Config
 
 compile_fully = torch.compile
 
@@ -14,7 +13,7 @@ def without_code(*args, **kwargs):
     return compile_fully(*args, **kwargs, backend="aot_eager")
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main."""
     torch.compile = without_code
     train.main(config, mode)

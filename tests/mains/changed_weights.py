@@ -9,10 +9,9 @@ import torch
 import xxhash
 
 import train
-from zerotrain.config.schema import Config
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main; each rank leaves output_dir/changed_RANK.json, the steps that change any."""
     train.MAX_SKIPPED_IN_A_ROW = 3
     take_step, changed = train.train_step, []
@@ -30,7 +29,7 @@ def main(config: Config, mode: str) -> None:
     train.main(config, mode)
 
 
-def digest(engine) -> str:
+def digest(engine):
     """Of the weights of this rank, in all their forms, of the moments and of the update counts."""
     optimizer, found = engine.basic_optimizer, xxhash.xxh3_64()
     parts = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]

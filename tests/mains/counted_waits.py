@@ -12,7 +12,6 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from zerotrain.config.schema import Config
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
@@ -20,7 +19,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 class Waits(TorchDispatchMode):
     """Operators that return a value of a tensor to Python, by the function that calls them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.counts = Counter()
 
@@ -29,7 +28,7 @@ class Waits(TorchDispatchMode):
             self.add()
         return function(*args, **(kwargs or {}))
 
-    def add(self, *_) -> None:
+    def add(self, *_):
         """Count the innermost frame outside of torch and this file."""
         frame = sys._getframe(1)
         while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
@@ -37,7 +36,7 @@ class Waits(TorchDispatchMode):
         self.counts[frame.f_code.co_name] += 1
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main; leaves output_dir/waits.json."""
     take_step = train.take_step
     waits = Waits()

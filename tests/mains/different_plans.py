@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from zerotrain.config.schema import Config
 from zerotrain.runtime.agreement import gather_json, require_same
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import process_group
 from zerotrain.training.setup import open_run_on_all_ranks
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main, and no further than the plans."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         value = [None, -math.inf, "\udc80ü", {"long": "x" * 10**6 * ranks.rank}]

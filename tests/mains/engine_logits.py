@@ -7,17 +7,15 @@ from pathlib import Path
 import torch
 
 import train
-from zerotrain.checkpoint.state import Progress
-from zerotrain.config.schema import Config
 
 TOKENS = torch.arange(3, 99).view(2, 48)
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main; rank 0 leaves output_dir/logits.pt."""
     loop = train.train
 
-    def train_and_ask(run: train.Training, progress: Progress) -> tuple[Progress, bool]:
+    def train_and_ask(run, progress):
         ended = loop(run, progress)
         run.engine.eval()
         with torch.no_grad():  # all ranks: ZeRO-3 gathers weights in the forward pass

@@ -5,10 +5,9 @@ test_training.py.
 from deepspeed.accelerator import get_accelerator
 
 import train
-from zerotrain.config.schema import Config
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main."""
     get_accelerator().is_fp16_supported = lambda: True
     train.main(config, mode)

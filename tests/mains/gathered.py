@@ -8,10 +8,9 @@ from pathlib import Path
 from torch.nn.modules.module import register_module_forward_hook
 
 import train
-from zerotrain.config.schema import Config
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main; each rank leaves output_dir/gathered_RANK.json."""
     counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
     take_step = train.train_step

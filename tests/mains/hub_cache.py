@@ -8,10 +8,8 @@ from pathlib import Path
 import datasets
 from huggingface_hub import constants
 
-from zerotrain.config.schema import Config
 
-
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main."""
     import train
 

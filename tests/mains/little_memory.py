@@ -5,12 +5,11 @@ import resource
 import psutil
 
 import train
-from zerotrain.config.schema import Config
 
 MORE_BYTES = 600 << 20
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main."""
     limit = psutil.Process().memory_info().data + MORE_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerotrain.config.ds_config import resolve_ds_config
-from zerotrain.config.schema import Config
 from zerotrain.model.load import load_model, load_model_config
 from zerotrain.runtime.machine import Machine
 from zerotrain.runtime.process_group import process_group
@@ -27,7 +26,7 @@ class PeakBytes(TorchDispatchMode):
     garbage collection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.peak_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -48,7 +47,7 @@ class PeakBytes(TorchDispatchMode):
         self._sample((args, kwargs, result))
         return result
 
-    def _sample(self, values) -> None:
+    def _sample(self, values):
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 storage = value.untyped_storage()
@@ -59,12 +58,12 @@ class PeakBytes(TorchDispatchMode):
             time.sleep(0.02)  # gloo's thread lets go of what it has sent a little after its end
             self.peak_bytes = max(self.peak_bytes, self._now())
 
-    def _now(self) -> int:
+    def _now(self):
         self._alive = {k: held for k, held in self._alive.items() if not held[0].expired()}
         return sum(nbytes for _, nbytes in self._alive.values())
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """Loads the model, pretrained and from its config; each rank writes the elements held."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         gc.freeze()  # modules need not be looked through at every collection

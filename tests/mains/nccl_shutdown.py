@@ -3,24 +3,22 @@ alone or with the other. For fork_server.py.
 """
 
 import os
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from zerotrain.config.schema import Config
 from zerotrain.runtime.agreement import run_on_all_ranks, sum_over_ranks
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure
 from zerotrain.runtime.process_group import process_group
 
 
-def full_disk() -> None:
+def full_disk():
     raise EnvironmentFailure("/disk: no room")
 
 
-def main(_config: Config, _mode: str) -> None:
+def main(_config, _mode):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()
     accelerator.device_name = lambda *_: "cuda"
@@ -30,7 +28,7 @@ def main(_config: Config, _mode: str) -> None:
     accelerator.current_device_name = lambda: "cpu"
     init, destroy = dist.init_process_group, dist.destroy_process_group
 
-    def destroy_together(group: Any = None) -> None:
+    def destroy_together(group=None):
         if group is None:
             dist.barrier()
         destroy()  # also of the groups that NCCL would leave, since gloo aborts with them

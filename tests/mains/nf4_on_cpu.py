@@ -4,10 +4,8 @@ weights for evaluation, on CPUs with AVX-512, is left out.
 
 from bitsandbytes.nn import modules
 
-from zerotrain.config.schema import Config
 
-
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As engine_logits.main."""
     import engine_logits
 

@@ -2,10 +2,9 @@
 
 import train
 from zerotrain.checkpoint import lock
-from zerotrain.config.schema import Config
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main."""
     lock.LEASE_SECONDS = 1.0
     train.main(config, mode)

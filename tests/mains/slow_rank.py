@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 
 import train
-from zerotrain.config.schema import Config
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.tracking import slow_ranks
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main, with a hang reported after 2 s and windows of 4 steps."""
     load_steps = train.load_steps
 

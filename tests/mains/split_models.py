@@ -6,7 +6,6 @@ import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.config.schema import Config
 from zerotrain.model.tensor_parallel import SUPPORTED_TYPES
 from zerotrain.runtime.process_group import process_group
 
@@ -23,7 +22,7 @@ DS_CONFIG = {
 }
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """Print each type of model with the relative differences of its logits and of its gradient's
     norm.
     """

@@ -5,10 +5,8 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from zerotrain.config.schema import Config
 
-
-def main(config: Config, _mode: str) -> None:
+def main(config, _mode):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiler needed
     deepspeed.init_distributed("gloo")  # Trainer does so itself, but not on CPU
     rows = [dict(input_ids=torch.arange(2, 18), labels=torch.arange(2, 18)) for _ in range(16)]

@@ -3,10 +3,9 @@
 import sys
 
 import train
-from zerotrain.config.schema import Config
 
 
-def main(config: Config, mode: str) -> None:
+def main(config, mode):
     """As train.main."""
     train.main(config, mode)
     assert "wandb" not in sys.modules
