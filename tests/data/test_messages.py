@@ -144,7 +144,7 @@ REFUSED = {
     "KTO": ({"prompt": "a", "completion": "b", "label": False}, "label"),
     "a label of a turn": ({"messages": [user("a"), assistant("b", label=False)]}, "weight, 0 or 1"),
     "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
-    "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "data.roles"),
+    "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "judge"),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
     "an empty text": ({"text": " \n"}, "empty"),
     "a call of no object": (
@@ -169,8 +169,6 @@ def test_fixes_that_the_messages_name_work():
     columns = {"role": "speaker", "content": "text"}
     turns = [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]
     assert canonical({"messages": turns}, columns=columns) == {"messages": ASKED}
-    judged = {"messages": [user("1+1?"), {"role": "judge", "content": "2"}]}
-    assert canonical(judged, roles={"judge": "assistant"}) == {"messages": ASKED}
     assert canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"]) == {"text": "a"}
     pair = {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS}
     assert canonical(pair, as_chat=True) == {"messages": [SYSTEM, *ASKED], "tools": TOOLS}

@@ -87,9 +87,15 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
     "UTF-16 CSV": ("prompt,completion\r\np,é\r\n".encode("utf-16"), ["é"]),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
+    "a role": (
+        as_lines([{"conversations": [
+            {"from": "human", "value": "p"}, {"from": "judge", "value": "good"}
+        ]}]),
+        ["good"],
+    ),
     "pairs": (as_lines([{"prompt": "p", "chosen": "good", "rejected": "bad"}]), ["good"]),
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
@@ -130,7 +136,7 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
     assert tokenize(config, sample_tokenizer) == path
     assert (path / "meta.json").stat().st_mtime_ns == before
 
-    for change in ({"max_length": 12}, {"ignore_keys": ["a"]}, {"roles": {"a": "user"}}):
+    for change in ({"max_length": 12}, {"ignore_keys": ["a"]}):
         assert path_of(dataclasses.replace(config, **change), sample_tokenizer) != path
     budget = dataclasses.replace(config, micro_batch_tokens=99999)
     assert path_of(budget, sample_tokenizer) == path

@@ -169,8 +169,6 @@ class DataConfig(Section):
     """
     ignore_keys: list[str] = field(default_factory=list)
     """Keys to ignore in rows, messages, tool calls and content parts, as spelled in the file."""
-    roles: dict[str, str] = field(default_factory=dict)
-    """Role in the file: role in the chat template, e.g. {bot: assistant, critic: critic}."""
     as_chat: bool = False
     """Render prompt/completion and instruction rows as one user and one assistant turn."""
     supervise: Literal["answers", "last", "all"] = "answers"

@@ -86,7 +86,7 @@ def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[st
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
     if uses_template(kind, config):
         known |= {"system", "tools"}
-    row = _known(row, known, f"a row of the format {kind}", config)
+    row = _known(row, known, config, is_row=True)
     if kind == "text":
         if not _string(row, "text").strip():
             raise BadRow("empty answer", "the text is empty")
@@ -95,7 +95,11 @@ def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[st
         turns = []
         for key in required:
             for number, message in enumerate(_objects(row, key), start=1):
-                turn = _message(message, f"message {number} of {key!r}", config)
+                try:
+                    turn = _message(message, config)
+                except BadRow as error:
+                    problem = f"message {number} of {key!r}: {error}"
+                    raise BadRow(error.reason, problem) from error
                 if key == "prompt" and turn["role"] == "assistant":
                     turn["weight"] = 0  # as in TRL: only the completion carries loss
                 turns.append(turn)
@@ -120,74 +124,71 @@ def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[st
     return found
 
 
-def _message(message: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
+def _message(message: dict[str, Any], config: DataConfig) -> dict[str, Any]:
     columns = {config.columns.get(key, key): key for key in MESSAGE_COLUMNS}
     renames = {**RENAMED_KEYS, **columns}
     turn = {renames.get(key, key): value for key, value in message.items()}
     if len(turn) < len(message) or "role" not in turn:
         raise BadRow(
             "missing key",
-            f"{where} has the keys {', '.join(message)} but needs one for role and one for "
-            "content; data.columns: {role: KEY, content: KEY} names the file's",
+            f"it has the keys {', '.join(message)} but needs one for role and one for content; "
+            "data.columns: {role: KEY, content: KEY} names the file's",
         )
-    turn = _known(turn, MESSAGE_KEYS, where, config)
+    turn = _known(turn, MESSAGE_KEYS, config)
     given = str(turn.get("role"))
-    role = config.roles.get(given) or ROLES.get(given.lower())
+    role = ROLES.get(given.lower())
     if role is None:
         raise BadRow(
             "unknown role",
-            f"{where} has the unknown role {given!r} (known: {', '.join(ROLES)}); "
-            f"map it to one of these with data.roles: {{{given!r}: ...}}",
+            f"its role {given!r} is none of {', '.join(ROLES)}; to rename it: jq -c '(.. | objects "
+            f'| .role, .from | select(. == {json.dumps(given)})) = "assistant"\' OLD.jsonl > '
+            "NEW.jsonl",
         )
     if role == "function_call":
         role = "assistant"
         turn["tool_calls"] = turn.pop("content", None)
-    turn = {**turn, "role": role, "content": _content(turn.get("content", ""), where, config)}
+    turn = {**turn, "role": role, "content": _content(turn.get("content", ""), config)}
     if "tool_calls" in turn:
-        calls = _objects(turn, "tool_calls", where)
-        turn["tool_calls"] = [_tool_call(call, where, config) for call in calls]
+        turn["tool_calls"] = [_tool_call(call, config) for call in _objects(turn, "tool_calls")]
     elif role == "assistant" and not turn["content"].strip():
-        raise BadRow("empty answer", f"{where} ({role}) is empty")
+        raise BadRow("empty answer", "the answer is empty")
     for key in TEXT_KEYS & turn.keys():
-        _string(turn, key, where)
+        _string(turn, key)
     weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
     for key, weight in weights.items():
         if weight not in (0, 1):
-            raise BadRow("wrong type", f"{where}: {key} must be 0 or 1, or false or true")
+            raise BadRow("wrong type", f"{key} must be 0 or 1, or false or true")
         if weight and role != "assistant":
             raise BadRow(
                 "wrong type",
-                f"{where}: {key} is {json.dumps(weight)}, but only turns of the assistant can be "
-                f"trained on; remove it, or name it in data.ignore_keys: [{key}]",
+                f"{key} is {json.dumps(weight)}, but only turns of the assistant can be trained "
+                f"on; remove it, or name it in data.ignore_keys: [{key}]",
             )
     if weights and role == "assistant":
         turn["weight"] = int(all(weights.values()))
     return turn
 
 
-def _content(content: Any, where: str, config: DataConfig) -> str:
+def _content(content: Any, config: DataConfig) -> str:
     """The content of a message as text; the texts of a list of parts are concatenated."""
     if isinstance(content, str):
         return content
-    where = f"the content of {where}"
     texts = []
-    for part in _objects({"content": content}, "content", where):
+    for part in _objects({"content": content}, "content"):
         if part.get("type", "text") != "text":
-            raise BadRow("not text", f"{where} has a part that is not text")
-        texts.append(_string(_known(part, {"type", "text"}, where, config), "text", where))
+            raise BadRow("not text", "its content has a part that is not text")
+        texts.append(_string(_known(part, {"type", "text"}, config), "text"))
     return "".join(texts)
 
 
-def _tool_call(call: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], config: DataConfig) -> dict[str, Any]:
     """A tool call with its arguments as an object: templates write arguments as JSON, and would
     quote OpenAI's form, JSON in a string, once more.
     """
-    where = f"a tool call of {where}"
-    call = _known(call, {"id", "type", "function", "name", "arguments"}, where, config)
+    call = _known(call, {"id", "type", "function", "name", "arguments"}, config)
     if "function" in call:
-        function = _objects(call, "function", where)[0]
-        return {**call, "function": _tool_call(function, where, config)}
-    _string({"name": None, **call}, "name", where)
+        return {**call, "function": _tool_call(_objects(call, "function")[0], config)}
+    _string({"name": None, **call}, "name")
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 
 
@@ -202,7 +203,7 @@ def parsed(value: Any) -> Any:
 
 
 def _known(
-    found: dict[str, Any], known: set[str], where: str, config: DataConfig
+    found: dict[str, Any], known: set[str], config: DataConfig, is_row: bool = False
 ) -> dict[str, Any]:
     """The known keys that have a value.
 
@@ -215,7 +216,7 @@ def _known(
         if k not in config.ignore_keys and v not in (None, "", [], {})
     }
     if extra := [key for key in found if key not in known and key.lower() not in METADATA]:
-        raise BadRow("unknown key", f"{where}: {_cure(extra, is_row=where.startswith('a row'))}")
+        raise BadRow("unknown key", _cure(extra, is_row))
     return {key: value for key, value in found.items() if key in known}
 
 
@@ -240,17 +241,17 @@ def _cure(extra: list[str], is_row: bool) -> str:
     return cure
 
 
-def _string(found: dict[str, Any], key: str, where: str = "the row") -> str:
+def _string(found: dict[str, Any], key: str) -> str:
     value = found.get(key, "")
     if not isinstance(value, str):
-        raise BadRow("wrong type", f"{where}: {key!r} is {json_type(value)}, not a string")
+        raise BadRow("wrong type", f"{key!r} is {json_type(value)}, not a string")
     return value
 
 
-def _objects(found: dict[str, Any], key: str, where: str = "the row") -> list[dict[str, Any]]:
+def _objects(found: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """A list of objects, or one object, which may be JSON in a string."""
     value = parsed(found.get(key))
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise BadRow("wrong type", f"{where}: {key!r} is not a list of objects, nor that as JSON")
+        raise BadRow("wrong type", f"{key!r} is not a list of objects, nor that as JSON")
     return value

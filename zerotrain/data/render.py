@@ -141,7 +141,7 @@ def cut_to_length(
     if config.on_too_long == "drop":
         return [], ["dropped"]
     is_split = config.on_too_long == "split"
-    starts = range(0, len(ids) - 1, max(1, limit - 1)) if is_split else [0]
+    starts = range(0, len(ids) - 1, limit - 1) if is_split else [0]
     parts = [slice(start, start + limit) for start in starts]
     pieces = [(ids[part], np.append(False, mask[part][1:])) for part in parts]
     kept = [piece for piece in pieces if piece[1].any()]

@@ -360,12 +360,11 @@ class Layout:
         """The blocks between the neighboring messages' strings, apart from a header in them. What
         is marked between two answers belongs to the first one, but for the second one's string.
         """
-        blocks = [(a, b) for a, b in self.marks if self.text[a:b].strip()]
         low = self.places[first - 1] + 1 if first else 0
         if first and self.messages[self.owners[self.labels[first - 1]]]["role"] == "assistant":
             low = self.places[first]
         high = [*self.places, len(self.text)][last + 1]
-        spans = [(a, b) for a, b in blocks if a < high and low < b]
+        spans = [(a, b) for a, b in self.marks if a < high and low < b and self.text[a:b].strip()]
         covered = [place for place in self.places if any(a <= place < b for a, b in spans)]
         if covered != self.places[first : last + 1]:
             raise self._refused(number, "is not what the generation marks cover")
