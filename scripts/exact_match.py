@@ -38,13 +38,14 @@ def main() -> None:
         raise UserError(f"{args.rows} is not a file of rows, which come after the model's folder")
     config = DataConfig(train_sources=[str(args.rows)])
     conversations = []
-    for file, row in read_rows(Source(path=str(args.rows))):
+    source = Source(path=str(args.rows), format="messages")
+    for row in read_rows(source):
         try:
-            turns = canonical_row(parse_row(row, {}), "messages", config)["messages"]
+            turns = canonical_row(parse_row(row, {}), source, config)["messages"]
         except BadRow as error:
-            raise UserError(f"{file}:{row.place}: {error}") from None
+            raise UserError(f"{row.file}:{row.place}: {error}") from None
         if len(turns) < 2 or turns[-1]["role"] != "assistant":
-            raise UserError(f"{file}:{row.place}: not a chat that ends with an answer")
+            raise UserError(f"{row.file}:{row.place}: not a chat that ends with an answer")
         conversations.append(turns)
     if not conversations:
         raise UserError(f"{args.rows}: no rows")

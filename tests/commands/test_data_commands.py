@@ -43,8 +43,8 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
     second = tmp_path / "second.json"
     second.write_text(json.dumps(chat_rows[40:70]))
     config = tiny_config(
-        data__train_sources=[str(first), str(second)],
-        data__on_bad_row="skip", data__batching="packed",
+        data__train_sources=[{"path": str(first), "on_bad_row": "skip"}, str(second)],
+        data__batching="packed",
         data__micro_batch_tokens=400, train__global_batch_size=None,
         train__global_batch_tokens=900, train__warmup_examples=0,
         train__epochs=None, train__steps=12,

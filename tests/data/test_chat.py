@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig
+from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, Source
 from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.data.render import tokenize_row
 from zerotrain.data.sources import BadRow
@@ -57,7 +57,7 @@ def supervised_turns(tokenizer, messages, supervise="answers"):
     """The text of each run of supervised tokens."""
     config = dataclasses.replace(CONFIG, supervise=supervise)
     row = {"messages": copy.deepcopy(messages)}
-    ids, mask, _ = tokenize_row(row, tokenizer, "messages", config)
+    ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format="messages"), config)
     edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
     return [tokenizer.decode(turn) for turn in np.split(ids, edges)[1::2]]
 
@@ -444,7 +444,8 @@ def test_special_tokens_in_a_row_are_refused(role):
 def test_rows_without_a_template():
     tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
     row = {"prompt": "1+1? ", "completion": "2"}
-    ids, mask, _ = tokenize_row(row, tokenizer, "prompt_completion", CONFIG)
+    source = Source("rows", format="prompt_completion")
+    ids, mask, _ = tokenize_row(row, tokenizer, source, CONFIG)
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
     assert tokenizer.decode(ids) == "1+1? 2</s>"
 

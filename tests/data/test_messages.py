@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from zerotrain.config.schema import DataConfig
+from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.messages import METADATA, canonical_row
-from zerotrain.data.readers import RawRow
-from zerotrain.data.sources import BadRow, detect_format, parse_row
+from zerotrain.data.sources import BadRow, RawRow, detect_format, parse_row
 
 
 def canonical(row, **options):
     """As in a run: from JSON, with the format detected from the keys."""
     config = DataConfig(train_sources=["rows"], **options)
-    found = parse_row(RawRow(1, json.dumps(row)), config.columns, config.ignore_keys)
-    return canonical_row(found, detect_format(found), config)
+    found = parse_row(RawRow("rows", 1, json.dumps(row)), config.columns, config.ignore_keys)
+    source = Source("rows", format=detect_format(found), columns=config.columns)
+    return canonical_row(found, source, config)
 
 
 def refused(row, **options):

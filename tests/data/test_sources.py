@@ -17,15 +17,14 @@ from harness.inputs import write_rows
 
 from zerotrain.config.schema import Source
 from zerotrain.data import readers
-from zerotrain.data.readers import RawRow
-from zerotrain.data.sources import BadRow, local_files, parse_row, read_rows
+from zerotrain.data.sources import BadRow, RawRow, local_files, parse_row, read_rows
 from zerotrain.runtime.errors import UserError
 
 ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
 
 
 def rows_in(path, columns=None):
-    return [parse_row(row, columns or {}) for _, row in read_rows(Source(path=str(path)))]
+    return [parse_row(row, columns or {}) for row in read_rows(Source(path=str(path)))]
 
 
 def refusal(path):
@@ -126,12 +125,12 @@ BAD_ROWS = {
 @pytest.mark.parametrize("reason", BAD_ROWS)
 def test_rows_that_cannot_be_used(reason):
     with pytest.raises(BadRow) as error:
-        parse_row(RawRow(1, BAD_ROWS[reason]), {})
+        parse_row(RawRow("rows", 1, BAD_ROWS[reason]), {})
     assert error.value.reason == reason
 
 
 def test_columns_rename_keys():
-    row = RawRow(1, '{"question": "x", "prompt": "y"}')
+    row = RawRow("rows", 1, '{"question": "x", "prompt": "y"}')
     with pytest.raises(BadRow, match="both 'prompt' and 'question'"):
         parse_row(row, {"prompt": "question"})
     assert parse_row(row, {"prompt": "question"}, ["prompt"]) == {"prompt": "x"}
@@ -146,7 +145,7 @@ from zerotrain.runtime.errors import UserError
 import pyarrow.parquet, pyarrow.compute
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    found = [len(row.text) > MAX_ROW_CHARACTERS for _, row in read_rows(Source(path=sys.argv[1]))]
+    found = [len(row.text) > MAX_ROW_CHARACTERS for row in read_rows(Source(path=sys.argv[1]))]
 except UserError as error:
     found = ["refused"]
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

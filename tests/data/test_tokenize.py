@@ -19,9 +19,10 @@ from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_s
 from zerotrain.runtime.errors import UserError
 
 
-def data_config(tmp_path, rows, **changes):
+def data_config(tmp_path, rows, on_bad_row="error", **changes):
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    base = {"train_sources": [str(file)], "cache_dir": str(tmp_path / "cache"), "max_length": 64}
+    source = Source(str(file), on_bad_row=on_bad_row)
+    base = {"train_sources": [source], "cache_dir": str(tmp_path / "cache"), "max_length": 64}
     return DataConfig(**{**base, **changes})
 
 

@@ -173,13 +173,13 @@ def rows_target():
 
     def read(folder):
         [file] = folder.glob("rows.*")
-        for _, raw in sources.read_rows(Source(path=str(file))):
+        for raw in sources.read_rows(Source(path=str(file))):
             for as_chat in (False, True):
                 try:
                     row = sources.parse_row(raw, {})
-                    form = sources.detect_format(row)
+                    source = Source("x", format=sources.detect_format(row))
                     config = DataConfig(["x"], as_chat=as_chat, max_length=64, on_too_long="split")
-                    ids, mask, _ = tokenize_row(row, tokenizer, form, config)
+                    ids, mask, _ = tokenize_row(row, tokenizer, source, config)
                     for piece, targets in cut_to_length(ids, mask, config)[0]:
                         assert len(piece) == len(targets) <= 64
                 except sources.BadRow:  # tokenizing counts it, or raises a UserError

@@ -136,10 +136,12 @@ class Source(Section):
     """Branch, tag or commit of the hub data set."""
     format: RowFormat = "auto"
     """Row format; default: detected from the keys of the first row."""
-    columns: dict[str, str] | None = None
+    columns: dict[str, str] = field(default_factory=dict)
     """Renamed keys; default: data.columns."""
-    on_bad_row: Literal["error", "skip"] | None = None
-    """What to do with an unusable row; default: data.on_bad_row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and
+    list it in a file that the start-up table names.
+    """
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
@@ -179,10 +181,6 @@ class DataConfig(Section):
     """Longest example, in tokens."""
     on_too_long: Literal["truncate", "split", "drop"] = "truncate"
     """What to do with a row of more than max_length tokens; such rows are counted and reported."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and
-    list it in a file that the start-up table names.
-    """
     batching: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: a micro-batch is padded examples of similar length; packed: examples concatenated
     without padding; auto: packed if the model can attend within each example alone, on CUDA in bf16
@@ -219,14 +217,7 @@ class DataConfig(Section):
 
     def _complete(self, given: list[str | Source]) -> list[Source]:
         sources = [Source(s) if isinstance(s, str) else s for s in given]
-        return [
-            dataclasses.replace(
-                s,
-                columns=self.columns if s.columns is None else s.columns,
-                on_bad_row=s.on_bad_row or self.on_bad_row,
-            )
-            for s in sources
-        ]
+        return [dataclasses.replace(s, columns=s.columns or self.columns) for s in sources]
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,17 @@ every example is still trained on once per epoch.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 from pydantic import NonNegativeInt, PositiveInt
+from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import HELD_OUT
+from zerotrain.config.schema import HELD_OUT, Config, Source, TrainConfig
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
 from zerotrain.data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
 from zerotrain.runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from zerotrain.config.schema import Config, Source, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class DataPlan:
 # Making the plans of a config
 
 
-def total_steps(train: "TrainConfig", plan: DataPlan) -> int:
+def total_steps(train: TrainConfig, plan: DataPlan) -> int:
     """Optimizer steps of the whole run: train.steps, or those of train.epochs epochs."""
     if train.steps is not None:
         return train.steps
@@ -124,7 +119,7 @@ def total_steps(train: "TrainConfig", plan: DataPlan) -> int:
 
 
 def make_plans(
-    config: "Config", tokenizer: "PreTrainedTokenizerBase", budget: Budget
+    config: Config, tokenizer: PreTrainedTokenizerBase, budget: Budget
 ) -> tuple[DataPlan, dict[str, DataPlan]]:
     """The plans of the training data and of each held-out set, which are tokenized if not cached.
 
@@ -135,7 +130,7 @@ def make_plans(
     data = config.data
     train = config.train
 
-    def tokenized(sources: list["Source"]) -> TokenizedRows:
+    def tokenized(sources: list[Source]) -> TokenizedRows:
         return open_cache(tokenize_sources(sources, tokenizer, data))
 
     train_rows = tokenized(data.sources("train_sources"))
@@ -146,11 +141,9 @@ def make_plans(
     order = EpochOrder(train_rows.lengths, train.seed, *batch)
     train_plan = DataPlan(train_rows, order, budget)
     if train.global_batch > train_plan.epoch_size:
-        held = f" without the data.eval_fraction of {data.eval_fraction:g}"
-        size = f"{held if data.eval_fraction else ''} ({train_plan.epoch_size:,})"
         raise UserError(
-            f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has"
-            f"{size}; lower it, or add data"
+            f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has "
+            f"({train_plan.epoch_size:,} without data.eval_fraction); lower it, or add data"
         )
     eval_plans = {}
     for name, rows in held_out.items():

@@ -1,20 +1,17 @@
 """End marks: the tokens that end answers in the training data and so teach the model to stop."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
+from zerotrain.config.schema import DataConfig
 from zerotrain.data.sources import BadRow
 from zerotrain.data.turns import NO_END_MARK, locate
 from zerotrain.runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-    from zerotrain.config.schema import DataConfig
 
 SUPERVISED = {
     "answers": "answers",
@@ -24,7 +21,7 @@ SUPERVISED = {
 
 
 def describe_examples(
-    rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", config: "DataConfig", chat: bool
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, chat: bool
 ) -> dict[str, Any]:
     """Entries of a cache's meta.json: `masks`, a description for the start-up table; `content`, a
     hash of tokens and masks; and `end_tokens`, the sorted ids of the special and added tokens that
@@ -79,7 +76,7 @@ WRITTEN_ALWAYS = (
 )
 
 
-def end_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
+def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
     """If the chat template ends answers with nothing (GLM, Alpaca), or only those within a row
     (Qwen1.5, Apertus), extend it to write the eos token there, also in the exported tokenizer.
     """
@@ -98,7 +95,7 @@ def end_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
     tokenizer.chat_template = template
 
 
-def fit_template(template: str, tokenizer: "PreTrainedTokenizerBase") -> str:
+def fit_template(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Adapt one of data/chat_templates to a tokenizer: if it lacks the template's end mark, the eos
     token takes its place, since only a token can stop generation.
     """

@@ -72,8 +72,7 @@ class MicroBatch(NamedTuple):
         width = -(-length // parts)
 
         def own(whole: torch.Tensor) -> torch.Tensor:
-            padded = F.pad(whole, (0, width * parts - length))
-            return padded[:, index * width : (index + 1) * width]
+            return F.pad(whole, (0, width * parts - length)).chunk(parts, dim=1)[index]
 
         position_ids = self.position_ids
         if position_ids is None:

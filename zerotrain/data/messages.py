@@ -17,7 +17,7 @@ row, message, tool call or content part is either used or meta-data; any other m
 import json
 from typing import Any
 
-from zerotrain.config.schema import DataConfig
+from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.sources import (
     CHAT_FORMATS,
     FORMAT_KEYS,
@@ -64,17 +64,17 @@ def uses_template(kind: str, config: DataConfig) -> bool:
     return kind in CHAT_FORMATS or (config.as_chat and kind != "text")
 
 
-def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[str, Any]:
+def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> dict[str, Any]:
     """A parsed row in the form described above.
 
     Args:
-        kind: its row format, not "auto".
-        config: with the columns of the row's source.
+        source: where the row comes from, with another format than "auto".
 
     Raises:
         BadRow: a key is missing, unknown or of the wrong type, an answer is empty, or the row has
             content that needs a chat template, but none is used.
     """
+    kind = source.format
     required = FORMAT_KEYS[kind]
     missing = [key for key in required if row.get(key) is None]
     if missing:
@@ -96,7 +96,7 @@ def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[st
         for key in required:
             for number, message in enumerate(_objects(row, key), start=1):
                 try:
-                    turn = _message(message, config)
+                    turn = _message(message, source.columns, config)
                 except BadRow as error:
                     problem = f"message {number} of {key!r}: {error}"
                     raise BadRow(error.reason, problem) from error
@@ -124,9 +124,10 @@ def canonical_row(row: dict[str, Any], kind: str, config: DataConfig) -> dict[st
     return found
 
 
-def _message(message: dict[str, Any], config: DataConfig) -> dict[str, Any]:
-    columns = {config.columns.get(key, key): key for key in MESSAGE_COLUMNS}
-    renames = {**RENAMED_KEYS, **columns}
+def _message(
+    message: dict[str, Any], columns: dict[str, str], config: DataConfig
+) -> dict[str, Any]:
+    renames = {**RENAMED_KEYS, **{columns.get(key, key): key for key in MESSAGE_COLUMNS}}
     turn = {renames.get(key, key): value for key, value in message.items()}
     if len(turn) < len(message) or "role" not in turn:
         raise BadRow(

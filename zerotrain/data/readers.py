@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow
@@ -25,15 +25,10 @@ BETWEEN_ROWS = re.compile(r"\s*(,?)\s*")  # of a JSON list
 ROWS_AT_ONCE = 100  # decoded from Parquet, or taken from a data set of the hub, at a time
 
 
-class RawRow(NamedTuple):
-    """One row as it was read."""
-
-    place: int
-    """Line of the file, from 1; for files without lines, the number of the row."""
-    text: str
-    """JSON, unparsed. Bytes that are not UTF-8 are surrogates; a row that is too long is cut, but
-    still too long.
-    """
+Row = tuple[int, str]
+"""The line of a row in the file, from 1, or for files without lines its number; and its JSON, in
+which bytes that are not UTF-8 are surrogates. A row that is too long is cut, but still too long.
+"""
 
 
 def reader_of(file: str) -> "Reader | None":
@@ -64,16 +59,16 @@ def _read_text(file: str, at_once: int | None = None) -> Iterator[str]:
             yield line.decode("utf-8-sig", "surrogateescape")
 
 
-def _read_lines(file: str) -> Iterator[RawRow]:
+def _read_lines(file: str) -> Iterator[Row]:
     for number, line in enumerate(_read_text(file), start=1):
         if text := line.strip():
-            yield RawRow(number, text)
+            yield number, text
 
 
-def _read_json(file: str) -> Iterator[RawRow]:
+def _read_json(file: str) -> Iterator[Row]:
     """A list of objects or, despite the extension, one object per line."""
     first = next(_read_lines(file), None)
-    if first is None or not first.text.startswith("["):
+    if first is None or not first[1].startswith("["):
         yield from _read_lines(file)
         return
     pieces = _read_text(file, TEXT_AT_ONCE)
@@ -98,11 +93,11 @@ def _read_json(file: str) -> Iterator[RawRow]:
             position = 0
             continue
         number += 1
-        yield RawRow(number, text[start:end])
+        yield number, text[start:end]
         position = end
 
 
-def _read_csv(file: str) -> Iterator[RawRow]:
+def _read_csv(file: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     delimiter = "\t" if ".tsv" in Path(file).suffixes else ","
     characters = 0  # of the lines since the last row: cells may contain line breaks
@@ -130,7 +125,7 @@ def _read_csv(file: str) -> Iterator[RawRow]:
             raise ValueError(f"its header names a column twice: {', '.join(header)}")
         for row in reader:
             characters = 0
-            yield RawRow(reader.line_num, json.dumps(row, ensure_ascii=False))
+            yield reader.line_num, json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
         raise ValueError(f"not CSV after line {reader.line_num} ({error})") from error
 
@@ -139,7 +134,7 @@ def _read_csv(file: str) -> Iterator[RawRow]:
 # Arrow and Parquet
 
 
-def _read_parquet(file: str) -> Iterator[RawRow]:
+def _read_parquet(file: str) -> Iterator[Row]:
     """Strings stay in Parquet's dictionaries: a value that is repeated exists once, not in each
     row.
     """
@@ -165,7 +160,7 @@ def _read_parquet(file: str) -> Iterator[RawRow]:
     yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
 
 
-def _read_arrow(file: str) -> Iterator[RawRow]:
+def _read_arrow(file: str) -> Iterator[Row]:
     """It is read rather than memory-mapped: where a map lacks its end, access ends the process."""
     import pyarrow
 
@@ -178,7 +173,7 @@ def _read_arrow(file: str) -> Iterator[RawRow]:
             yield from rows_of(pyarrow.ipc.open_stream(stream))
 
 
-def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[RawRow]:
+def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[Row]:
     """The rows of Arrow batches as JSON, without nulls: Arrow gives every object of a column all
     keys of the column.
     """
@@ -195,7 +190,7 @@ def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[RawRow]:
                 characters += len(piece)
                 if characters > MAX_ROW_CHARACTERS:
                     break
-            yield RawRow(number, "".join(pieces))
+            yield number, "".join(pieces)
 
 
 def _plain(value: "pyarrow.Scalar") -> Any:
@@ -216,7 +211,7 @@ def _plain(value: "pyarrow.Scalar") -> Any:
     return plain if isinstance(plain, str | int | float | list) else str(plain)  # dates, decimals
 
 
-Reader = Callable[[str], Iterator[RawRow]]
+Reader = Callable[[str], Iterator[Row]]
 READERS: dict[str, Reader] = {
     ".jsonl": _read_lines,
     ".ndjson": _read_lines,

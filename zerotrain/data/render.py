@@ -2,17 +2,15 @@
 
 import json
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import DataConfig
+from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.messages import canonical_row
 from zerotrain.data.sources import BadRow
 from zerotrain.data.turns import Span, locate, special_pattern
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class TokenizedRow(NamedTuple):
@@ -27,19 +25,18 @@ class TokenizedRow(NamedTuple):
 
 
 def tokenize_row(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", kind: str, config: DataConfig
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: Source, config: DataConfig
 ) -> TokenizedRow:
     """Render and tokenize one parsed row.
 
     Args:
-        kind: its row format, not "auto".
-        config: with the columns of the row's source.
+        source: where the row comes from, with another format than "auto".
 
     Raises:
         BadRow: a key is missing or of the wrong type, no token is a target, or the chat template
             changes or leaves out part of the row.
     """
-    row = canonical_row(row, kind, config)
+    row = canonical_row(row, source, config)
     special = special_pattern(tokenizer).search(json.dumps(row, ensure_ascii=False))
     if special:
         raise BadRow(
@@ -54,9 +51,7 @@ def tokenize_row(
     return tokens
 
 
-def _plain(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", supervise: str
-) -> TokenizedRow:
+def _plain(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
     """A row without a chat template: its text, or prompt and completion, and the eos token."""
     encode = tokenizer.backend_tokenizer.encode
     ids = encode(row.get("prompt", row.get("text"))).ids
@@ -73,9 +68,7 @@ def _plain(
     return TokenizedRow(np.array(ids, np.int32), mask)
 
 
-def _chat(
-    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", supervise: str
-) -> TokenizedRow:
+def _chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
     """A row of messages, rendered by the chat template."""
     messages = row["messages"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

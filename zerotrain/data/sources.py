@@ -9,14 +9,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerotrain.data.readers import (
     COMPRESSIONS,
     MAX_ROW_CHARACTERS,
     READERS,
     ROWS_AT_ONCE,
-    RawRow,
     reader_of,
     rows_of,
 )
@@ -42,6 +41,18 @@ MESSAGE_COLUMNS = ("role", "content")  # keys of each message that data.columns 
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class RawRow(NamedTuple):
+    """One row as it was read."""
+
+    file: str
+    place: int
+    """Line of the file, from 1; for files without lines, the number of the row."""
+    text: str
+    """JSON, unparsed. Bytes that are not UTF-8 are surrogates; a row that is too long is cut, but
+    still too long.
+    """
 
 
 class BadRow(ValueError):
@@ -141,8 +152,8 @@ def _commit_of(dataset: "Dataset") -> str | None:
     return next(filter(COMMIT.fullmatch, folders), None)
 
 
-def read_rows(source: "Source") -> Iterator[tuple[str, RawRow]]:
-    """Yield (file, row) in the order of the files. Parsing is left to the processes that tokenize.
+def read_rows(source: "Source") -> Iterator[RawRow]:
+    """Yield rows in the order of the files. Parsing is left to the processes that tokenize.
 
     Raises:
         UserError: a file cannot be read in the format of its extension.
@@ -155,8 +166,8 @@ def read_rows(source: "Source") -> Iterator[tuple[str, RawRow]]:
         parts = [(file, reader_of(file)(file)) for file in local_files(source.path)]
     for name, rows in parts:
         try:
-            for row in rows:
-                yield name, row
+            for place, text in rows:
+                yield RawRow(name, place, text)
         except Exception as error:  # each kind of file raises its own
             raise UserError(f"{name}: cannot be read: {describe(error)}") from error
 

@@ -3,7 +3,7 @@ files that every rank memory-maps.
 
     examples.arrow      SCHEMA
     meta.json           counts for the start-up table, and `content`, a hash of tokens and masks
-    rejected_rows.jsonl rows skipped under data.on_bad_row, with reasons
+    rejected_rows.jsonl rows skipped under on_bad_row: skip, with reasons
 
 A cache folder is written under a temporary name, synced to disk, and renamed when complete, so
 neither a killed process nor a failed node leaves an incomplete cache.
@@ -20,21 +20,23 @@ from functools import cached_property, partial
 from itertools import chain, count, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
 from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
 
+from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.end_marks import describe_examples
 from zerotrain.data.epoch_order import permute
 from zerotrain.data.messages import uses_template
-from zerotrain.data.readers import RawRow
 from zerotrain.data.render import cut_to_length, tokenize_row
 from zerotrain.data.sources import (
     BadRow,
+    RawRow,
     detect_format,
     fingerprint,
     name_of,
@@ -44,11 +46,6 @@ from zerotrain.data.sources import (
 from zerotrain.runtime.errors import UserError, describe, disk_error
 from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.progress import report_progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from zerotrain.config.schema import DataConfig, Source
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,8 +57,8 @@ MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
 # Keys of the data section that do not change a row's tokens, or that a source has of its own
 NOT_OF_TOKENS = {
-    "train_sources", "eval_sources", "eval_fraction", "columns", "on_bad_row", "batching",
-    "micro_batch_tokens", "cache_dir",
+    "train_sources", "eval_sources", "eval_fraction", "columns", "batching", "micro_batch_tokens",
+    "cache_dir",
 }  # fmt: skip
 SCHEMA = pa.schema(
     {
@@ -96,7 +93,7 @@ class TokenizedRows:
 
     @property
     def rejected_rows(self) -> Path:
-        """JSON lines of the rows skipped under data.on_bad_row."""
+        """JSON lines of the rows skipped under on_bad_row: skip."""
         return self.folder / "rejected_rows.jsonl"
 
     def __len__(self) -> int:
@@ -119,9 +116,7 @@ class TokenizedRows:
         return f"{where['file']}:{where['place']}"
 
 
-def cache_path(
-    given: list["Source"], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
-) -> Path:
+def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Path:
     """Folder of the cache for these sources, this tokenizer and these options."""
     tokenizer.backend_tokenizer.no_padding()  # otherwise it contains those of its last call
     tokenizer.backend_tokenizer.no_truncation()
@@ -139,7 +134,7 @@ def cache_path(
 
 
 def tokenize_sources(
-    given: list["Source"], tokenizer: "PreTrainedTokenizerBase", config: "DataConfig"
+    given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Path:
     """Create the cache of these sources unless it exists, and return its folder.
 
@@ -179,8 +174,8 @@ def tokenize_sources(
 # One batch, usually in another process
 
 
-RowBatch = list[tuple[int, str, RawRow]]
-"""Consecutive rows of a source: the number among all rows, the file, and the row."""
+RowBatch = list[tuple[int, RawRow]]
+"""Consecutive rows of a source, with their numbers among all rows."""
 
 
 TokenizedBatch = tuple[pa.RecordBatch, Counter[tuple[str, str]], list[str]]
@@ -191,47 +186,46 @@ examples ("over_length", what cut_to_length says), of rows ("rejected", BadRow.r
 
 
 def tokenize_batch(
-    batch: RowBatch, tokenizer: "PreTrainedTokenizerBase", kind: str, config: "DataConfig"
+    batch: RowBatch, tokenizer: PreTrainedTokenizerBase, source: Source, config: DataConfig
 ) -> TokenizedBatch:
     """Tokenize the rows of a batch, and cut them to data.max_length.
 
     Args:
-        kind: the rows' format, not "auto".
-        config: with the columns and on_bad_row of the rows' source.
+        source: where the rows come from, with another format than "auto".
 
     Raises:
-        UserError: a row cannot be used, and data.on_bad_row is error.
+        UserError: a row cannot be used, and on_bad_row of the source is error.
     """
     examples = []
     counts = Counter[tuple[str, str]]()
     rejected = []
-    for number, file, raw in batch:
+    for number, raw in batch:
         try:
-            row = parse_row(raw, config.columns, config.ignore_keys)
-            tokens = tokenize_row(row, tokenizer, kind, config)
+            row = parse_row(raw, source.columns, config.ignore_keys)
+            tokens = tokenize_row(row, tokenizer, source, config)
             pieces, outcomes = cut_to_length(tokens.ids, tokens.mask, config)
         except BadRow as error:
-            if config.on_bad_row == "error":
-                raise _refused(file, raw, error) from error
+            if source.on_bad_row == "error":
+                raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
             why = {"reason": error.reason, "problem": str(error)}
             text = raw.text[:SHOWN_CHARACTERS]
-            line = {"file": file, "place": raw.place, **why, "text": text}
+            line = {"file": raw.file, "place": raw.place, **why, "text": text}
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)
         if tokens.unprompted:
             counts["unprompted", tokens.unprompted] += 1
         for ids, mask in pieces:
-            values = (ids, mask, len(ids), np.count_nonzero(mask), file, raw.place, number)
+            values = (ids, mask, len(ids), np.count_nonzero(mask), raw.file, raw.place, number)
             examples.append(dict(zip(SCHEMA.names, values, strict=True)))
     return pa.RecordBatch.from_pylist(examples, SCHEMA), counts, rejected
 
 
-def _refused(file: str, raw: RawRow, error: BadRow) -> UserError:
+def _refused(raw: RawRow, error: BadRow) -> UserError:
     return UserError(
-        f"{file}:{raw.place}: {error}: {raw.text[:SHOWN_CHARACTERS]!a} "
-        "(set data.on_bad_row: skip to leave such rows out)"
+        f"{raw.file}:{raw.place}: {error}: {raw.text[:SHOWN_CHARACTERS]!a} "
+        "(on_bad_row: skip of the source would leave such rows out)"
     )
 
 
@@ -279,12 +273,12 @@ def map_ahead(
 # Sources -> cache
 
 
-def _batches(source: "Source", numbers: Iterator[int]) -> Iterator[RowBatch]:
+def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
     """The rows of a source, with the next of the numbers."""
     batch: RowBatch = []
     characters = 0
-    for (file, raw), number in zip(read_rows(source), numbers, strict=False):
-        batch.append((number, file, raw))
+    for raw, number in zip(read_rows(source), numbers, strict=False):
+        batch.append((number, raw))
         characters += len(raw.text)
         if len(batch) == BATCH_ROWS or characters > BATCH_CHARACTERS:
             yield batch
@@ -294,29 +288,29 @@ def _batches(source: "Source", numbers: Iterator[int]) -> Iterator[RowBatch]:
         yield batch
 
 
-def _format_of(source: "Source", config: "DataConfig") -> str:
+def _format_of(source: Source, config: DataConfig) -> str:
     """The format of a source's rows. If it is auto, the first row that can be parsed decides."""
     if source.format != "auto":
         return source.format
-    problem = None
-    for file, raw in read_rows(source):
+    problem = UserError(f"{name_of(source)}: it has no rows")
+    for raw in read_rows(source):
         try:
             return detect_format(parse_row(raw, source.columns, config.ignore_keys))
         except BadRow as error:
-            problem = problem or _refused(file, raw, error)
+            problem = _refused(raw, error)
             if source.on_bad_row == "error":
                 break
-    raise problem or UserError(f"{name_of(source)}: it has no rows")
+    raise problem
 
 
 def _build_cache(
-    given: list["Source"],
-    tokenizer: "PreTrainedTokenizerBase",
-    config: "DataConfig",
+    given: list[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
     cache: Path,
 ) -> None:
-    formats = [_format_of(source, config) for source in given]
-    chat = any(uses_template(kind, config) for kind in formats)
+    given = [replace(source, format=_format_of(source, config)) for source in given]
+    chat = any(uses_template(source.format, config) for source in given)
     if chat and not (tokenizer.chat_template and tokenizer.is_fast):
         raise UserError(
             f"tokenizer {tokenizer.name_or_path} has no chat template, but the rows are chat: set "
@@ -332,9 +326,8 @@ def _build_cache(
         pa.ipc.new_stream(out, SCHEMA) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
     ):
-        for source, kind in zip(given, formats, strict=True):
-            own = replace(config, columns=source.columns, on_bad_row=source.on_bad_row)
-            tokenize = partial(tokenize_batch, tokenizer=tokenizer, kind=kind, config=own)
+        for source in given:
+            tokenize = partial(tokenize_batch, tokenizer=tokenizer, source=source, config=config)
             examples.append(0)
             of_source = Counter()
             for batch, of_batch, lines in _tokenized(_batches(source, numbers), tokenize):
@@ -347,13 +340,13 @@ def _build_cache(
                 why = ", ".join(f"{n:,} {name}" for (_, name), n in of_source.items())
                 raise UserError(
                     f"{name_of(source)}: none of its rows is left ({why}); raise data.max_length "
-                    f"({config.max_length:,}), or let data.on_bad_row: error name the first bad row"
+                    f"({config.max_length:,}), or let on_bad_row: error name the first bad row"
                 )
             counts += of_source
     rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
     meta = {
         "sources": [name_of(source) for source in given],
-        "formats": formats,
+        "formats": [source.format for source in given],
         "source_examples": examples,
         "rows_read": next(numbers),
         **{

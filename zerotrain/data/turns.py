@@ -12,21 +12,19 @@ labels. Any other row is refused.
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zerotrain.data.sources import BadRow
 from zerotrain.runtime.errors import UserError, describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -102,7 +100,7 @@ def forms_of(text: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
+def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """A pattern of the texts of special tokens."""
     added = tokenizer.added_tokens_decoder.values()
     texts = [re.escape(token.content) for token in added if token.special]
@@ -112,7 +110,7 @@ def special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
 def locate(
     messages: list[Message],
     tools: list[dict[str, Any]] | None,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     wanted: list[int],
 ) -> tuple[str, list[Span], str]:
     """Render messages, and find the turns of the assistant messages `wanted`. Templates may cut
@@ -158,7 +156,7 @@ def with_arguments_as_text(messages: list[Message]) -> list[Message]:
 class Template(NamedTuple):
     """A chat template for rows with certain tools."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     source: str
     tools: str
     """As JSON."""
@@ -232,8 +230,8 @@ def _frame(template: Template) -> Frame:
 
 def shared_pieces(one: str, other: str, step: int = 1) -> str:
     """The longest common prefix of whole pieces; with step -1 the longest common suffix."""
-    pairs = zip(PIECE.findall(one)[::step], PIECE.findall(other)[::step], strict=False)
-    return "".join([a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][::step])
+    pieces = [PIECE.findall(text)[::step] for text in (one, other)]
+    return "".join(os.path.commonprefix(pieces)[::step])  # noqa: RUF071 - lists, not paths
 
 
 class Layout:

@@ -172,9 +172,10 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
     for i, source in enumerate(config.data.sources("train_sources")):
         rows = work / f"rows_{i}.jsonl"
         with rows.open("w", encoding="utf-8", errors="surrogateescape") as file:
-            for _, row in islice(read_rows(source), ROWS):
+            for row in islice(read_rows(source), ROWS):
                 file.write(row.text.replace("\n", " ") + "\n")
-        sources.append(Source(str(rows), format=source.format, columns=source.columns))
+        read = {"format": source.format, "columns": source.columns, "on_bad_row": "skip"}
+        sources.append(Source(str(rows), **read))
     lora = config.model.lora and replace(config.model.lora, dropout=0.0)
     # kernels such as FlashAttention's take 16 bits only
     attention = None if precision == "fp32" else config.model.attn_implementation
@@ -195,7 +196,6 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
             train_sources=sources,
             max_length=min(config.data.max_length, MAX_LENGTH),
             on_too_long="truncate",
-            on_bad_row="skip",
             cache_dir=str(work / "cache"),
         ),
         train=replace(

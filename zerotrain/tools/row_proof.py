@@ -208,9 +208,9 @@ def canonical_rows(
     cannot be used is empty.
     """
     for source, kind in zip(sources, data.meta["formats"], strict=True):
-        for file, raw in read_rows(source):
+        for raw in read_rows(source):
             row = {}
             with contextlib.suppress(BadRow):
                 parsed = parse_row(raw, source.columns, config.data.ignore_keys)
-                row = canonical_row(parsed, kind, replace(config.data, columns=source.columns))
-            yield f"{file}:{raw.place}", row
+                row = canonical_row(parsed, replace(source, format=kind), config.data)
+            yield f"{raw.file}:{raw.place}", row
