@@ -126,7 +126,7 @@ def test_a_source_decides_on_its_own_bad_rows(tmp_path, sample_tokenizer):
     sources = [str(good), Source(str(bad), on_bad_row="skip")]
     data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
     assert len(data) == 2 and data.meta["rejected"] == {"empty answer": 1}
-    with pytest.raises(UserError, match=r"bad\.jsonl:2: the answer is empty"):
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: completion is empty"):
         build(tmp_path, sample_tokenizer, [], train_sources=[Source(str(bad))])
 
 

@@ -5,7 +5,7 @@ A run whose global batch changes goes on with the rest of its epoch in steps of 
 every example is still trained on once per epoch.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -37,7 +37,7 @@ class DataPlan:
     data: TokenizedRows
     order: EpochOrder
     budget: Budget
-    start: PlanStart = field(default_factory=PlanStart)
+    start: PlanStart = PlanStart()
     """Earlier steps belong to another plan."""
 
     def with_budget(self, tokens: int) -> "DataPlan":
@@ -149,22 +149,16 @@ def make_plans(
     for name, rows in held_out.items():
         in_order = replace(order, lengths=rows.lengths, shuffle=False)
         eval_plans[name] = DataPlan(rows, in_order, budget)
-    for plan in (train_plan, *eval_plans.values()):
-        check_fits(plan)
+    for rows in (train_rows, *held_out.values()):
+        longest = int(np.argmax(rows.lengths))
+        tokens = budget.padded(rows.lengths[longest])
+        if tokens > budget.micro_batch_tokens:
+            raise UserError(
+                f"{rows.place_of(longest)}: the example has {tokens:,} tokens (padded), over "
+                f"data.micro_batch_tokens ({budget.micro_batch_tokens:,}); raise it, or lower "
+                "data.max_length and let data.on_too_long truncate, split or drop longer rows"
+            )
     return train_plan, eval_plans
-
-
-def check_fits(plan: DataPlan) -> None:
-    """Raise UserError if the longest example exceeds the budget."""
-    longest = int(np.argmax(plan.data.lengths))
-    tokens = plan.budget.padded(plan.data.lengths[longest])
-    limit = plan.budget.micro_batch_tokens
-    if tokens > limit:
-        raise UserError(
-            f"{plan.data.place_of(longest)}: the example has {tokens:,} tokens (padded), over "
-            f"data.micro_batch_tokens ({limit:,}); raise it, or lower data.max_length and let "
-            "data.on_too_long truncate, split or drop longer rows"
-        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def describe_examples(
         )
         lengths = batch["length"].to_numpy()
         for values in (lengths, ids, mask):
-            content.update(values.tobytes())
+            content.update(values)
         ends_run = mask & ~np.append(mask[1:], False)  # the first token of an example is no target
         is_inner[ids[mask & ~ends_run]] = True
         ends_run[np.cumsum(lengths)[lengths >= config.max_length] - 1] = False  # may have been cut

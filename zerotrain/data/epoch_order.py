@@ -5,14 +5,14 @@ It does not depend on ranks, nodes or memory. So the loss curve does not depend 
 resuming takes one integer and no replay, and ranks need not communicate.
 """
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 PLAN_VERSION = 4  # increase it when a step of the same config is to have other examples than before
 FEISTEL_ROUNDS = 6  # even, so that both halves end up where they started
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads out consecutive integers
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads out consecutive integers
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -29,9 +29,9 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
         int64 [n], distinct for distinct indices.
     """
     bits = max(2, (size - 1).bit_length())
-    widths = [np.uint64(bits - bits // 2), np.uint64(bits // 2)]  # of the left and the right half
-    masks = [(np.uint64(1) << width) - np.uint64(1) for width in widths]
-    round_keys = _mix(np.uint64(key) + np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
+    widths = [bits - bits // 2, bits // 2]  # of the left and the right half
+    masks = [(1 << width) - 1 for width in widths]
+    round_keys = _mix(key + np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
     out = index.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
@@ -42,29 +42,26 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
             left, right = right, left ^ (_mix(right + round_key) & masks[i % 2])
         value = (left << widths[1]) | right
         out[walking] = value
-        walking = walking[value >= np.uint64(size)]
+        walking = walking[value >= size]
     return out.astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), uint64 -> uint64: every bit of the
-    input affects every bit of the output.
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), uint64 [n] -> uint64 [n]: every bit
+    of the input affects every bit of the output. Products of arrays wrap around.
     """
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
 
 
 def derive_key(seed: int, epoch: int) -> int:
     """64-bit key of an epoch's permutation; neighboring epochs have unrelated ones."""
-    key = _mix(np.array([seed], dtype=np.int64).astype(np.uint64))
-    with np.errstate(over="ignore"):
-        key = _mix(key + np.uint64(epoch + 1) * _GOLDEN)
-    return int(key[0])
+    key = _mix(np.array([seed % 2**64], np.uint64))
+    return int(_mix(key + np.array([epoch + 1], np.uint64) * _GOLDEN)[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EpochOrder:
     """The order of the examples in each epoch, and how steps divide it: every example is in exactly
     one step per epoch.
@@ -86,13 +83,10 @@ class EpochOrder:
     """Approximate maximum of tokens per step: the last example of a step may exceed it."""
     shuffle: bool = True
     """False keeps the examples in their original order, for evaluation."""
-    _token_bounds: dict[tuple[int, int], np.ndarray] = field(
-        default_factory=dict, init=False, repr=False
-    )
 
     @cached_property
     def tokens_per_epoch(self) -> int:
-        return int(np.sum(self.lengths, dtype=np.int64))
+        return int(self.lengths.sum())
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -118,24 +112,22 @@ class EpochOrder:
 
     def _slice(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The examples at positions [start, stop) of the epoch's order, int64."""
-        index = np.arange(start, stop, dtype=np.int64)
+        index = np.arange(start, stop)
         if not self.shuffle:
             return index
         return permute(index, len(self.lengths), derive_key(self.seed, epoch))
 
+    @lru_cache(maxsize=64)  # noqa: B019 - a run has few orders, and keeps them
     def _bounds_by_tokens(self, epoch: int, start: int) -> np.ndarray:
         """Bounds of the steps sized in tokens, from position `start` of an epoch on, int64
         [steps + 1]; no step is empty.
         """
-        if (epoch, start) in self._token_bounds:
-            return self._token_bounds[epoch, start]
         left = len(self.lengths) - start
         lengths = self.lengths[self._slice(epoch, start, len(self.lengths))]
-        tokens = np.cumsum(lengths, dtype=np.int64)
+        tokens = np.cumsum(lengths)
         steps = min(left, -(-int(tokens[-1]) // self.global_batch_tokens))
         goals = np.arange(1, steps) * tokens[-1] // steps
         bounds = np.concatenate([[0], 1 + np.searchsorted(tokens, goals), [left]])
         k = np.arange(steps + 1)
         bounds = np.maximum.accumulate(bounds - k) + k  # at least one, even next to a huge example
-        self._token_bounds[epoch, start] = start + np.minimum(bounds, left - steps + k)
-        return self._token_bounds[epoch, start]
+        return start + np.minimum(bounds, left - steps + k)

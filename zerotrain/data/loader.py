@@ -126,11 +126,14 @@ def load_steps(
 
     def make(global_step: int) -> StepBatch:
         step = plan.step(global_step)
-        batches = [collate(plan.data, ranks[rank], plan.budget) for ranks in step.micro_batches]
-        batches = [batch.part(*part) for batch in batches] if part != (0, 1) else batches
-        # from pinned memory, copies to the GPU do not wait
-        on_gpu = torch.cuda.is_available()
-        batches = [batch.pin_memory() for batch in batches] if on_gpu else batches
+        batches = []
+        for ranks in step.micro_batches:
+            batch = collate(plan.data, ranks[rank], plan.budget)
+            if part != (0, 1):
+                batch = batch.part(*part)
+            if torch.cuda.is_available():  # copies from pinned memory to the GPU do not wait
+                batch = batch.pin_memory()
+            batches.append(batch)
         return StepBatch(global_step, batches, step)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:

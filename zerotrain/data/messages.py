@@ -87,10 +87,6 @@ def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> di
     if uses_template(kind, config):
         known |= {"system", "tools"}
     row = _known(row, known, config, is_row=True)
-    if kind == "text":
-        if not _string(row, "text").strip():
-            raise BadRow("empty answer", "the text is empty")
-        return {"text": row["text"]}
     if kind in CHAT_FORMATS:
         turns = []
         for key in required:
@@ -104,15 +100,18 @@ def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> di
                     turn["weight"] = 0  # as in TRL: only the completion carries loss
                 turns.append(turn)
     else:
-        prompt, completion = (_string(row, key) for key in required)
+        *prompts, answer = (_string(row, key) for key in required)
+        if not answer.strip():
+            raise BadRow("empty answer", f"{required[-1]} is empty")
+        if kind == "text":
+            return {"text": answer}
+        [prompt] = prompts
         if "input" in row:
             prompt += "\n\n" + _string(row, "input")
-        if not completion.strip():
-            raise BadRow("empty answer", "the answer is empty")
         if not config.as_chat:
             prompt += "\n\n" if kind == "instruction" else ""
-            return {"prompt": prompt, "completion": completion}
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return {"prompt": prompt, "completion": answer}
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if "system" in row:
         turns.insert(0, {"role": "system", "content": _string(row, "system")})
     found = {"messages": turns}

@@ -74,7 +74,7 @@ def plan_step(
     padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
     order = np.argsort(-costs, kind="stable")
     world = budget.world_size
-    assigned = [examples[groups[i]] for i in order.tolist()]
+    assigned = [examples[groups[i]] for i in order]
     assigned += [examples[:0]] * (-len(assigned) % world)
     return StepPlan(
         micro_batches=[assigned[i : i + world] for i in range(0, len(assigned), world)],
@@ -103,12 +103,12 @@ def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nd
         sizes = np.minimum(max_examples, limit // cost)
         bounds = [0]
         while bounds[-1] < len(padded):
-            bounds.append(bounds[-1] + int(sizes[bounds[-1]]))
+            bounds.append(bounds[-1] + sizes[bounds[-1]])
         bounds[-1] = len(padded)
         return bounds
 
-    low = int(cost[0])
-    high = int((max_examples * cost).max())
+    low = cost[0]
+    high = (max_examples * cost).max()
     fewest = len(cut(high)) - 1
     count = min(len(padded), -(-fewest // budget.world_size) * budget.world_size)
     while low < high:
@@ -120,8 +120,8 @@ def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nd
     bounds = cut(high)
     while len(bounds) - 1 < count:  # ranks would be idle: halve the most expensive group
         sizes = np.diff(bounds)
-        heaviest = int(np.argmax(np.where(sizes > 1, sizes * cost[bounds[:-1]], -1)))
-        bounds.insert(heaviest + 1, bounds[heaviest] + int(sizes[heaviest] + 1) // 2)
+        heaviest = np.argmax(np.where(sizes > 1, sizes * cost[bounds[:-1]], -1))
+        bounds.insert(heaviest + 1, bounds[heaviest] + (sizes[heaviest] + 1) // 2)
     groups = np.split(np.arange(len(padded)), bounds[1:-1])
     return groups, np.diff(bounds) * cost[bounds[:-1]]
 
@@ -193,10 +193,10 @@ def _head_start(cost: np.ndarray, bins: int, at_once: int) -> np.ndarray:
     the bins next to it are filled up to its cost, and the others correspondingly less.
     """
     level = np.empty(bins, np.int64)
-    left = int(cost.sum())
+    left = cost.sum()
     for start in range(0, bins, at_once):
         here = min(at_once, bins - start)
-        longest = int(cost[start]) if start < len(cost) else 0
+        longest = cost[start] if start < len(cost) else 0
         level[start : start + here] = max(longest, left // (bins - start))
-        left -= int(level[start]) * here
+        left -= level[start] * here
     return level[0] - level

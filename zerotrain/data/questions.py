@@ -43,7 +43,7 @@ def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int
     chosen = usable[np.linspace(0, len(usable) - 1, min(count, len(usable))).astype(int)]
     questions = []
     for ids, mask in zip(*data.fetch(chosen), strict=True):
-        edges = np.flatnonzero(np.diff(mask.astype(np.int8), append=np.int8(0)))
+        edges = np.flatnonzero(np.diff(mask.astype(np.int8), append=0))
         start, end = edges[-2:] + 1  # mask[0] is False, so that edges come in pairs
         questions.append(Question(ids[:start], ids[start:end]))
     return questions

@@ -141,22 +141,19 @@ def _read_parquet(file: str) -> Iterator[Row]:
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(file)
-    for i in range(metadata.num_row_groups):
-        group = metadata.row_group(i)
-        for j in range(group.num_columns):
-            if group.column(j).num_values > MAX_CHUNK_VALUES:
-                raise ValueError(
-                    f"{group.column(j).path_in_schema} has over {MAX_CHUNK_VALUES:,} values in a "
-                    "row group; write it with smaller row groups, or without that column"
-                )
-    schema = metadata.schema
-    columns = [schema.column(i) for i in range(len(schema))]
-    texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    groups = range(metadata.num_row_groups)
+    chunks = [metadata.row_group(i).column(j) for i in groups for j in range(metadata.num_columns)]
+    for chunk in chunks:
+        if chunk.num_values > MAX_CHUNK_VALUES:
+            raise ValueError(
+                f"{chunk.path_in_schema} has over {MAX_CHUNK_VALUES:,} values in a row group; "
+                "write it with smaller row groups, or without that column"
+            )
+    texts = {chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"}
     parquet = pyarrow.parquet.ParquetFile(
         file, page_checksum_verification=True, read_dictionary=texts
     )
     # a batch of two row groups would have two dictionaries, which Arrow cannot read in lists
-    groups = range(parquet.num_row_groups)
     yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
 
 

@@ -1,7 +1,6 @@
 """Tokenizes parsed rows: token ids and loss masks, of at most data.max_length tokens."""
 
 import json
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +95,7 @@ def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarr
         BadRow: a token has characters other than white space on both sides of a span's boundary.
     """
     count = len(offsets)
-    first, last = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * count).reshape(-1, 2).T
+    first, last = np.array(offsets, np.int64).reshape(-1, 2).T
     ends = np.maximum.accumulate(last)
     starts = np.minimum(first, np.append(0, ends)[:count])
     mask = np.zeros(count, bool)

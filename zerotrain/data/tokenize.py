@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, count, islice
@@ -127,7 +127,7 @@ def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: 
             {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
-            {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
+            str(sorted(tokenizer.special_tokens_map.items())),
         ]
     )
     return Path(config.cache_dir) / xxhash.xxh3_64_hexdigest(key.encode())
@@ -197,7 +197,7 @@ def tokenize_batch(
         UserError: a row cannot be used, and on_bad_row of the source is error.
     """
     examples = []
-    counts = Counter[tuple[str, str]]()
+    counts = Counter()
     rejected = []
     for number, raw in batch:
         try:
@@ -260,7 +260,7 @@ def map_ahead(
     """The results of `work` on each item, in their order. Of the items that follow the one whose
     result is taken, at most `ahead` are worked on: Executor.map would take all of them at once.
     """
-    pending = deque[Future[R]]()
+    pending = deque()
     for item in items:
         pending.append(pool.submit(work, item))
         if len(pending) > ahead:
@@ -275,7 +275,7 @@ def map_ahead(
 
 def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
     """The rows of a source, with the next of the numbers."""
-    batch: RowBatch = []
+    batch = []
     characters = 0
     for raw, number in zip(read_rows(source), numbers, strict=False):
         batch.append((number, raw))
@@ -392,7 +392,7 @@ def hold_out(
     if rows < 2:
         raise UserError("data.eval_fraction: a single row cannot be divided; set data.eval_sources")
     count = min(rows - 1, max(1, round(rows * fraction)))
-    held = np.isin(index, permute(np.arange(count, dtype=np.int64), rows, seed))
+    held = np.isin(index, permute(np.arange(count), rows, seed))
 
     def part(index: np.ndarray) -> TokenizedRows:
         content = data.meta["content"].encode() + index.tobytes()

@@ -34,7 +34,6 @@ Span = tuple[int, int]
 # and that hardly ever occur in text.
 FIRST_LABEL = 0x20000
 # Reasons of bad rows
-REFUSED = "refused by the chat template"
 INCOMPLETE = "left out by the chat template"
 NO_END_MARK = "without an end mark"
 NOT_LOCATED = "not located in the chat template"
@@ -186,7 +185,7 @@ class Template(NamedTuple):
         except Exception as error:  # templates raise anything: TemplateError, TypeError ...
             roles = ", ".join(message["role"] for message in messages)
             problem = f"the chat template refuses the turns {roles}: {describe(error)}"
-            raise BadRow(REFUSED, problem) from error
+            raise BadRow("refused by the chat template", problem) from error
 
     def tail(self, messages: list[Message], prompt: bool = False) -> str:
         """The text after the last label."""
@@ -287,20 +286,7 @@ class Layout:
         """The turns in the text of a row with these strings, which must be this layout's text with
         the strings in place of the labels.
         """
-        shifts = np.array(self._shifts(text, strings))
-        edges = np.array(self.turns, int)
-        return (edges + shifts[np.searchsorted(self.places, edges)]).tolist()
-
-    def _lacking(self, number: int) -> str:
-        prompt = ""
-        with contextlib.suppress(BadRow):  # of the messages before
-            prompt = self.template.tail(self.messages[:number], prompt=True)
-        before = self.constants[self._labels_of(number)[0]]
-        shared = "" if before.startswith(prompt) else shared_pieces(prompt, before)
-        return prompt.removeprefix(shared) if shared.strip() else ""
-
-    def _shifts(self, text: str, strings: list[str]) -> list[int]:
-        """By how much longer the row's text is than this one after 0, 1, 2 ... labels."""
+        # by how much longer the row's text is than this one after 0, 1, 2 ... labels
         shifts = [0]
         expected = self.constants[0]
         for label, following in zip(self.labels, self.constants[1:], strict=True):
@@ -316,7 +302,16 @@ class Layout:
                 "data.supervise: last may help where it rewrites earlier turns, else set "
                 "model.chat_template to another template",
             )
-        return shifts
+        edges = np.array(self.turns, int)
+        return (edges + np.array(shifts)[np.searchsorted(self.places, edges)]).tolist()
+
+    def _lacking(self, number: int) -> str:
+        prompt = ""
+        with contextlib.suppress(BadRow):  # of the messages before
+            prompt = self.template.tail(self.messages[:number], prompt=True)
+        before = self.constants[self._labels_of(number)[0]]
+        shared = "" if before.startswith(prompt) else shared_pieces(prompt, before)
+        return prompt.removeprefix(shared) if shared.strip() else ""
 
     def _labels_of(self, number: int) -> tuple[int, int]:
         """Where the first and the last label of a message are in `labels`."""
@@ -330,20 +325,19 @@ class Layout:
         return own[0], own[-1]
 
     def _turn(self, number: int) -> list[Span]:
+        """The spans of a turn up to its end mark. The line break that follows it belongs to the
+        template, not to the turn; so does the header of the user's next turn, where a template
+        writes it after every answer. In GLM's, though, this header is all there is, and so the end
+        mark.
+        """
         first, last = self._labels_of(number)
         if self.marks:
             spans = self._marked_turn(number, first, last)
         else:
             spans = [(self._start(number, first), self._end(number, last))]
-        return self._without_next_header(number, spans, self.places[last] + 1)
-
-    def _without_next_header(self, number: int, spans: list[Span], content_end: int) -> list[Span]:
-        """The spans up to the end mark. The line break that follows it belongs to the template, not
-        to the turn; so does the header of the user's next turn, where a template writes it after
-        every answer. In GLM's, though, this header is all there is, and so the end mark.
-        """
         start, end = spans[-1]
-        tail = self.text[max(start, content_end) : end].rstrip()
+        rest = max(start, self.places[last] + 1)  # after the content
+        tail = self.text[rest:end].rstrip()
         header = shared_pieces(tail, _frame(self.template).opening.rstrip(), step=-1)
         mark = tail.removesuffix(header).rstrip() or tail
         if not THOUGHTS.sub("", mark):
@@ -352,7 +346,7 @@ class Layout:
             )
         if mark == header and len(PIECE.findall(mark)) > 1:
             raise self._refused(number, "ends with the header of the user's next turn")
-        return [*spans[:-1], (start, max(start, content_end) + len(mark))]
+        return [*spans[:-1], (start, rest + len(mark))]
 
     def _marked_turn(self, number: int, first: int, last: int) -> list[Span]:
         """The blocks between the neighboring messages' strings, apart from a header in them. What
