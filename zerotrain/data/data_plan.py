@@ -137,18 +137,19 @@ def make_plans(
     held_out = {name: tokenized(given) for name, given in data.eval_sets().items()}
     if data.eval_fraction:
         train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)
-    batch = train.global_batch_size, train.global_batch_tokens
-    order = EpochOrder(train_rows.lengths, train.seed, *batch)
+    order = EpochOrder(
+        train_rows.lengths, train.seed, train.global_batch_size, train.global_batch_tokens
+    )
     train_plan = DataPlan(train_rows, order, budget)
     if train.global_batch > train_plan.epoch_size:
         raise UserError(
             f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has "
             f"({train_plan.epoch_size:,} without data.eval_fraction); lower it, or add data"
         )
-    eval_plans = {}
-    for name, rows in held_out.items():
-        in_order = replace(order, lengths=rows.lengths, shuffle=False)
-        eval_plans[name] = DataPlan(rows, in_order, budget)
+    eval_plans = {
+        name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False), budget)
+        for name, rows in held_out.items()
+    }
     for rows in (train_rows, *held_out.values()):
         longest = int(np.argmax(rows.lengths))
         tokens = budget.padded(rows.lengths[longest])
@@ -179,9 +180,13 @@ class PlanRecord:
     @classmethod
     def of(cls, plan: DataPlan) -> "PlanRecord":
         order = plan.order
-        content = plan.data.meta["content"]
-        batch = order.global_batch_size, order.global_batch_tokens
-        return cls(PLAN_VERSION, content, order.seed, *batch)
+        return cls(
+            PLAN_VERSION,
+            plan.data.meta["content"],
+            order.seed,
+            order.global_batch_size,
+            order.global_batch_tokens,
+        )
 
 
 def continue_plan(
