@@ -225,7 +225,7 @@ def tokenize_batch(
 def _refused(raw: RawRow, error: BadRow) -> UserError:
     return UserError(
         f"{raw.file}:{raw.place}: {error}: {raw.text[:SHOWN_CHARACTERS]!a} "
-        "(on_bad_row: skip of the source would leave such rows out)"
+        "(a source {path: FILE, on_bad_row: skip} leaves such rows out)"
     )
 
 
