@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,9 +91,8 @@ def choose_cluster(args: argparse.Namespace) -> GpuCluster:
         if not slots:
             raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
         nodes, gpus = len(slots), min(slots)
-    name, _, memory = (args.gpu or f"a100-{gib}gb").rpartition("-")
+    name, _, memory = (args.gpu or f"a100-{gib}gb").removesuffix("gb").rpartition("-")
     peak = peak_flops_per_s(name.replace("-", " "))
-    memory = memory.removesuffix("gb")
     if peak is None or not memory.isdecimal():
         known = ", ".join(PEAK_TFLOPS)
         raise UserError(f"--gpu {args.gpu}: give one of {known}, and its memory, as in h100-80gb")
@@ -173,16 +172,18 @@ def show(workload: Workload, cluster: GpuCluster) -> None:
     best = {}
     for size in sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))}):
         of_size, _ = estimate_each(workload, files, replace(cluster, nodes=size))
-        best[size] = fastest(of_size, own)
-    print("\nthe fastest that fits")
-    show_table([{"nodes": n, **time_cells(workload, of[0])} for n, of in best.items() if of])
-    if not best[nodes]:
+        if usable := fastest(of_size, own):
+            best[size] = usable[0]
+    if best:
+        print("\nthe fastest that fits")
+        show_table([{"nodes": n, **time_cells(workload, each)} for n, each in best.items()])
+    if nodes not in best:
         print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
         return
     saved = (MASTER + MOMENTS) * counts.trained
     seconds = saved / hardware.disk_gb_per_s / 1e9
     minutes = daly_seconds(seconds, 3600 * hardware.node_mtbf_hours / nodes) / 60
-    first = best[nodes][0]
+    first = best[nodes]
     print(
         f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula; a checkpoint has "
         f"{digits(saved / GIB)} GiB\n"
@@ -231,13 +232,10 @@ def time_cells(workload: Workload, each: Estimate) -> dict[str, Any]:
     }
 
 
-def show_table(records: Sequence[Mapping[str, Any]]) -> None:
-    if not records:
-        return
-    lines = [[*records[0]], *([digits(cell) for cell in each.values()] for each in records)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print(" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+def show_table(records: Sequence[dict[str, Any]]) -> None:
+    import pandas as pd
+
+    print(pd.DataFrame(records, dtype=object).map(digits).to_string(index=False))
 
 
 def digits(value: float | str) -> str:

@@ -119,10 +119,6 @@ def of_file(workload, name, cluster):
     return estimate(workload, f"ds_configs/{name}.json", cluster)
 
 
-def with_network(cluster, gb_per_s):
-    return replace(cluster, hardware=Hardware(network_gb_per_s=gb_per_s))
-
-
 def test_every_file_has_an_estimate_and_its_largest_micro_batch_fits(workload):
     for path in sorted(REPO.glob("ds_configs/*.json")):
         found = of_file(workload, path.stem, TWO_NODES)
@@ -169,21 +165,20 @@ def test_a_dry_run_prints_the_model_states_of_the_estimate(forks, tiny_config):
 
 
 def test_a_slow_network_makes_the_second_node_and_many_messages_dear(workload):
-    def found(network_gb_per_s, cluster):
-        slow = with_network(cluster, network_gb_per_s)
-        return [of_file(workload, f"zero{stage}", slow) for stage in (1, 2, 3)]
+    """Ranks of a node share its network whatever their groups: a tensor-parallel group of 2 sends
+    half as much in each of two rings at a time.
+    """
+
+    def found(network_gb_per_s, cluster, names=("zero1", "zero2", "zero3")):
+        slow = replace(cluster, hardware=Hardware(network_gb_per_s=network_gb_per_s))
+        return [of_file(workload, name, slow) for name in names]
 
     fast, slow = found(100, TWO_NODES), found(0.1, TWO_NODES)
     assert all(f.seconds < s.seconds for f, s in zip(fast, slow, strict=True))
     assert fastest(slow, "")[0].file == "ds_configs/zero1.json"
     assert found(0.1, NODE)[0].seconds < slow[0].seconds  # so here one node is faster
     assert found(0.1, NODE)[0].seconds == found(100, NODE)[0].seconds
-
-
-def test_ranks_of_a_node_share_its_network_whatever_their_groups(workload):
-    """A tensor-parallel group of 2 sends half as much in each of two rings at a time."""
-    slow = with_network(TWO_NODES, 1e-3)
-    whole, split = (of_file(workload, name, slow) for name in ("zero1", "zero1_autotp"))
+    whole, split = found(1e-3, TWO_NODES, ("zero1", "zero1_autotp"))
     assert split.seconds == pytest.approx(whole.seconds * (3 / 4) / (7 / 8), rel=0.01)
 
 

@@ -165,24 +165,30 @@ def test_the_page_in_a_browser_is_drawn_and_runs_no_text_of_a_run(tmp_path):
     assert int(re.search(r'data-width="(\d+)"', shown)[1]) <= 420
 
 
-def test_curves_are_compared(tmp_path, monkeypatch, capsys):
-    before, after = (write_run(tmp_path / name, 20) for name in ("before", "after"))
-    other = write_run(tmp_path / "other", 20, seed=1)
-    shorter, diverged, with_gap = (write_run(tmp_path / name, 20) for name in ("s", "d", "g"))
-    records = [json.loads(line) for line in (before / "metrics.jsonl").read_text().splitlines()]
-
-    def rewrite(folder, change):
-        lines = [json.dumps(change(r)) for r in records if change(r)]
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
-
-    rewrite(shorter, lambda r: r if r["step"] <= 15 else None)
-    rewrite(diverged, lambda r: r | {"loss": math.nan} if r["step"] > 15 else r)
-    rewrite(with_gap, lambda r: r if r["step"] != 15 else None)
-    for second, code in ((after, 0), (shorter, 0), (diverged, 1), (with_gap, 1), (other, 1)):
-        monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(before), str(second)])
-        with pytest.raises(SystemExit) as ended:
-            compare_runs.main()
-        assert ended.value.code == code, capsys.readouterr().out
-    (other / "metrics.jsonl").write_text("[]")
-    with pytest.raises(UserError, match="no steps"):
+@pytest.mark.parametrize(
+    "changed, code",
+    [
+        ({}, 0),
+        ({step: None for step in range(16, 21)}, 0),  # it is shorter
+        ({15: None}, 1),
+        ({20: math.nan}, 1),
+        ({7: 2.1}, 1),
+        (dict.fromkeys(range(1, 21)), "no steps"),
+    ],
+)
+def test_curves_are_compared(tmp_path, monkeypatch, capsys, changed, code):
+    """A run of 20 steps and one whose loss differs in some, where None is a missing step."""
+    losses = dict.fromkeys(range(1, 21), 2.0)
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py"])
+    for name, run in (("before", losses), ("after", losses | changed)):
+        (tmp_path / name).mkdir()
+        lines = [
+            json.dumps({"kind": "train", "step": step, "loss": loss, "grad_norm": 1.0}) + "\n"
+            for step, loss in run.items()
+            if loss is not None
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+        sys.argv.append(str(tmp_path / name))
+    with pytest.raises((SystemExit, UserError)) as ended:
         compare_runs.main()
+    assert str(code) in str(ended.value), capsys.readouterr().out

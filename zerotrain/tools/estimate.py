@@ -133,10 +133,17 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
     budgets = range(BUDGET_STEP, MAX_BUDGET, BUDGET_STEP)
     largest = BUDGET_STEP * bisect_left(budgets, True, key=is_too_large)
     data = setup.config.data
-    setup = with_micro_batch(setup, min(data.micro_batch_tokens, max(largest, data.max_length)))
+    budget = min(data.micro_batch_tokens, max(largest, data.max_length))
+    setup = with_micro_batch(setup, budget)
     memory = estimate_memory(setup)
     cpu = max(memory.cpu, memory.loading)
-    micro_steps, sent, seconds = _step(setup, workload, cluster)
+    group = math.prod(group_sizes(setup.ds_config))
+    micro_steps = math.ceil(workload.tokens * group / (cluster.ranks * budget))
+    sent, seconds = _communication(setup, micro_steps, cluster)
+    counts = setup.architecture.counts
+    forward = counts.total / (2 * counts.total + counts.trained)  # share of the operations
+    flops = workload.flops * (1 + forward * setup.config.model.activation_checkpointing)
+    flops_per_s = cluster.ranks * cluster.peak_flops_per_s * cluster.hardware.mfu
     return Estimate(
         setup=setup,
         memory=memory,
@@ -144,7 +151,7 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
         fits=memory.peak <= limit and cpu <= cluster.hardware.cpu_memory_gib * GIB,
         micro_steps=micro_steps,
         sent=sent,
-        seconds=seconds,
+        seconds=flops / flops_per_s + seconds + _offloading(setup, micro_steps, cluster),
     )
 
 
@@ -180,19 +187,6 @@ def daly_seconds(save_seconds: float, mtbf_seconds: float) -> float:
 
 # --------------------------------------------------------------------------------------------------
 # Time
-
-
-def _step(setup: Setup, workload: Workload, cluster: GpuCluster) -> tuple[int, float, float]:
-    """Micro-steps of an optimizer step, bytes that a rank sends in it, and its seconds."""
-    budget = setup.config.data.micro_batch_tokens
-    group = math.prod(group_sizes(setup.ds_config))
-    micro_steps = math.ceil(workload.tokens * group / (cluster.ranks * budget))
-    sent, seconds = _communication(setup, micro_steps, cluster)
-    counts = setup.architecture.counts
-    forward = counts.total / (2 * counts.total + counts.trained)  # share of the operations
-    flops = workload.flops * (1 + forward * setup.config.model.activation_checkpointing)
-    peak = cluster.ranks * cluster.peak_flops_per_s * cluster.hardware.mfu
-    return micro_steps, sent, flops / peak + seconds + _offloading(setup, micro_steps, cluster)
 
 
 def _communication(setup: Setup, micro_steps: int, cluster: GpuCluster) -> tuple[float, float]:

@@ -134,11 +134,7 @@ def sentence(run: RunRecords) -> str:
     text = f"{loss.index[-1]:,} steps"
     if run.records["start"]:
         text += f" on {shown(run.records['start'][-1].get('world_size'))} ranks"
-    if "time" in run.series:
-        ended = datetime.fromtimestamp(run.series["time"].clip(0, 1e11).max(), UTC)
-        text += f", until {ended:%F %H:%M} UTC"
-    text += f"; the training loss fell from {loss.iloc[0]:.3f} to {loss.iloc[-1]:.3f}"
-    text = text.replace("fell", "fell" if loss.iloc[-1] < loss.iloc[0] else "rose")
+    text += f"; the training loss went from {loss.iloc[0]:.3f} to {loss.iloc[-1]:.3f}"
     for name, held in run.held_out.items():
         text += f"; {name}: {held.iloc[-1]:.3f}, at best {held.min():.3f} at step {held.idxmin():,}"
     return f"{text}."
@@ -149,10 +145,13 @@ def figures(run: RunRecords) -> dict[str, str]:
     best = [f"{held.min():.4f}" for held in run.held_out.values()]
     times = run.series.get("time", pd.Series([0.0])).clip(0, 1e11)
     speed = run.series.get("tokens_per_s", pd.Series([0.0])).median()
+    ended = datetime.fromtimestamp(times.max(), UTC)
     return {
         "best held-out loss, nats per token": best[0] if best else "-",
         "tokens/s, median": f"{speed:,.0f}",
-        "time, h:min:s": str(timedelta(seconds=round(times.max() - times.min()))),
+        f"time, h:min:s, until {ended:%F %H:%M} UTC": str(
+            timedelta(seconds=round(times.max() - times.min()))
+        ),
         "restarts": f"{max(0, len(run.records['start']) - 1):,}",
         "incidents": f"{len(run.records['event']):,}",
     }
