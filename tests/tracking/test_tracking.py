@@ -11,13 +11,13 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness.processes import start, wait_until
+from harness.inputs import read_config
+from harness.processes import NEEDS_ROOT, mounted, start, wait_until
 from harness.runs import logged, read_metrics
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_DS_CONFIG, list_complete
+from zerotrain.checkpoint.run_folder import METRICS, list_complete
 from zerotrain.checkpoint.state import Progress
-from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import UserError
 from zerotrain.tracking import wandb as wandb_sink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
@@ -78,8 +78,8 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
     assert rows[-1]["step"] >= 12 and rows[-1]["_step"] == rows[-1]["step"]
 
     last = saved + 10
-    finished = forks.train(config, "--train.steps", last, **SECRETS)
-    assert finished.code == 0 and "resuming from" in finished.output, finished.output
+    finished = forks.finish(config, "--train.steps", last, **SECRETS)
+    assert "resuming from" in finished.output
     _, (again, rows) = starts_of(folder)
     losses = {step["step"]: step["loss"] for step in read_metrics(folder)}
     assert again == name and list(losses) == list(range(1, last + 1))
@@ -115,12 +115,9 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
     tiny_config, tmp_path, monkeypatch, capsys, answers
 ):
     """Tracking is offline after INIT_SECONDS, here 1 s for each attempt, and has every step."""
-    import wandb
-
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / RESOLVED_DS_CONFIG).write_text("{}")
-    config = parse_command_line(["--config", str(tiny_config(tracking__wandb="online"))]).config
+    config = read_config(tiny_config(tracking__wandb="online"))
     monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 1)
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
@@ -132,7 +129,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         monkeypatch.delenv("WANDB_MODE", raising=False)
         began = time.monotonic()
         resumed = Progress(step=2, wandb_id="earlier")
-        sink = WandbSink(config, resumed, {"hosts": ["host-1"]})
+        sink = WandbSink(config, resumed)
         assert time.monotonic() - began < 200, "offline mode takes seconds to start too"
         assert "W&B: tracking is offline" in capsys.readouterr().out
         began = time.monotonic()
@@ -143,7 +140,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         assert time.monotonic() - began < 1
         sink.close(0)
         assert time.monotonic() - began < FINISH_SECONDS + 3
-        wandb.teardown()
+        wandb_sink.wandb.teardown()
     [(name, rows)] = starts_of(folder)
     assert name == "earlier" and [row["step"] for row in rows] == [3, 4]
     assert rows[1]["train/loss"] == 0.25 and rows[1]["event/skipped_step"] == 1
@@ -154,22 +151,17 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
 
 def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
     changes = {"wandb": "offline", "project": "a/b"}
-    config = parse_command_line(["--config", str(tiny_config(tracking=changes))]).config
+    config = read_config(tiny_config(tracking=changes))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / RESOLVED_DS_CONFIG).write_text("{}")
     with pytest.raises(UserError, match=r"^tracking: ") as refused:
-        WandbSink(config, Progress(), {})
+        WandbSink(config, Progress())
     assert "\n" not in str(refused.value)
-
-
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
 
 @NEEDS_ROOT
 def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
     """One warning while the disk is full; every record is there afterwards, in order."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
-    try:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "none"):
         metrics = Metrics([JsonlSink(tmp_path / "metrics.jsonl", 0, RunLock(tmp_path))])
         metrics.log("train", {"step": 1})
         ballast = tmp_path / "ballast"
@@ -184,8 +176,6 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
         metrics.close(0)
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, 201))
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
@@ -203,5 +193,5 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
     """In a run whose warm-up is as long as it, which is said."""
     config = tiny_config(train__epochs=None, train__steps=2)
-    finished = forks.train(config, module="without_trackers", code=0)
+    finished = forks.finish(config, module="without_trackers")
     assert "WARNING: few steps" in finished.output

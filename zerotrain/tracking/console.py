@@ -49,56 +49,50 @@ class ConsoleSink:
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
         # soft_wrap: what is printed above the bar is not cut into lines, e.g. within a path
         console = Console(soft_wrap=True)
-        self._live = Live(console=console, auto_refresh=False) if console.is_interactive else None
+        self._on_terminal = console.is_interactive
+        self._live = Live(console=console, auto_refresh=False)
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        line = line_of(kind, values)
-        if line is not None:
-            print(f"step {values['step']:,}/{self._total_steps:,}  {line}", flush=True)
+        step = values["step"]
         self._values |= values
         if kind == "train":
-            self._progress.update(self._task, completed=values["step"])
-            is_last = values["step"] == self._total_steps
-            seconds = LINE_SECONDS if self._live is None else DRAW_SECONDS
-            if is_last or time.monotonic() - self._shown_at > seconds:
-                self._show()
-        elif kind == "eval" and self._live is not None and self._live.is_started:
-            self._show()
+            self._progress.update(self._task, completed=step)
+            seconds = DRAW_SECONDS if self._on_terminal else LINE_SECONDS
+            if step == self._total_steps or time.monotonic() - self._shown_at > seconds:
+                self._show(step)
+        elif kind == "event":
+            self._print(step, values["text"])
+        elif kind == "save":
+            self._print(step, f"saved in {values['save_seconds']:.1f} s")
+        elif kind == "eval":
+            numbers = {name: value for name, value in values.items() if name != "step"}
+            self._print(step, "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+            if self._on_terminal:
+                self._show(step)
 
-    def _show(self) -> None:
+    def _print(self, step: int, text: str) -> None:
+        print(f"step {step:,}/{self._total_steps:,}  {text}", flush=True)
+
+    def _show(self, step: int) -> None:
         self._shown_at = time.monotonic()
         facts = "  ".join(
             form.format(self._values[key]) for key, form in FACTS.items() if key in self._values
         )
-        if self._live is None:
-            seconds = self._progress.tasks[0].time_remaining
-            left = f"  left {timedelta(seconds=seconds)}" if seconds else ""
-            step = self._values["step"]
-            print(f"step {step:,}/{self._total_steps:,}  {facts}{left}", flush=True)
-            return
-        if not self._live.is_started:
+        if self._on_terminal:
             self._live.start()
             self._live.console.show_cursor()  # a process that is killed would leave it hidden
-        self._live.update(Group(self._progress, Text(facts, "dim")), refresh=True)
+            self._live.update(Group(self._progress, Text(facts, "dim")), refresh=True)
+        else:
+            seconds = self._progress.tasks[0].time_remaining
+            left = f"  left {timedelta(seconds=seconds)}" if seconds else ""
+            self._print(step, facts + left)
 
     def close(self, exit_code: int) -> None:
-        if self._live is not None and self._live.is_started:
+        if self._live.is_started:
             if exit_code:
                 # other ranks may have printed errors below the bar: do not draw over them
                 self._live.console.file.write("\n" * 4)
             self._live.stop()
-
-
-def line_of(kind: str, values: dict[str, Any]) -> str | None:
-    """A record that is printed as soon as it is logged, in one line; None for the others."""
-    if kind == "event":
-        return values["text"]
-    if kind == "save":
-        return f"saved in {values['save_seconds']:.1f} s"
-    if kind == "eval":
-        numbers = {k: v for k, v in values.items() if isinstance(v, float)}
-        return "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-    return None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from zerotrain.runtime.machine import device_name
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.console import ConsoleSink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
-from zerotrain.tracking.wandb import WandbSink
 
 
 def open_metrics(
@@ -43,7 +42,10 @@ def open_metrics(
         metrics.sinks.append(ConsoleSink(start.step, total_steps))
         metrics.sinks.append(JsonlSink(folder / METRICS, start.step, lock))
         if config.tracking.wandb != "disabled":
-            metrics.sinks.append(WandbSink(config, start, cluster))
+            # imported here, because W&B takes a second and may be disabled
+            from zerotrain.tracking.wandb import WandbSink
+
+            metrics.sinks.append(WandbSink(config, start))
         metrics.log("start", {"step": start.step, **cluster})
 
     run_on_first_rank(ranks, open_sinks)

@@ -24,7 +24,7 @@ class Metrics:
 
     def __init__(self, sinks: list[Any]) -> None:
         self.sinks = sinks
-        self._failing: set[int] = set()
+        self._failing: set[Any] = set()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Report a record.
@@ -37,24 +37,20 @@ class Metrics:
         """
         self._for_each(lambda sink: sink.log(kind, values))
 
-    def log_event(self, step: int, name: str, text: str, **values: Any) -> None:
-        """Report that something has happened after a step."""
-        self.log("event", {"step": step, "name": name, "text": text, **values})
-
     def close(self, exit_code: int) -> None:
         """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""
         self._for_each(lambda sink: sink.close(exit_code))
 
     def _for_each(self, work: Callable[[Any], None]) -> None:
-        for i, sink in enumerate(self.sinks):
+        for sink in self.sinks:
             try:
                 work(sink)
-                self._failing.discard(i)
+                self._failing.discard(sink)
             except Exception as error:  # whatever it is, e.g. W&B's process was killed
-                if i not in self._failing:
+                if sink not in self._failing:
                     name = type(sink).__name__
                     print(f"WARNING: {name} has failed: {describe(error)}", flush=True)
-                self._failing.add(i)
+                self._failing.add(sink)
 
 
 class JsonlSink:

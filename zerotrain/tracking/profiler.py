@@ -15,14 +15,12 @@ class Profiler:
     def __init__(self, output_dir: str) -> None:
         self._output_dir = output_dir
         self._running: profile | None = None
-        self._steps_left = 0
 
     def step(self) -> None:
         """Called after each step."""
         if self._running is not None:
             self._running.step()  # at the last one it writes the trace
-            self._steps_left -= 1
-            if self._steps_left == 0:
+            if self._running.step_num > STEPS:
                 self._running.stop()
                 self._running = None
         elif take_request(self._output_dir, PROFILE_NOW):
@@ -33,4 +31,3 @@ class Profiler:
                 ),
             )
             self._running.start()
-            self._steps_left = STEPS + 1

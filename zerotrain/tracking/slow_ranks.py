@@ -57,7 +57,8 @@ class RankComparison:
             if windows == WINDOWS:
                 name = f"rank {rank} @ {self._places[rank]}"
                 text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
-                self._metrics.log_event(step, "slow_rank", text, ranks=[rank])
+                event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
+                self._metrics.log("event", event)
 
 
 def slow_ranks(probes: Sequence[float], waits: Sequence[float], step_seconds: float) -> list[int]:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
@@ -35,17 +33,14 @@ def startup_table(
     steps = total_steps(train, plan)
     first = plan.start.step  # earlier steps are of another plan
     sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
-    totals = np.sum([(s.tokens, s.padded_tokens, s.supervised_tokens) for s in sampled], axis=0)
-    _, padded, supervised = totals / totals[0]
+    padded = sum(step.padded_tokens for step in sampled) / sum(step.tokens for step in sampled)
+    supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch
     micro_steps = span([len(step.micro_batches) for step in sampled])
     examples = span([step.examples for step in sampled])
     rate = f"{schedule.peak:.3g}"
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
-    shared = "ranks"
-    if ranks.data_size < ranks.world_size:
-        shared = f"groups of {ranks.world_size // ranks.data_size} ranks"
     rows = {
         "model": f"{config.model.name_or_path}, {counts.total:,} parameters, "
         f"{counts.trained:,} of them trained",
@@ -54,7 +49,7 @@ def startup_table(
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{plan.data.meta['masks']}",
-        "batch": f"{ranks.data_size} {shared} x {micro_steps} micro-steps x <= "
+        "batch": f"{micro_steps} micro-steps x {ranks.data_size} micro-batches x <= "
         f"{plan.budget.micro_batch_tokens:,} tokens = {examples} examples per step",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
         "learning rate": f"{rate}, {schedule.name}, warm-up "

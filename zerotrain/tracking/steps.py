@@ -1,6 +1,7 @@
 """What is reported of each step."""
 
 from collections.abc import Mapping
+from itertools import chain
 from statistics import median
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from zerotrain.checkpoint.state import Progress
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
-from zerotrain.data.plan import StepPlan
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.tracking.metrics import Metrics
@@ -44,7 +44,7 @@ class StepReporter:
         step_seconds = values["step_seconds"]
         self._seconds.append(step_seconds)
         if self._ranks.is_first:
-            lengths = self._plan.data.lengths[np.concatenate(examples_of_step(plan))]
+            lengths = self._plan.data.lengths[np.concatenate([*chain(*plan.micro_batches)])]
             flops_per_s = self._flops.of_examples(lengths, plan.supervised_tokens) / step_seconds
             record = {
                 "step": progress.step,
@@ -72,10 +72,11 @@ class StepReporter:
         """
         micro_batches = batch.plan.micro_batches
         suspects = [micro_batches[i][rank] for i, rank in sorted(problem.micro_batches)]
-        examples = np.concatenate(suspects or examples_of_step(batch.plan))
+        examples = np.concatenate(suspects or [*chain(*micro_batches)])
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]
         text = f"{problem.reason}; the update is skipped"
-        self._metrics.log_event(batch.global_step + 1, "skipped_step", text, rows=rows)
+        event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
+        self._metrics.log("event", event)
 
     def summary(self) -> str:
         """The median time of a step and, on a GPU, the peak of rank 0's memory."""
@@ -89,8 +90,3 @@ class StepReporter:
 
 def peak_memory_gib() -> float:
     return torch.cuda.max_memory_allocated() / GIB
-
-
-def examples_of_step(plan: StepPlan) -> list[np.ndarray]:
-    """The examples of each micro-batch of a step, of all ranks."""
-    return [examples for ranks in plan.micro_batches for examples in ranks]

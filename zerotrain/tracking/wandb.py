@@ -5,7 +5,6 @@ A resumed run repeats the steps after its checkpoint. W&B's server takes them ba
 axis of all charts is the run's own `step`, so that they are drawn where they belong.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.run_folder import RESOLVED_DS_CONFIG
+import pandas as pd
+import wandb
+
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import EXIT_PREEMPTED, EnvironmentFailure, UserError, describe
@@ -31,9 +32,9 @@ def start_service() -> str:
     and its children, and the rank could not report its last steps. If the rank is killed, it exits
     soon after that.
     """
+    os.environ.pop("WANDB_SERVICE", None)  # of a failed attempt, whose run's id it would keep
     command = [*SERVICE, "start", "--idle-timeout", "20s"]
-    environment = {name: os.environ[name] for name in os.environ if name != "WANDB_SERVICE"}
-    started = subprocess.run(command, env=environment, capture_output=True, text=True)
+    started = subprocess.run(command, capture_output=True, text=True)
     if started.returncode:
         raise EnvironmentFailure(f"tracking: W&B does not start: {started.stderr.strip()[-200:]}")
     return started.stdout.strip()
@@ -42,11 +43,10 @@ def start_service() -> str:
 class WandbSink:
     """The run of rank 0. If its server cannot be reached within seconds, tracking is offline."""
 
-    def __init__(self, config: Config, start: Progress, cluster: dict[str, Any]) -> None:
+    def __init__(self, config: Config, start: Progress) -> None:
         """
         Args:
             start: the finished steps, and the W&B run, which a resumed run continues.
-            cluster: shown with the config.
 
         Raises:
             UserError: W&B rejects the settings.
@@ -54,11 +54,8 @@ class WandbSink:
         # Reports of W&B's own errors: a server that does not answer delays the exit by 17 s.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb  # takes a second, and tracking may be disabled
-
         folder = Path(config.output_dir)
         mode = config.tracking.wandb
-        ds_config = json.loads((folder / RESOLVED_DS_CONFIG).read_text())
         attempts = [{"mode": mode, "id": start.wandb_id, "resume": "allow"}]
         if mode == "online":
             attempts.append({**attempts[0], "mode": "offline"})
@@ -66,18 +63,13 @@ class WandbSink:
                 rewind = {"mode": mode, "resume_from": f"{start.wandb_id}?_step={start.step}"}
                 attempts.insert(0, rewind)
         for options in attempts:
-            # the process of a failed attempt would keep the id of its run
             os.environ["WANDB_SERVICE"] = start_service()
             try:
                 self.run = wandb.init(
                     project=config.tracking.project,
                     name=os.environ.get("WANDB_NAME", folder.name),
                     dir=str(folder),
-                    config={
-                        **asdict(config),
-                        "resolved_ds_config": ds_config,
-                        "cluster": cluster,
-                    },
+                    config=asdict(config),
                     settings=wandb.Settings(
                         init_timeout=INIT_SECONDS,
                         login_timeout=INIT_SECONDS,  # on a terminal it asks for a key
@@ -99,7 +91,6 @@ class WandbSink:
         # this run than the checkpoint, it numbers the rows itself
         self._is_numbered = self.run.starting_step <= start.step + 1
         self.run.define_metric("*", step_metric="step")
-        self._html = wandb.Html
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         step = values["step"]
@@ -108,12 +99,10 @@ class WandbSink:
         if kind == "event":
             row[f"event/{values['name']}"] = 1
         if kind == "generations":
-            import pandas as pd  # takes half a second, and most runs generate nothing
-
             # not W&B's own tables: they are artifacts, which wait for the server
             with pd.option_context("display.max_colwidth", None):
                 table = pd.DataFrame(values["rows"]).to_html(index=False)
-            row[f"eval/generations/{values['set']}"] = self._html(table, inject=False)
+            row[f"eval/generations/{values['set']}"] = wandb.Html(table, inject=False)
         number = max(step, self.run.starting_step) if self._is_numbered else None
         self.run.log({**row, "step": step}, step=number)
 
