@@ -173,14 +173,19 @@ def positions(engine: DeepSpeedEngine) -> Iterator[tuple[torch.Tensor, int, int,
             )
 
 
-def trained_parts(engine: DeepSpeedEngine) -> Iterator[tuple[torch.Tensor, Part]]:
-    """This rank's part of each trained parameter, as views of the tensors in use."""
+def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Part]]:
+    """This rank's part of each parameter, after its name and itself, as views of the tensors in
+    use: first of the trained parameters, then of the frozen ones.
+    """
+    names = {p: name for name, p in engine.module.named_parameters()}
     states = [saved_states(engine, flat) for flat in flat_weights(engine)]
     for p, i, offset, start, numel in positions(engine):
-        yield (
-            p,
-            (start, {k: flat.view(-1)[offset : offset + numel] for k, flat in states[i].items()}),
-        )
+        tensors = {key: flat.view(-1)[offset : offset + numel] for key, flat in states[i].items()}
+        yield names[p], p, (start, tensors)
+    for p, name in names.items():
+        if not p.requires_grad:
+            start, weight = computed_part(p, engine.zero_optimization_stage())
+            yield name, p, (start, {"fp32": weight})
 
 
 @torch.no_grad()
@@ -195,21 +200,20 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     counts = (state.get("step", 0) for state in engine.basic_optimizer.state.values())
     has_optimizer = not engine.super_offload()  # its moments are in a process that keeps them
     parameters = dict(engine.module.named_parameters())
-    names = {p: name for name, p in parameters.items()}
     split = {}
     for name, p in parameters.items():
         dimension = getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")
         if dimension is not None:
             split[name] = dimension
     tensor = max(1, engine.autotp_size())
-    parts: dict[str, Part] = {}
-    if stage > 0 or has_whole:
-        parts = {names[p]: part for p, part in trained_parts(engine)}
-    for name, p in parameters.items():
-        if base is None and not p.requires_grad and (stage == 3 or has_whole):
-            start, weight = computed_part(p, stage)
-            # a clone, since torch.save would write all that its ZeRO-3 storage has
-            parts[name] = start, {"fp32": weight.clone() if stage == 3 else weight}
+    parts = {}
+    for name, p, (start, tensors) in local_parts(engine):
+        is_partitioned = stage > (0 if p.requires_grad else 2)
+        if (is_partitioned or has_whole) and (p.requires_grad or base is None):
+            if stage == 3 and not p.requires_grad:
+                # torch.save would write all that its storage has
+                tensors = {"fp32": tensors["fp32"].clone()}
+            parts[name] = start, tensors
     in_state = engine.module.state_dict()
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
@@ -404,22 +408,17 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
     """Copy this rank's part of everything, without communication."""
     stage = engine.zero_optimization_stage()
     saved = shards.first
-    names = {p: name for name, p in engine.module.named_parameters()}
     keys = ("fp32",) if weights_only or not saved.updates else ("fp32", *MOMENTS)
     if len(keys) > 1:
         for flat in flat_weights(engine):
             _prepare_state(engine.basic_optimizer, flat, saved.updates)
-    for p, (start, tensors) in trained_parts(engine):
-        if not shards.holds(names[p]):
+    for name, p, (start, tensors) in local_parts(engine):
+        if not shards.holds(name):
             continue
-        for key in keys:
-            tensors[key].copy_(shards.read(names[p], key, start, len(tensors[key])))
-        if stage in (0, 3):
+        for key in keys if p.requires_grad else ("fp32",):
+            tensors[key].copy_(shards.read(name, key, start, len(tensors[key])))
+        if p.requires_grad and stage in (0, 3):
             computed_part(p, stage)[1].copy_(tensors["fp32"])
-    for p, name in names.items():
-        if not p.requires_grad and shards.holds(name):
-            start, weight = computed_part(p, stage)
-            weight.copy_(shards.read(name, "fp32", start, len(weight)))
     for name, values in saved.buffers.items():
         engine.module.get_buffer(name).copy_(values)
     if engine.fp16_enabled() and not weights_only:

@@ -20,7 +20,6 @@ from zerotrain.data.data_plan import DataPlan, continue_plan
 from zerotrain.model.hub import Base
 from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe, printable
-from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
 
@@ -140,7 +139,6 @@ def find_damage_on_all_ranks(
     Each rank reads the shard that it would resume from, and an equal share of further ones. What
     each node has on a disk of its own, and the small files, are shared among the node's ranks.
     """
-    local_ranks = this_machine(ranks).local_ranks
     lacking = set().union(*(view[str(checkpoint)][1] for view in nodes))
 
     def find() -> dict[str, str]:
@@ -148,7 +146,7 @@ def find_damage_on_all_ranks(
         own = {}
         # shards first, so that their numbers are those of their ranks
         for i, name in enumerate(sorted(files, key=lambda name: (not is_shard(name), name))):
-            reader, readers = ranks.local_rank, local_ranks
+            reader, readers = ranks.local_rank, ranks.local_ranks
             if is_shard(name) and name not in lacking:
                 reader, readers = ranks.rank, ranks.world_size
             if i % readers == reader and (checkpoint / name).exists():

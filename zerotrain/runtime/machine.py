@@ -1,6 +1,5 @@
 """The machine that a run is resolved for."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +44,7 @@ def this_machine(ranks: Ranks) -> Machine:
     if ranks.device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "bf16" if has_bf16 else "fp16"
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    return Machine(ranks.world_size, local_ranks, ranks.device.type, precision)
+    return Machine(ranks.world_size, ranks.local_ranks, ranks.device.type, precision)
 
 
 def device_name(device: torch.device) -> str:

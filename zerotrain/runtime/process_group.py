@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, describe
 from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
-from zerotrain.runtime.rank_env import rank_variables
+from zerotrain.runtime.rank_env import NAMES, rank_variables
 
 CONTROL_TIMEOUT = timedelta(days=1)  # of Ranks.control
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -40,6 +40,8 @@ class Ranks:
     rank: int
     local_rank: int
     world_size: int
+    local_ranks: int
+    """Ranks of this node."""
     device: torch.device
     control: dist.ProcessGroup
     """A gloo group for messages and long waits: it takes no GPU memory and does not have the short
@@ -110,9 +112,7 @@ def process_group(
         EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
     """
     os.environ.update(rank_variables(os.environ) or ALONE)
-    rank, local_rank, world_size = (
-        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
+    rank, local_rank, world_size, local_ranks = (int(os.environ[name]) for name in NAMES)
     if expected_ranks not in (None, world_size):
         raise UserError(
             f"distributed.world_size is {expected_ranks}, but WORLD_SIZE is {world_size}; were all "
@@ -123,7 +123,9 @@ def process_group(
     if follow_launcher():
         stop.grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     device = _choose_device(local_rank)
-    _share_cores()
+    _share_cores(local_ranks)
+    if world_size == local_ranks:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     backend = "gloo" if on_cpu else accelerator.communication_backend_name()
@@ -131,7 +133,7 @@ def process_group(
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     to_destroy = None  # all groups
     try:
-        yield Ranks(rank, local_rank, world_size, device, control, stop)
+        yield Ranks(rank, local_rank, world_size, local_ranks, device, control, stop)
     except AgreedError:
         raise
     except BaseException:
@@ -174,8 +176,6 @@ def _join(
         UserError: there is no address to meet at.
         EnvironmentFailure: the ranks do not meet within the timeout, or the port is busy.
     """
-    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
     try:
         dist.init_process_group(
             backend,
@@ -218,12 +218,11 @@ def find_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join(path)
 
 
-def _share_cores() -> None:
+def _share_cores(local_ranks: int) -> None:
     """Divide the cores of this node among its ranks, also for the CPU Adam of GPU runs; by
     default torch uses all of them in each rank.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 

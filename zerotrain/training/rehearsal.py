@@ -15,7 +15,6 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, collate
 from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.errors import UserError, first_of
-from zerotrain.runtime.machine import this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
@@ -132,7 +131,7 @@ def run_costliest(
             free, _ = torch.cuda.mem_get_info()
         else:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            free = accelerator.available_memory() // this_machine(ranks).local_ranks
+            free = accelerator.available_memory() // ranks.local_ranks
         apply_update(engine, clipping=0.0)
     return MeasuredMemory(before, peak, accelerator.memory_reserved() + free)
 
