@@ -67,9 +67,9 @@ class EpochOrder:
     one step per epoch.
 
     Steps are consecutive slices of the order. With a batch size in examples, step k of S is the
-    slice [k*n//S, (k+1)*n//S): sizes differ by at most one. With a batch size in tokens, the slices
-    end where the cumulative token count passes k/S of the epoch's, found in one pass over the
-    lengths per epoch. The bounds are kept, as a table of S + 1 integers per epoch.
+    slice [k*n//S, (k+1)*n//S): sizes differ by at most one, and any step is found in O(1). With a
+    batch size in tokens, the slices end where the cumulative token count passes k/S of the epoch's;
+    the bounds come from one pass over the lengths per epoch, kept as a table of S + 1 integers.
 
     `start` is 0 everywhere below, except in an epoch that is divided anew from some position on,
     because the global batch has changed there.
@@ -94,15 +94,21 @@ class EpochOrder:
 
     def steps_from(self, epoch: int, start: int) -> int:
         """Steps of an epoch from position `start` on."""
-        return len(self._bounds(epoch, start)) - 1
+        if self.global_batch_tokens is None:
+            return -(-(len(self.lengths) - start) // self.global_batch_size)
+        return len(self._bounds_by_tokens(epoch, start)) - 1
 
     def examples(self, epoch: int, step: int, start: int = 0) -> np.ndarray:
         """Indices of the examples of a step, int64."""
-        return self._slice(epoch, *self._bounds(epoch, start)[step : step + 2])
+        first, end = (self.first_of(epoch, k, start) for k in (step, step + 1))
+        return self._slice(epoch, first, end)
 
     def first_of(self, epoch: int, step: int, start: int = 0) -> int:
         """The position in the epoch's order at which a step begins."""
-        return int(self._bounds(epoch, start)[step])
+        if self.global_batch_tokens is None:
+            left = len(self.lengths) - start
+            return start + step * left // self.steps_from(epoch, start)
+        return int(self._bounds_by_tokens(epoch, start)[step])
 
     def _slice(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The examples at positions [start, stop) of the epoch's order, int64."""
@@ -112,14 +118,11 @@ class EpochOrder:
         return permute(index, len(self.lengths), derive_key(self.seed, epoch))
 
     @lru_cache(maxsize=64)  # noqa: B019 - a run has few orders, and keeps them
-    def _bounds(self, epoch: int, start: int) -> np.ndarray:
-        """Bounds of the steps from position `start` of an epoch on, int64 [steps + 1]; no step is
-        empty.
+    def _bounds_by_tokens(self, epoch: int, start: int) -> np.ndarray:
+        """Bounds of the steps sized in tokens, from position `start` of an epoch on, int64
+        [steps + 1]; no step is empty.
         """
         left = len(self.lengths) - start
-        if self.global_batch_tokens is None:
-            steps = -(-left // self.global_batch_size)
-            return start + np.arange(steps + 1) * left // steps
         lengths = self.lengths[self._slice(epoch, start, len(self.lengths))]
         tokens = np.cumsum(lengths)
         steps = min(left, -(-int(tokens[-1]) // self.global_batch_tokens))
