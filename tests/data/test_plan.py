@@ -1,5 +1,7 @@
 """The step plan: examples of each step, and their ranks.    pytest tests/data/test_plan.py"""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from harness.inputs import read_config
@@ -51,6 +53,15 @@ GOLDEN = {
     "tokens": [2469861, 3183095],
     "in order": [251160, 632086],
 }
+
+
+def test_a_step_of_a_billion_examples_takes_no_memory():
+    order = EpochOrder(np.broadcast_to(np.int32(9), 10**9), seed=3, global_batch_size=64)
+    tracemalloc.start()
+    steps = [order.examples(epoch=7, step=k) for k in (0, 1, order.steps_per_epoch - 1)]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [len(step) for step in steps] == [64, 64, 64] and peak_bytes < 1 << 20
 
 
 @settings(max_examples=200, deadline=None)
