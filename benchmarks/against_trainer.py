@@ -159,11 +159,7 @@ def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]
     config = {
         "output_dir": str(args.folder / f"run_{repeat}"),
         "ds_config": str(args.folder / "ds_config.json"),
-        "model": {
-            "name_or_path": str(args.folder / "model"),
-            "from_config": True,
-            "loss_chunk_tokens": 256,  # memory for larger logits is mapped anew for each chunk
-        },
+        "model": {"name_or_path": str(args.folder / "model"), "from_config": True},
         "data": {
             "train_sources": [str(args.folder / "rows.jsonl")],
             "max_length": args.max_length,

@@ -110,7 +110,7 @@ def run(name, config, options):
                 config, dtype=dtype, attn_implementation=attention
             )
         change_blocks(model.train(), ModelConfig("x", **options))
-        loss = SupervisedLoss(model, 32)
+        loss = SupervisedLoss(model, chunk_tokens=32)
         with Counted() as counted:
             cross_entropy, router = loss(model, batch.to(CUDA))
             (cross_entropy * 0.5 if router is None else cross_entropy + router).backward()

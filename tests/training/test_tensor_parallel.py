@@ -68,7 +68,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
     options, batching, strategies = CASES[kind]
     config = tiny_config(
         model=save_model(tmp_path / "model", sample_tokenizer, kind, **options),
-        data__micro_batch_tokens=300, data__batching=batching, model__loss_chunk_tokens=60,
+        data__micro_batch_tokens=300, data__batching=batching,
         model__activation_checkpointing=batching == "packed", train__epochs=1,
         eval={"every_steps": 100, "generate": 2, "max_new_tokens": 6},
     )  # fmt: skip
@@ -76,7 +76,8 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
     run_folder = tmp_path / "run"
     stop_after_one_step(run_folder)
     for name, ranks in strategies:
-        finished = forks.finish(config, "--ds_config", f"ds_configs/{name}.json", ranks=ranks)
+        flags = ("--ds_config", f"ds_configs/{name}.json")
+        finished = forks.finish(config, *flags, ranks=ranks, module="small_chunks")
         assert "its output head" not in finished.output
 
     assert_same(run_folder, plain)

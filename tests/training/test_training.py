@@ -56,13 +56,13 @@ def test_equals_a_plain_loop(
         content = json.loads(ds_config.read_text()) | {"sequence_parallel_size": 2}
         ds_config.write_text(json.dumps(content))
     config = tiny_config(
-        data__micro_batch_tokens=budget, data__batching=batching, model__loss_chunk_tokens=60,
+        data__micro_batch_tokens=budget, data__batching=batching,
         model__activation_checkpointing=recompute, ds_config=str(ds_config),
         data__eval_sources=[str(write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30]))],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     plain = plain_once(config)
-    forks.finish(config, ranks=ranks)
+    forks.finish(config, ranks=ranks, module="small_chunks")
 
     assert_same(tmp_path / "run", plain)
     assert len(read_metrics(tmp_path / "run", "eval")) == 2

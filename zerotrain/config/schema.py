@@ -81,10 +81,6 @@ class ModelConfig(Section):
     """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
     zerotrain/model/packing.py, for packed examples.
     """
-    loss_chunk_tokens: NonNegativeInt | None = None
-    """Supervised tokens whose logits exist at a time, in the loss; 0: those of a micro-batch;
-    default: 8,192 on a GPU, 1,024 on CPU.
-    """
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about 1/3 more compute, far less memory."""
     compile: bool = False

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of, text_config_of
+from zerotrain.training.loss import CHUNK_TOKENS
 from zerotrain.training.setup import Setup
 from zerotrain.training.states import MASTER, MOMENTS, ModelStates, weight_bytes
 
@@ -140,10 +141,9 @@ def _loss(setup: Setup, tokens: int) -> float:
     skeleton = setup.architecture.skeleton
     width = weight_bytes(setup.ds_config)
     vocabulary = int(text_config_of(skeleton.config).vocab_size)
-    chunk = setup.config.model.loss_chunk_tokens
-    logits = min(tokens, chunk or tokens)
+    logits = min(tokens, CHUNK_TOKENS[setup.machine.device])
     head = skeleton.get_output_embeddings()
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad) if chunk else 0
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     states = 2 * width * hidden_size(skeleton) * tokens
     return LOSS_BYTES * logits * vocabulary + states + (4 + width) * trained
 

@@ -100,7 +100,7 @@ def build_engine(
         raise
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
-    loss = SupervisedLoss(model, config.model.loss_chunk_tokens, ranks.sequence_group)
+    loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
     if setup.ds_config["compile"].get("deepcompile"):
         engine.compile()

@@ -35,6 +35,10 @@ from zerotrain.data.loader import MicroBatch
 from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits, draw
 
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Targets whose logits exist at a time. Each chunk reads and writes the sum of the head's
+gradients: on a GPU larger ones cost less.
+"""
 LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,  # Gemma
     "logits_scaling": torch.div,  # Granite
@@ -61,15 +65,15 @@ class SupervisedLoss:
     def __init__(
         self,
         model: nn.Module,
-        chunk_tokens: int = 0,
         sequence_group: dist.ProcessGroup | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         """To be called after deepspeed.initialize, since tensor parallelism replaces the head.
 
         Args:
             model: the Hugging Face model itself, not the engine around it.
-            chunk_tokens: targets per chunk; 0: all at once.
             sequence_group: the ranks that get the other parts of a micro-batch.
+            chunk_tokens: targets per chunk; default: those of CHUNK_TOKENS for the device.
         """
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
@@ -120,7 +124,7 @@ class SupervisedLoss:
         def compute(head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
             weights = [p for p in head.parameters() if p.requires_grad]
             loss, zeros = _ChunkedLoss.apply(
-                self._loss_of_chunk, self._chunk_tokens or max(1, len(batch.targets)),
+                self._loss_of_chunk, self._chunk_tokens or CHUNK_TOKENS[logits.device.type],
                 batch.targets, logits.detach(), *args[:1], *hidden, *weights,
             )  # fmt: skip
             losses.append(loss)

@@ -3,7 +3,7 @@ are read. Every command that has to know calls `resolve`.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,9 +31,6 @@ from zerotrain.runtime.agreement import require_same, run_on_all_ranks
 from zerotrain.runtime.machine import Machine, this_machine
 from zerotrain.runtime.process_group import Ranks
 from zerotrain.training.states import ModelStates, model_states
-
-# Each chunk reads and writes the sum of the head's gradients: on a GPU larger ones cost less.
-LOSS_CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,6 @@ def resolve(config: Config, machine: Machine, architecture: Architecture) -> Set
     config, precision, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
     tensor, sequence = group_sizes(ds_config)
     config, why = resolve_batching(config, skeleton, machine.device, precision, sequence)
-    if config.model.loss_chunk_tokens is None:
-        tokens = LOSS_CHUNK_TOKENS[machine.device]
-        config = replace(config, model=replace(config.model, loss_chunk_tokens=tokens))
     check_tensor_parallel(config, ds_config, skeleton, architecture.counts, tensor)
     return Setup(config, machine, architecture, precision, ds_config, why)
 
