@@ -82,7 +82,7 @@ def main() -> None:
     arguments = trainer.args
     accumulation = arguments.gradient_accumulation_steps
     of_ranks: list[Any] = [None] * arguments.world_size
-    torch.distributed.all_gather_object(of_ranks, counts)
+    torch.distributed.all_gather_object(of_ranks, counts)  # noqa: TID251  Trainer alone, on one machine
     for i, step in enumerate(clock.steps):
         of_step = [c[i * accumulation : (i + 1) * accumulation] for c in of_ranks]
         step["tokens"], padded = np.sum(of_step, axis=(0, 1)).tolist()

@@ -105,7 +105,8 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
     assert re.findall(r"^interrupted; .*", output, re.MULTILINE)
     assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output
     [(_, rows)] = starts_of(folder)
-    assert rows[-1]["step"] == read_metrics(folder)[-1]["step"]
+    # the interrupt may come between metrics.jsonl and W&B
+    assert read_metrics(folder)[-1]["step"] - rows[-1]["step"] in (0, 1)
     [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert "exit" in {record["type"] for record in records_of(file)}
 
