@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from harness.inputs import save_tiny_llama, write_tiny_config
 from harness.repository import SAMPLE
 from harness.runs import plainly
 
+# a shell has it ignored by what it starts in the background, and so by the runs of the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["STARTED_BY"] = str(os.getpid())
 gc.disable()  # during collection, whose imports stay; collecting garbage took 4 of its 15 s
 
