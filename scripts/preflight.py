@@ -5,7 +5,7 @@
 
 First each host reports on itself over ssh, and the reports are checked; then, unless a check has
 failed, a job on all ranks measures the links (--hosts_only leaves it out, --links FILE also writes
-them for scripts/plan.py). docs/multi_node.md lists the checks. Exit code: 0 nothing failed, 1 a
+them to a file). docs/multi_node.md lists the checks. Exit code: 0 nothing failed, 1 a
 check failed, 2 a mistake in the input.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
         "--links",
         default="",
         metavar="FILE",
-        help="write the bandwidths there, on the first host, for scripts/plan.py",
+        help="write the bandwidths there, on the first host, for the plan of a run",
     )
     options, command = split_command(sys.argv[1:])
     arguments = parser.parse_args(options)

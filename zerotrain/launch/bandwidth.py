@@ -2,7 +2,7 @@
 
 Runs on every rank. Rank 0 prints the results, and a warning for each host, pair of hosts or GPU
 that is slower than the others, and writes the bandwidths of the slowest host and of all ranks into
-a file, if one is named, for scripts/plan.py.
+a file, if one is named, for the plan of a run.
 """
 
 import json

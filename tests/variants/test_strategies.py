@@ -1,6 +1,6 @@
 """Files of ds_configs/ beyond the stages and their offload to CPU memory, which
 test_training.py has: the same training as plain torch, resumed, or refused in one line.
-pytest tests/training/test_strategies.py
+pytest tests/variants/test_strategies.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Mixtures of experts: router loss, load of the experts, ranks without tokens for one.
 
-pytest tests/training/test_router_loss.py
+pytest tests/variants/test_router_loss.py
 """
 
 from collections import defaultdict

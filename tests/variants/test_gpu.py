@@ -1,4 +1,4 @@
-"""What needs a GPU.    pytest -m gpu tests/training/test_gpu.py"""
+"""What needs a GPU.    pytest -m gpu tests/variants/test_gpu.py"""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 """LoRA and frozen parameters: the same steps as plain torch with peft; what checkpoints hold;
-resuming.    pytest tests/training/test_lora.py
+resuming.    pytest tests/variants/test_lora.py
 """
 
 import json

@@ -1,5 +1,5 @@
 """Tensor parallelism (AutoTP) against a plain loop.
-pytest tests/training/test_tensor_parallel.py"""
+pytest tests/variants/test_tensor_parallel.py"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""train.py --rehearse, and runs out of memory.    pytest tests/training/test_rehearsal.py"""
+"""train.py --rehearse, and runs out of memory.    pytest tests/variants/test_rehearsal.py"""
 
 import re
 import shutil
