@@ -1,6 +1,7 @@
-"""Micro-batches of random tokens."""
+"""Micro-batches of random tokens, and the router loss that a model should have on them."""
 
 import numpy as np
+import torch
 
 from zerotrain.data.loader import MicroBatch
 
@@ -20,3 +21,12 @@ def micro_batch(packed):
     ids[mask == 1] = np.concatenate(examples)
     is_target = (ids > 100) & (np.arange(max(LENGTHS)) > 0)
     return MicroBatch.of(ids, is_target, attention_mask=mask)
+
+
+def balance(router_logits, experts):
+    """Experts x sum of (share of choices x mean probability), over the tokens of all layers: eq. 4
+    to 6 of Switch Transformers, as transformers extends them to the two best experts.
+    """
+    probabilities = torch.cat([layer.softmax(-1) for layer in router_logits])
+    chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, experts).sum(1).double()
+    return experts * (chosen.mean(0) * probabilities.double().mean(0)).sum()

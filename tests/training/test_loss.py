@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.batches import balance
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -101,15 +102,6 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens):
         assert loss(model, batch).cross_entropy.item() == pytest.approx(plain.item(), rel=1e-6)
     whole = model(input_ids=batch.input_ids).logits
     assert whole.shape == (3, 17, 64), "other forward passes stay as they are"
-
-
-def balance(router_logits, experts):
-    """Experts x sum of (share of choices x mean probability), over the tokens of all layers: eq. 4
-    to 6 of Switch Transformers, as transformers extends them to the two best experts.
-    """
-    probabilities = torch.cat([F.softmax(layer, -1) for layer in router_logits])
-    chosen = F.one_hot(probabilities.topk(2).indices, experts).sum(1).double()
-    return experts * (chosen.mean(0) * probabilities.double().mean(0)).sum()
 
 
 def test_the_router_loss_is_that_of_tokens_without_padding():

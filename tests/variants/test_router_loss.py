@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.batches import balance
 from harness.inputs import read_config, strategy
 from harness.runs import read_metrics
-from test_loss import balance
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from zerotrain.checkpoint.run_folder import list_complete
