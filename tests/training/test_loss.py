@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from harness.batches import balance
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +66,9 @@ def micro_batch():
 
 def plain_loss(model, batch, labels):
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
 
 
 def supervised_loss(model, chunk_tokens):
@@ -101,7 +102,7 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens):
     with torch.no_grad():
         assert loss(model, batch).cross_entropy.item() == pytest.approx(plain.item(), rel=1e-6)
     whole = model(input_ids=batch.input_ids).logits
-    assert whole.shape == (3, 17, 64), "other forward passes stay as they are"
+    assert whole.shape == (3, 17, 64)  # other forward passes stay as they are
 
 
 def test_the_router_loss_is_that_of_tokens_without_padding():

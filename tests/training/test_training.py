@@ -193,7 +193,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     steps = [c.name for c in list_complete(cut / "checkpoints")]
     assert steps[-2:] == ["step_00000020", "step_00000024"]
-    assert len(steps) == 3, "and the one resumed from"
+    assert len(steps) == 3  # and the one resumed from
 
     if stage > 0:
         return  # a finished run started again is the same for all
