@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from zerotrain.checkpoint.manifest import read_manifest
@@ -19,25 +20,26 @@ Copy = Callable[..., None]
 
 def rsync_from(ssh: list[str]) -> Copy:
     """Copies from hosts, by rsync over the ssh command `ssh`."""
-
-    def copy(host: str, there: Path, here: Path, *options: str) -> None:
-        _rsync(host, ["-e", shlex.join(ssh), f"{host}:{there}/"], here, options)
-
-    return copy
+    return partial(_rsync, lambda host, there: ["-e", shlex.join(ssh), f"{host}:{there}/"])
 
 
 def rsync_from_disks(copies: Path) -> Copy:
     """Copies from a folder here that has a folder for each node, with its disk."""
-
-    def copy(host: str, there: Path, here: Path, *options: str) -> None:
-        _rsync(host, [f"{copies.absolute()}/{host}/{there}/"], here, options)
-
-    return copy
+    return partial(_rsync, lambda host, there: [f"{copies.absolute()}/{host}/{there}/"])
 
 
-def _rsync(host: str, source: list[str], here: Path, options: Sequence[str]) -> None:
-    """Raises UserError: names the host, and the first thing that rsync or ssh says."""
-    command = ["rsync", "-ts", *options, *source, f"{here}/"]
+def _rsync(
+    source: Callable[[str, Path], list[str]], host: str, there: Path, here: Path, *options: str
+) -> None:
+    """Copy a folder of a host.
+
+    Args:
+        source: maps the host and its folder to arguments of rsync.
+
+    Raises:
+        UserError: names the host, and the first thing that rsync or ssh says.
+    """
+    command = ["rsync", "-ts", *options, *source(host, there), f"{here}/"]
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode:
         lines = finished.stderr.split("\n")

@@ -34,6 +34,13 @@ THOUGHTS = re.compile("think|channel", re.IGNORECASE)  # in marks that an answer
 MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|.")
 
 
+def supervised_answers(messages: list[dict[str, Any]], supervise: str) -> list[int]:
+    """The indices of the messages that carry loss by data.supervise and their own weights."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = answers[-1:] if supervise == "last" else answers
+    return [i for i in wanted if messages[i].get("weight") != 0]
+
+
 def check_row(
     row: dict[str, Any], found: list[Segment], supervise: str, decoded: Callable[[str], str]
 ) -> list[str]:
@@ -47,8 +54,7 @@ def check_row(
     if messages is None:
         texts = {"prompt": "user", "completion": "assistant"}
         messages = [{"role": role, "content": row[key]} for key, role in texts.items()]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    supervised = answers[-1:] if supervise == "last" else answers
+    supervised = supervised_answers(messages, supervise)
     text_of = {
         is_target: _squeeze("".join(text for kind, text in found if (kind != PLAIN) == is_target))
         for is_target in (True, False)
@@ -56,7 +62,7 @@ def check_row(
     problems = []
     position = {True: 0, False: 0}
     for i, message in enumerate(messages):
-        is_target = i in supervised and message.get("weight") != 0
+        is_target = i in supervised
         if message["role"] == "assistant" and not is_target and supervise == "last":
             continue  # which templates may cut
         for key in ("reasoning_content", "thinking", "content"):
@@ -90,9 +96,7 @@ def check_runs(
         render: maps messages, and whether to add the generation prompt, to a text as decoded.
     """
     messages = [{k: v for k, v in m.items() if k != "weight"} for m in row["messages"]]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = answers[-1:] if supervise == "last" else answers
-    wanted = [i for i in wanted if row["messages"][i].get("weight") != 0]
+    wanted = supervised_answers(row["messages"], supervise)
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), append=np.int8(0))) + 1
     if len(edges) != 2 * len(wanted):
         return 0, []
