@@ -157,16 +157,16 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
 
 def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """(part, arguments of prompt_ids, whether it is all of the row) of a canonical row."""
+    from zerotrain.tools.row_proof import supervised_answers
+
     if "messages" not in row:  # no template: the tokenizer alone
         yield "its text", {"text": row.get("text", row.get("prompt"))}, False
         return
     tools = row.get("tools")
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in row["messages"]]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    for i in answers[-1:] if supervise == "last" else answers:
-        if row["messages"][i].get("weight") != 0:
-            request = {"conversation": messages[:i], "tools": tools, "add_generation_prompt": True}
-            yield f"the prompt of message {i + 1}", request, False
+    for i in supervised_answers(row["messages"], supervise):
+        request = {"conversation": messages[:i], "tools": tools, "add_generation_prompt": True}
+        yield f"the prompt of message {i + 1}", request, False
     request = {"conversation": messages, "tools": tools, "add_generation_prompt": False}
     yield "its messages", request, True
 
