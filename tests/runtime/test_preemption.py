@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 import time
 
 import psutil
 import pytest
 from harness.inputs import strategy, write_rows
-from harness.processes import start, wait_until
+from harness.processes import run, start, wait_until
 from harness.runs import determined, is_saving, logged, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -61,7 +62,7 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
             assert saved[-1].name == f"step_{steps:08d}" and checkpoint_problem(saved[-1]) is None
             assert f"preempted: step {steps}, " in finished.output
         if moment == "in an evaluation":
-            assert (steps, evals) == (6, 1), "it is interrupted and followed by no step"
+            assert (steps, evals) == (6, 1)  # it is interrupted and followed by no step
         else:
             assert steps < 6, moment
         forks.finish(config, "--output_dir", folder, ranks=2)
@@ -88,11 +89,17 @@ def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_conf
     assert not left_running()
 
 
+def test_a_signal_that_comes_after_the_loop_changes_nothing():
+    """Another rank's has ended it, and this rank has saved."""
+    late = "with handler.deferred(): pass\nos.kill(os.getpid(), 15); sys.exit(75)"
+    imports = "import os, sys; from zerotrain.runtime.preemption import PreemptionHandler"
+    code = f"{imports}\nhandler = PreemptionHandler(9)\n{late}"
+    assert run([sys.executable, "-c", code]).code == 75
+
+
 def is_waiting(pid):
     """Whether the process is idle: it uses no CPU time for a quarter of a second."""
-    before = psutil.Process(pid).cpu_times()
-    time.sleep(0.25)
-    return psutil.Process(pid).cpu_times()[:2] == before[:2]
+    return not psutil.Process(pid).cpu_percent(0.25)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_every_schedule_warms_up_and_wastes_no_update(name):
     assert min(rates) > 0 and max(rates) == pytest.approx(1e-3)
     if warmup:
         assert rates[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
-    assert [found.rate(step) for step in (7, 3)] == [rates[7], rates[3]], "in any order"
+    assert [found.rate(step) for step in (7, 3)] == [rates[7], rates[3]]  # in any order
 
 
 def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():

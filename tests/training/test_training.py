@@ -87,7 +87,7 @@ def test_norm_and_clipping_are_exact_for_a_million_weights(
     )  # fmt: skip
     forks.finish(config, ranks=2)
     plain = plainly(config, sample_tokenizer)
-    assert min(plain.grad_norms) > 0.5, "nothing is clipped"
+    assert min(plain.grad_norms) > 0.5  # so that it is clipped
     assert_same(tmp_path / "run", plain)
     export(tmp_path / "run", tmp_path / "hf")
     assert_same_weights(tmp_path / "hf", plain)
@@ -176,7 +176,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
         process.kill(1, signal.SIGUSR1)
     assert process.wait().code != 0
     done = read_metrics(cut)[-1]["step"]
-    assert 10 <= done < 24, "the run should have been stopped in the middle"
+    assert 10 <= done < 24  # it was stopped in the middle
     saved = list_complete(cut / "checkpoints")[-1].name
     assert how == "killed" or saved == f"step_{done:08d}", (
         "it saves the step in which it is preempted"
@@ -185,7 +185,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     finished = forks.finish(config, "--output_dir", cut, ranks=2)
     assert "resuming from" in finished.output
     lines = [determined(folder) for folder in (whole, cut)]
-    assert lines[0] == lines[1] and len(lines[0]) == 24, "each step once, each number the same"
+    assert lines[0] == lines[1] and len(lines[0]) == 24  # each step once, each number the same
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
     assert evals[0] == evals[1] and len(evals[0]) == 1 + 3 + 1
 

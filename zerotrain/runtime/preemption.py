@@ -29,8 +29,8 @@ TIDY_SECONDS = 5.0  # for the `finally` blocks of a process that exits without s
 class PreemptionHandler:
     """Receives SIGTERM and SIGUSR1, with which a scheduler or a launcher preempts a run.
 
-    While `deferred`, the first signal is recorded for the training loop, which saves and exits. At
-    other times there is nothing to save, and the signal ends the process.
+    While `deferred`, the first signal is recorded for the training loop, which saves and exits.
+    Before, there is nothing to save, and the signal ends the process.
 
     Python runs signal handlers only in the main thread, and only when that thread is executing
     Python. A thread that waits in a collective for a failed rank never is. A second thread
@@ -79,10 +79,15 @@ class PreemptionHandler:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which the first signal is only recorded."""
+        """A context in which the first signal is only recorded. If it ends without an error, later
+        ones are ignored: another rank's signal may have ended the loop before this rank's arrives,
+        and the process is about to exit with the code of the run.
+        """
         self._deferred = True
         try:
             yield
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
         finally:
             self._deferred = False
 
