@@ -10,6 +10,7 @@ import subprocess
 import time
 from contextlib import suppress
 
+import psutil
 import pytest
 from harness.inputs import read_config
 from harness.processes import NEEDS_ROOT, mounted, start, wait_until
@@ -99,8 +100,10 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
     with (tmp_path / "log").open("w+") as log:
         run = start(config, ranks=2, stdout=log)
         wait_until(lambda: len(logged(folder)) > 4, run)
+        started = psutil.Process(run.pid).children(recursive=True)
         os.killpg(run.pid, signal.SIGINT)
-        run.wait(120)
+        run.wait(120)  # the runner does not wait for its launcher and the ranks
+        psutil.wait_procs(started, 120)
     output = (tmp_path / "log").read_text()
     assert re.findall(r"^interrupted; .*", output, re.MULTILINE)
     assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output
