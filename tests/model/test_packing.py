@@ -173,7 +173,7 @@ def resolve(tiny_config):
         skeleton = meta_model(copy.deepcopy(architecture), False)
         chosen = skeleton.config._attn_implementation
         resolved, why = resolve_batching(asked, skeleton, device, precision)
-        assert skeleton.config._attn_implementation == chosen, "the model remembers the probe"
+        assert skeleton.config._attn_implementation == chosen  # the probe has left no trace
         return resolved.data.batching, resolved.model.attn_implementation, why
 
     return resolve

@@ -89,12 +89,15 @@ def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_conf
     assert not left_running()
 
 
-def test_a_signal_that_comes_after_the_loop_changes_nothing():
-    """Another rank's has ended it, and this rank has saved."""
-    late = "with handler.deferred(): pass\nos.kill(os.getpid(), 15); sys.exit(75)"
-    imports = "import os, sys; from zerotrain.runtime.preemption import PreemptionHandler"
-    code = f"{imports}\nhandler = PreemptionHandler(9)\n{late}"
-    assert run([sys.executable, "-c", code]).code == 75
+@pytest.mark.parametrize("seconds, code", [(0, 75), (99, 143)])
+def test_a_signal_after_the_loop_changes_nothing_unless_the_rank_hangs(seconds, code):
+    """Another rank's has ended the loop, and this rank has saved."""
+    program = (
+        "import os, sys, time; from zerotrain.runtime.preemption import PreemptionHandler\n"
+        "with PreemptionHandler(1).deferred(): pass\n"
+        f"os.kill(os.getpid(), 15); time.sleep({seconds}); sys.exit(75)"
+    )
+    assert run([sys.executable, "-c", program]).code == code
 
 
 def is_waiting(pid):

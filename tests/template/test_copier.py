@@ -76,7 +76,7 @@ def test_copies_have_what_was_asked_for(copies):
     assert "deploy/Dockerfile" in batch and "deploy/Dockerfile" not in cloud
     for name in ("small", "batch", "cloud"):
         copy = copies / name
-        assert "CITATION.cff" not in files_in(copy) and "copier.yml" not in files_in(copy)
+        assert not {"CITATION.cff", "copier.yml"} & files_in(copy)
         readme = (copy / "README.md").read_text()
         assert readme.startswith(f"# {name}\n") and f"recipes/{name}.yaml" in readme
     [job] = yaml.safe_load((copies / "cloud/deploy/kubernetes/jobset.yaml").read_text())["spec"][

@@ -122,13 +122,12 @@ def test_a_family_trains_two_steps_with_its_recipe(forks, small_model, chat_rows
     file = write_rows(tmp_path / "rows.jsonl", rows)
     batch = ("tokens", 2048) if config.train.global_batch_tokens else ("size", 16)
     flags = local(name, small_model(config.model.name_or_path), file, tmp_path)
-    finished = forks.train(
+    forks.finish(
         REPO / "recipes" / name, *flags, f"--train.global_batch_{batch[0]}", batch[1],
         "--train.epochs", "null", "--train.steps", 2, "--train.warmup_examples", 0,
         "--data.max_length", 256, "--data.micro_batch_tokens", 1024,
         ranks=2 if "zero3" in config.ds_config else 1,
     )  # fmt: skip
-    assert finished.code == 0, finished.output
     steps = read_metrics(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2] and steps[1]["loss"] < steps[0]["loss"] + 1
 
@@ -143,10 +142,8 @@ def test_one_batch_is_memorized(forks, small_model, tmp_path):
         for i in range(16)
     ]
     name = "debug/overfit-one-batch.yaml"
-    flags = local(
-        name, small_model("Qwen/Qwen3-0.6B"), write_rows(tmp_path / "rows.jsonl", rows), tmp_path
-    )
-    finished = forks.train(REPO / "recipes" / name, *flags, "--train.learning_rate", "1e-2")
-    assert finished.code == 0, finished.output
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    flags = local(name, small_model("Qwen/Qwen3-0.6B"), file, tmp_path)
+    forks.finish(REPO / "recipes" / name, *flags, "--train.learning_rate", "1e-2")
     losses = [step["loss"] for step in read_metrics(tmp_path / "run")]
     assert len(losses) == 60 and losses[0] > 4 and losses[-1] < 0.7, losses

@@ -103,7 +103,7 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
         started = psutil.Process(run.pid).children(recursive=True)
         os.killpg(run.pid, signal.SIGINT)
         run.wait(120)  # the runner does not wait for its launcher and the ranks
-        psutil.wait_procs(started, 120)
+        assert not psutil.wait_procs(started, 120)[1]
     output = (tmp_path / "log").read_text()
     assert re.findall(r"^interrupted; .*", output, re.MULTILINE)
     assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output

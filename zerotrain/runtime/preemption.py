@@ -79,17 +79,16 @@ class PreemptionHandler:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which the first signal is only recorded. If it ends without an error, later
-        ones are ignored: another rank's signal may have ended the loop before this rank's arrives,
-        and the process is about to exit with the code of the run.
+        """A context in which the first signal is only recorded. If it ends without an error, so is
+        one that comes later: another rank's signal may have ended the loop before this rank's
+        arrives, and the process exits with the code of the run, or after the grace period.
         """
         self._deferred = True
         try:
             yield
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-        finally:
+        except BaseException:
             self._deferred = False
+            raise
 
 
 def follow_launcher() -> bool:

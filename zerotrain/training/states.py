@@ -48,9 +48,6 @@ def model_states(
         skeleton: the model on the meta device, with requires_grad as in training.
         counts: numbers of its parameters.
         ds_config: merged, with no value "auto".
-
-    Raises:
-        UserError: the ZeRO stage is not a number.
     """
     stage = zero_stage(ds_config)
     tensor_parallel, _ = group_sizes(ds_config)
