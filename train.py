@@ -39,16 +39,10 @@ from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.data.loader import StepBatch, load_steps
-from zerotrain.runtime.agreement import (
-    any_rank_preempted,
-    count_ranks,
-    run_on_all_ranks,
-    run_on_first_rank,
-    sum_over_ranks,
-)
 from zerotrain.runtime.hang import HangWatch
-from zerotrain.runtime.process_group import Ranks, apply_timeout, group_ranks, process_group
+from zerotrain.runtime.process_group import apply_timeout, process_group
 from zerotrain.runtime.progress import show_rows
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.destinations import open_metrics
 from zerotrain.tracking.metrics import Metrics
@@ -101,9 +95,9 @@ def main(config: Config, mode: str = "train") -> None:
         quieten_libraries(world.is_first)
 
         # 1. What the run is: tokenizer, architecture, precision, the merged DeepSpeed config.
-        run_on_all_ranks(world, lambda: check_start(config))
+        world.run_on_all(lambda: check_start(config))
         setup, tokenizer = open_run_on_all_ranks(config, world)
-        ranks = group_ranks(world, *group_sizes(setup.ds_config))
+        ranks = world.in_groups(*group_sizes(setup.ds_config))
 
         # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
         train_plan, eval_plans = load_plans(setup, tokenizer, ranks)
@@ -112,7 +106,7 @@ def main(config: Config, mode: str = "train") -> None:
         identity = RunIdentity.of(setup, train_plan)
         lock = RunLock(Path(config.output_dir))
         if mode == "train":
-            run_on_first_rank(ranks, lambda: stack.enter_context(lock))
+            ranks.run_on_first(lambda: stack.enter_context(lock))
         start = find_start(setup.config, identity, train_plan, ranks)
         schedule = make_schedule(setup.config.train, start.plan)
         if ranks.is_first:
@@ -120,7 +114,7 @@ def main(config: Config, mode: str = "train") -> None:
         if mode == "dry_run":
             return
         if mode == "train":
-            run_on_first_rank(ranks, lambda: write_resolved_configs(setup))
+            ranks.run_on_first(lambda: write_resolved_configs(setup))
 
         # 4. Model and engine, in the state that the run starts from.
         engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
@@ -208,7 +202,7 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
             run.hang_watch.restart()
             run.saver.save(TrainerState(run.identity, progress))
             saved = progress
-            preempted = preempted or any_rank_preempted(ranks)  # during the save
+            preempted = preempted or ranks.any_preempted()  # during the save
         if is_last or stopped or preempted:
             break
         progress = take_step(run, batches, progress)
@@ -295,7 +289,7 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
     # engine.step(): clip, update, zero the gradients
     grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping)
     # the ranks of a tensor-parallel group have the same losses
-    totals = (sum_over_ranks(losses.sum(1)) / ranks.tensor).tolist()
+    totals = (ranks.sum(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens
     problem = None
     if not is_applied:
@@ -323,11 +317,11 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
         stop = take_request(run.config.output_dir, STOP)
         save = take_request(run.config.output_dir, SAVE_NOW) or saver.is_due(step)
     preempted = ranks.stop.signal is not None
-    stop, preempted, save, written, lost = count_ranks(
-        ranks, stop, preempted, save, saver.is_written, is_lost
+    stop, preempted, save, written, lost = ranks.count(
+        stop, preempted, save, saver.is_written, is_lost
     )
     if lost:
-        run_on_first_rank(ranks, lock.check)
+        ranks.run_on_first(lock.check)
     if written == ranks.world_size:  # the files of an asynchronous save
         saver.finish()
     return stop > 0, preempted > 0, save > 0

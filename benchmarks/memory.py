@@ -26,7 +26,7 @@ from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
 from zerotrain.runtime.errors import exit_on_error
-from zerotrain.runtime.process_group import group_ranks, process_group
+from zerotrain.runtime.process_group import process_group
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.timer import PhaseTimer
 from zerotrain.training.engine import build_engine
@@ -52,7 +52,7 @@ def main(config: Config) -> None:
         stack.enter_context(profiler)
         world = stack.enter_context(process_group(config.distributed.timeout_seconds))
         setup, tokenizer = open_run_on_all_ranks(config, world)
-        ranks = group_ranks(world, *group_sizes(setup.ds_config))
+        ranks = world.in_groups(*group_sizes(setup.ds_config))
         plan, _ = load_plans(setup, tokenizer, ranks)
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         watch = Watch(ranks.device)

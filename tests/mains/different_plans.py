@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from zerotrain.runtime.agreement import gather_json, require_same
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import process_group
 from zerotrain.training.setup import open_run_on_all_ranks
@@ -15,8 +14,8 @@ def main(config, mode):
     """As train.main, and no further than the plans."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         value = [None, -math.inf, "\udc80ü", {"long": "x" * 10**6 * ranks.rank}]
-        assert gather_json(ranks, value)[ranks.rank] == value
-        nan, other = gather_json(ranks, math.nan if ranks.is_first else ranks.rank)
+        assert ranks.gather_json(value)[ranks.rank] == value
+        nan, other = ranks.gather_json(math.nan if ranks.is_first else ranks.rank)
         assert math.isnan(nan) and other == 1
         for change, line in (
             ({"learning_rate": 1e-3 * (1 + ranks.rank)}, "learning_rate: 0.002"),
@@ -25,5 +24,5 @@ def main(config, mode):
             own = replace(config, train=replace(config.train, **change))
             with pytest.raises(UserError, match=f"{line}.* on rank 1"):
                 open_run_on_all_ranks(own, ranks)
-        require_same(ranks, "the same", "a\nb")
-        require_same(ranks, "the data plan", "a" if ranks.rank == 0 else "b")
+        ranks.require_same("the same", "a\nb")
+        ranks.require_same("the data plan", "a" if ranks.rank == 0 else "b")

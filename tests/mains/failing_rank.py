@@ -3,7 +3,6 @@
 import logging
 import warnings
 
-from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import process_group
 from zerotrain.tracking.console import quieten_libraries
@@ -24,7 +23,7 @@ def main(config, mode):
                 raise UserError("data: a file is missing")
 
         try:
-            run_on_all_ranks(ranks, work)
+            ranks.run_on_all(work)
         except UserError as error:
             if ranks.is_first:
                 print(error, flush=True)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from zerotrain.runtime.agreement import run_on_all_ranks, sum_over_ranks
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure
 from zerotrain.runtime.process_group import process_group
 
@@ -39,7 +38,7 @@ def main(_config, _mode):
         if os.environ["FAILS"] == "together":
             raise AgreedError("on all ranks")
         if os.environ["FAILS"] == "disk":
-            run_on_all_ranks(ranks, full_disk)
+            ranks.run_on_all(full_disk)
         if ranks.rank == 1:
             raise ValueError("on this one")
-        sum_over_ranks(torch.ones(1))
+        ranks.sum(torch.ones(1))

@@ -77,15 +77,14 @@ def test_the_loss_is_that_of_the_cpu(tiny_model, packed, dtype, options):
 def test_nccl_sums_agreement_and_timeouts():
     script = """
 import torch
-from zerotrain.runtime.agreement import count_ranks, run_on_first_rank, sum_over_ranks
 from zerotrain.runtime.process_group import apply_timeout, process_group
 
 with process_group(timeout_seconds=60) as ranks:
     assert ranks.device.type == "cuda" and torch.distributed.get_backend() == "nccl"
     third = torch.tensor(1 / 3, dtype=torch.float64, device=ranks.device)
-    assert sum_over_ranks(third).item() == 1 / 3
-    assert count_ranks(ranks, True, False) == [1, 0]
-    assert run_on_first_rank(ranks, lambda: "said") == "said"
+    assert ranks.sum(third).item() == 1 / 3
+    assert ranks.count(True, False) == [1, 0]
+    assert ranks.run_on_first(lambda: "said") == "said"
     apply_timeout(30, ranks)
 print("ALL WELL")
 """

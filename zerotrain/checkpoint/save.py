@@ -51,10 +51,9 @@ from zerotrain.checkpoint.shards import collect, shard_name
 from zerotrain.checkpoint.state import TrainerState, write_state
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.model.hub import Base
-from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import RunFailed, UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -158,7 +157,7 @@ class Saver:
         """
         self.finish()
         self._last_began = time.monotonic()
-        save_id = gather_json(self.ranks, uuid.uuid4().hex)[0]
+        save_id = self.ranks.gather_json(uuid.uuid4().hex)[0]
         self._state = state
         self._target = self.folder / checkpoint_name(state.progress.step)
         self._draft = temporary(self._target, save_id)
@@ -195,7 +194,7 @@ class Saver:
         entry = self._pending
         self._pending = None
         wait([entry])
-        entries = gather_json(self.ranks, self._run(entry.result))
+        entries = self.ranks.gather_json(self._run(entry.result))
         self._run(lambda: self._owns_disk and self._seal(entries))
         # the owners of all disks have sealed theirs; it is usable once all have renamed it
         self._run(lambda: self._owns_disk and self._publish())
@@ -221,7 +220,7 @@ class Saver:
                 raise UserError(describe(cause)) from error
 
         try:
-            return run_on_all_ranks(self.ranks, with_lock)
+            return self.ranks.run_on_all(with_lock)
         except UserError as error:
             if self._owns_disk:
                 remove(self._draft)

@@ -32,9 +32,8 @@ from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import SHARDS
 from zerotrain.config.ds_config import offload_devices
 from zerotrain.model.hub import Base, is_same_base
-from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rng_state
 
 Part = tuple[int, dict[str, torch.Tensor]]
@@ -336,10 +335,10 @@ def load_shards(
     """
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
-    run_on_all_ranks(ranks, lambda: check_model(engine, shards, base, weights_only))
+    ranks.run_on_all(lambda: check_model(engine, shards, base, weights_only))
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # releases all gathered parameters
-    run_on_all_ranks(ranks, lambda: _fill(engine, shards, weights_only))
+    ranks.run_on_all(lambda: _fill(engine, shards, weights_only))
     if stage == 3:
         optimizer.invalidate_secondary_tensor()  # the copies of hpZ
         optimizer.checkpoint_event_epilogue()

@@ -18,9 +18,8 @@ from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
 from zerotrain.model.hub import Base
-from zerotrain.runtime.agreement import gather_json, run_on_all_ranks
 from zerotrain.runtime.errors import UserError, describe, printable
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
 
 
@@ -49,7 +48,7 @@ class Start:
         """
         if self.checkpoint is None:
             return base
-        shards = run_on_all_ranks(ranks, lambda: Shards(self.checkpoint, ranks.rank))
+        shards = ranks.run_on_all(lambda: Shards(self.checkpoint, ranks.rank))
         base = load_shards(engine, shards, ranks, base, self.weights_only)
         is_same = shards.has_own and shards.world_size == ranks.world_size
         if not (self.weights_only or (is_same and set_rng_state(shards.first.rng))):
@@ -75,21 +74,19 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     settings = config.checkpoint
     folder = checkpoints_folder(config.output_dir)
     view = inspect_on_this_node(settings, folder) if ranks.local_rank == 0 else None
-    nodes = [view for view in gather_json(ranks, view) if view is not None]
+    nodes = [view for view in ranks.gather_json(view) if view is not None]
     damage: dict[str, str] | None = None
     while damage != {}:
-        checkpoint, lines = run_on_all_ranks(
-            ranks, lambda: find_checkpoint(settings, folder, nodes)
-        )
+        checkpoint, lines = ranks.run_on_all(lambda: find_checkpoint(settings, folder, nodes))
         damage = find_damage_on_all_ranks(checkpoint, nodes, ranks) if checkpoint else {}
         for view in nodes if damage else ():
             view[str(checkpoint)][1].update(damage)
     start = Start(plan)
     if checkpoint is not None:
-        start = run_on_all_ranks(ranks, lambda: start_from(checkpoint, settings, identity, plan))
+        start = ranks.run_on_all(lambda: start_from(checkpoint, settings, identity, plan))
         line = f"resuming from {checkpoint}: step {start.progress.step:,}"
         lines.append(f"starting with the weights of {checkpoint}" if start.weights_only else line)
-    wandb_id = gather_json(ranks, start.progress.wandb_id)[0]  # each node's checkpoints have it
+    wandb_id = ranks.gather_json(start.progress.wandb_id)[0]  # each node's checkpoints have it
     for line in lines if ranks.is_first else ():
         print(printable(line), flush=True)
     return replace(start, progress=replace(start.progress, wandb_id=wandb_id))
@@ -153,7 +150,7 @@ def find_damage_on_all_ranks(
                 own[name] = files[name]
         return find_problems(checkpoint, own, checksums=True)
 
-    found = gather_json(ranks, run_on_all_ranks(ranks, find))
+    found = ranks.gather_json(ranks.run_on_all(find))
     return {name: problem for of_rank in found for name, problem in of_rank.items()}
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 
 PEAK_TFLOPS = {
     "B200": 2250.0,

@@ -5,7 +5,6 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import deepspeed
@@ -17,79 +16,10 @@ from deepspeed.accelerator import get_accelerator
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, describe
 from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
 from zerotrain.runtime.rank_env import NAMES, rank_variables
+from zerotrain.runtime.ranks import Ranks
 
 CONTROL_TIMEOUT = timedelta(days=1)  # of Ranks.control
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
-
-# Eight ranks. Those in a cell share a micro-batch: the number in it is data_rank.
-#
-#   rank            0     1     2     3     4     5     6     7
-#                |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  each rank: a replica
-#   tensor = 2   |     0     |     1     |     2     |     3     |  each cell: a replica, in parts
-#   sequence = 2 |     0     |     1     |     2     |     3     |  each rank: a replica, and
-#                                                                   part rank % 2 of sequences
-# Across the replicas DeepSpeed averages gradients, and with ZeRO shares optimizer state (stage 1
-# and above), gradients (2) and weights (3).
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all ranks of a run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_ranks: int
-    """Ranks of this node."""
-    device: torch.device
-    control: dist.ProcessGroup
-    """A gloo group for messages and long waits: it takes no GPU memory and does not have the short
-    timeout of the collectives.
-    """
-    stop: PreemptionHandler
-    tensor: int = 1
-    """The number of ranks that hold parts of each weight matrix and get the same tokens (AutoTP).
-    """
-    sequence: int = 1
-    """The number of ranks that get parts of each sequence (Ulysses)."""
-    sequence_group: dist.ProcessGroup | None = None
-    """The ranks that get the parts of this rank's sequences; None if `sequence` is 1."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def data_size(self) -> int:
-        """The number of micro-batches that all ranks together run at a time."""
-        return self.world_size // (self.tensor * self.sequence)
-
-    @property
-    def data_rank(self) -> int:
-        """The number of the micro-batch, of `data_size`, that this rank runs or runs a part of."""
-        return self.rank // (self.tensor * self.sequence)
-
-    @property
-    def sequence_part(self) -> tuple[int, int]:
-        """The part of each sequence that this rank gets, and the number of parts."""
-        return self.rank % self.sequence, self.sequence
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas of the model, over which DeepSpeed averages gradients."""
-        return self.world_size // self.tensor
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this rank belongs to."""
-        return self.rank // self.tensor
-
-
-def group_ranks(ranks: Ranks, tensor: int, sequence: int) -> Ranks:
-    """`ranks` in groups of consecutive ones; called by all ranks."""
-    own = dist.new_subgroups(sequence)[0] if sequence > 1 else None
-    return replace(ranks, tensor=tensor, sequence=sequence, sequence_group=own)
 
 
 @contextmanager

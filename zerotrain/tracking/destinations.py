@@ -11,9 +11,8 @@ from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
-from zerotrain.runtime.agreement import gather_json, run_on_first_rank
 from zerotrain.runtime.machine import device_name
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import ConsoleSink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
 
@@ -31,7 +30,7 @@ def open_metrics(
     """
     metrics = Metrics([])
     folder = Path(config.output_dir)
-    places = gather_json(ranks, [socket.gethostname(), device_name(ranks.device)])
+    places = ranks.gather_json([socket.gethostname(), device_name(ranks.device)])
     cluster = {
         "world_size": len(places),
         "hosts": list(dict.fromkeys(host for host, _ in places)),
@@ -48,5 +47,5 @@ def open_metrics(
             metrics.sinks.append(WandbSink(config, start))
         metrics.log("start", {"step": start.step, **cluster})
 
-    run_on_first_rank(ranks, open_sinks)
+    ranks.run_on_first(open_sinks)
     return metrics

@@ -11,8 +11,7 @@ from statistics import fmean, median_low
 import torch
 from torch.utils.benchmark import Timer
 
-from zerotrain.runtime.agreement import gather_json
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
 
 WINDOW_STEPS = 50  # between two comparisons of the ranks
@@ -31,7 +30,7 @@ class RankComparison:
         self._window: list[Mapping[str, float]] = []  # what the loop has measured of each step
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
         place = f"{socket.gethostname()} (local rank {ranks.local_rank})"
-        self._places = gather_json(ranks, place)
+        self._places = ranks.gather_json(place)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add what the loop has measured of a step. At the end of a window, report what each rank
@@ -47,7 +46,7 @@ class RankComparison:
         }
         step_seconds = fmean(step["step_seconds"] for step in self._window)
         self._window.clear()
-        by_rank = gather_json(self._ranks, measured)
+        by_rank = self._ranks.gather_json(measured)
         columns = {name: [rank[name] for rank in by_rank] for name in measured}
         record = {"step": step, "hosts": self._places, "step_seconds": step_seconds, **columns}
         self._metrics.log("ranks", record)

@@ -11,7 +11,7 @@ from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan, total_steps
 from zerotrain.runtime.files import replace_text
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
 

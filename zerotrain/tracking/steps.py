@@ -11,7 +11,7 @@ from zerotrain.checkpoint.state import Progress
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.slow_ranks import RankComparison
 from zerotrain.training.guard import Problem

@@ -22,9 +22,8 @@ from zerotrain.model.probes import (
     check_packing,
     ordinary_tokens,
 )
-from zerotrain.runtime.agreement import run_on_all_ranks
 from zerotrain.runtime.errors import UserError, rank_prefix
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import parameter_groups, reset_update_count
@@ -61,11 +60,11 @@ def build_engine(
         # once per node, within the 24 hours of Ranks.control
         name = config.model.name_or_path
         revision = config.model.revision
-        run_on_all_ranks(ranks, lambda: weight_files(name, revision), first_on_node=True)
+        ranks.run_on_all(lambda: weight_files(name, revision), first_on_node=True)
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
-    loaded = run_on_all_ranks(
-        ranks, lambda: load_model(config, setup.architecture.model_config, setup.ds_config)
+    loaded = ranks.run_on_all(
+        lambda: load_model(config, setup.architecture.model_config, setup.ds_config)
     )
     model = loaded.model
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
@@ -106,7 +105,7 @@ def build_engine(
         engine.compile()
     engine.train()
     tokens = ordinary_tokens(tokenizer)
-    problem = run_on_all_ranks(ranks, lambda: loss.check(engine, tokens, ranks.device))
+    problem = ranks.run_on_all(lambda: loss.check(engine, tokens, ranks.device))
     if problem and ranks.is_first:
         print(f"the loss takes more time and memory: {problem}", flush=True)
     seed_everything(rank_seed(config.train.seed, ranks.replica))
@@ -136,4 +135,4 @@ def check_engine(
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         checks.append(lambda: check_packing(engine, tokens, ranks.device, ranks.sequence_group))
     for check in checks:
-        run_on_all_ranks(ranks, check)
+        ranks.run_on_all(check)

@@ -15,8 +15,7 @@ from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import load_steps
 from zerotrain.data.questions import choose_questions, exact_match
-from zerotrain.runtime.agreement import any_rank_preempted, gather_json, sum_over_ranks
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory
 
@@ -84,7 +83,7 @@ class HeldOutSets:
                     total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
-        return float(sum_over_ranks(total) / ranks.tensor / tokens)
+        return float(ranks.sum(total) / ranks.tensor / tokens)
 
     def _answers(self, name: str, plan: DataPlan) -> list[dict]:
         """Prompt, expected answer, answer and score of some examples of a set, always the same, and
@@ -108,7 +107,7 @@ class HeldOutSets:
             }
             own[number] = {**texts, "score": exact_match(*texts.values())}
         self._check_preemption()
-        rows = dict(row for rank in gather_json(self.ranks, list(own.items())) for row in rank)
+        rows = dict(row for rank in self.ranks.gather_json(list(own.items())) for row in rank)
         return [rows[number] for number in range(len(questions))]
 
     def _generate(self, prompt: np.ndarray) -> list[int]:
@@ -132,5 +131,5 @@ class HeldOutSets:
         return list(takewhile(lambda token: token not in ends, ids.tolist()))
 
     def _check_preemption(self) -> None:
-        if any_rank_preempted(self.ranks):
+        if self.ranks.any_preempted():
             raise Preempted

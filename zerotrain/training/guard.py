@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zerotrain.runtime.agreement import gather_json
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -39,7 +38,7 @@ def find_problem(
     if is_fp16 and math.isfinite(loss):
         return None
     bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
-    of_ranks = gather_json(ranks, [(step, ranks.data_rank) for step in bad])
+    of_ranks = ranks.gather_json([(step, ranks.data_rank) for step in bad])
     pairs = {tuple(pair) for pairs in of_ranks for pair in pairs}
     return Problem(f"loss {loss:.4f}, gradient norm {norm}", pairs)
 

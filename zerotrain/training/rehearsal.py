@@ -13,9 +13,8 @@ from deepspeed.accelerator import get_accelerator
 
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, collate
-from zerotrain.runtime.agreement import gather_json
 from zerotrain.runtime.errors import UserError, first_of
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.states import GIB
@@ -62,7 +61,7 @@ def rehearse(
     def attempt(tokens: int) -> list[MeasuredMemory]:
         smaller = plan.with_budget(tokens)
         measured = run_costliest(engine, loss, smaller, ranks, tokens_to_try)
-        return [MeasuredMemory(*rank) for rank in gather_json(ranks, measured)]
+        return [MeasuredMemory(*rank) for rank in ranks.gather_json(measured)]
 
     # the longest example alone, whose update also allocates the optimizer's moments
     tokens_to_try = max(longest, int(longest * growth(attempt(longest))))

@@ -27,9 +27,8 @@ from zerotrain.model.load import check_quantization, load_model_config, load_tok
 from zerotrain.model.packing import check_attention, resolve_batching
 from zerotrain.model.tensor_parallel import check_tensor_parallel
 from zerotrain.model.trained import Counts, count_trained
-from zerotrain.runtime.agreement import require_same, run_on_all_ranks
 from zerotrain.runtime.machine import Machine, this_machine
-from zerotrain.runtime.process_group import Ranks
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.states import ModelStates, model_states
 
 
@@ -137,10 +136,10 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
         check_quantization(setup.config, ranks.device)
         return setup, tokenizer
 
-    setup, tokenizer = run_on_all_ranks(ranks, open_here, first_on_node=True)
+    setup, tokenizer = ranks.run_on_all(open_here, first_on_node=True)
     ds_config = json.dumps(setup.ds_config, indent=1)
     text = f"linear_cost: {setup.architecture.linear_cost}\n{dump_config(setup.config)}{ds_config}"
-    require_same(ranks, "the resolved config", text)
+    ranks.require_same("the resolved config", text)
     return setup, tokenizer
 
 
@@ -154,11 +153,11 @@ def load_plans(
             eval.generate.
     """
     config = setup.config
-    plan, eval_plans = run_on_all_ranks(
-        ranks, lambda: make_plans(config, tokenizer, setup.budget), first_on_node=True
+    plan, eval_plans = ranks.run_on_all(
+        lambda: make_plans(config, tokenizer, setup.budget), first_on_node=True
     )
     for each in (plan, *eval_plans.values()):
-        require_same(ranks, "the data plan", each.content_hash())
+        ranks.require_same("the data plan", each.content_hash())
     for name, each in eval_plans.items() if config.eval.generate else ():
         choose_questions(name, each.data, config.data.max_length, 1)  # to check that there are any
     return plan, eval_plans
