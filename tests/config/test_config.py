@@ -79,6 +79,7 @@ def test_a_file_may_have_a_base(tiny_config, tmp_path):
 
 MISTAKES = (  # a key, its value, and part of the problem
     ("train.learning_rat", 1, "mean train.learning_rate?"),
+    ("model.revision", "main", "mean model.name_or_path ID@REVISION?"),
     ("train.learning_rate", "fast", 'number, got "fast"'),
     ("data.on_too_long", "cut", "'split'"),
     ("train.steps", 5, "exactly one"),
@@ -127,7 +128,6 @@ def test_mistakes_on_the_command_line(tiny_config, tmp_path):
 def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
     (tmp_path / "file").touch()
     for changes, problem in (
-        ({"model__name_or_path": "./no"}, "model.name_or_path: no such folder: ./no"),
         ({"checkpoint__resume": "no"}, "checkpoint.resume: no such folder: no"),
         ({"output_dir": str(tmp_path / "file" / "run")}, "output_dir: cannot write"),
     ):
@@ -168,11 +168,11 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
 
 def test_yaml_is_read_as_written(tiny_config):
     flags = ["--tracking.project", "off", "--train.seed", "010", "--output_dir", "2026-01-01"]
-    flags += ["--model.revision", "0123456", "--train.lr_schedule", "cosine_with_min_lr"]
+    flags += ["--model.tokenizer", "0123456", "--train.lr_schedule", "cosine_with_min_lr"]
     flags += ["--train.lr_schedule_args", "{min_lr_rate: 1e-1, num_cycles: 2}"]
     config = parse(tiny_config(), *flags)
     assert (config.tracking.project, config.train.seed) == ("off", 10)
-    assert (config.output_dir, config.model.revision) == ("2026-01-01", "0123456")
+    assert (config.output_dir, config.model.tokenizer) == ("2026-01-01", "0123456")
     assert config.train.lr_schedule_args == {"min_lr_rate": 0.1, "num_cycles": 2}
 
 

@@ -40,7 +40,7 @@ def hub(tmp_path, tiny_model, chat_rows):
 
 def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):
     path = tiny_config(
-        model="org/tiny", model__revision="main", model__tokenizer="org/tiny@main",
+        model="org/tiny@main", model__tokenizer="org/tiny@main",
         train__epochs=None, train__steps=1,
         data__train_sources=[{"hub": "org/rows", "revision": "main"}],
         ds_config=str(strategy(tmp_path, "zero1")),
@@ -49,7 +49,7 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
     run = {"module": "hub_cache", "ranks": 2, **hub}
     forks.finish(path, **run)
     resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
-    assert resolved["model"]["revision"] == COMMIT
+    assert resolved["model"]["name_or_path"] == f"org/tiny@{COMMIT}"
     assert resolved["model"]["tokenizer"] == f"org/tiny@{COMMIT}"
     assert resolved["data"]["train_sources"][0]["revision"] == ROWS_COMMIT
     again = forks.finish(path, **run)  # `main` in the config, a commit in the checkpoint

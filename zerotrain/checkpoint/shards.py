@@ -31,7 +31,7 @@ from pydantic import ConfigDict, PositiveInt, TypeAdapter
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import SHARDS
 from zerotrain.config.ds_config import offload_devices
-from zerotrain.model.hub import Base, is_same_base
+from zerotrain.model.hub import Base, is_same_base, source_of
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rng_state
@@ -398,8 +398,8 @@ def check_model(
     if left_out and (base is None or not is_same_base(saved.base, base)):
         raise UserError(
             f"{checkpoint} has only the weights that were trained; the others are those of "
-            f"{saved.base['name_or_path']}, and this run has other weights; set "
-            "model.name_or_path and model.revision to that model"
+            f"{source_of(saved.base)}, and this run has other weights; set model.name_or_path to "
+            "that model"
         )
 
 

@@ -22,8 +22,12 @@ from zerotrain.runtime.errors import UserError, describe, disk_error, exit_on_er
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
-RENAMED = {"deepspeed": "ds_config", "per_device_train_batch_size": "micro_batch_tokens"}
-"""Keys of transformers' Trainer, and what does the same here."""
+RENAMED = {
+    "deepspeed": "ds_config",
+    "per_device_train_batch_size": "data.micro_batch_tokens",
+    "model.revision": "model.name_or_path ID@REVISION",
+}
+"""Keys of transformers' Trainer and of older configs, and what does the same here."""
 MODES = ("train", "dry_run", "rehearse")
 USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run | --rehearse]
 
@@ -157,18 +161,13 @@ def config_keys(section: type = Config, prefix: str = "") -> list[str]:
 
 
 def check_start(config: Config) -> None:
-    """Check what can be known before anything is loaded: that folders exist, and that the output
-    folder can be written.
+    """Check before anything is loaded that the output folder can be written, and that the folder to
+    resume from exists.
 
     Raises:
         UserError: one of these is not so.
     """
-    model = config.model.name_or_path
     resume = config.checkpoint.resume
-    # the owner of a hub id is no folder here
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).parent.is_dir()
-    if "/" in model and not is_hub_id and not Path(model).is_dir():
-        raise UserError(f"model.name_or_path: no such folder: {model}")
     if config.output_dir.startswith("~") or "$" in config.output_dir:
         meant = os.path.expandvars(Path(config.output_dir).expanduser())
         raise UserError(
@@ -261,10 +260,10 @@ def likely(name: str, keys: Sequence[str]) -> str:
     """What the user may have meant by an unknown key, for a message: the same word in a section, or
     the most similar key or section.
     """
-    same = [key for key in keys if key.rpartition(".")[2] == RENAMED.get(name, name)]
-    if same:
-        return f", or did you mean {same[0]}?"
-    return similar(name, [*keys, *{key.partition(".")[0] for key in keys}])
+    same_word = {key.rpartition(".")[2]: key for key in keys}
+    sections = {key.partition(".")[0] for key in keys}
+    meant = (same_word | RENAMED).get(name, name)
+    return similar(meant, [*keys, *sections, *RENAMED.values()])
 
 
 def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:

@@ -64,15 +64,13 @@ class ModelConfig(Section):
     """The model and its tokenizer."""
 
     name_or_path: str
-    """Hub id, or a folder with a config.json (and weights, unless from_config)."""
+    """Hub id, as ID@REVISION for a branch, tag or commit, or a folder with a config.json (and
+    weights, unless from_config). The run folder's resolved_config.yaml has the commit.
+    """
     from_config: bool = False
     """Initialize the weights randomly, with train.seed, instead of loading pretrained ones."""
     tokenizer: str | None = None
-    """Folder, or hub id (ID@REVISION for a branch, tag or commit) of the tokenizer; default:
-    model.name_or_path.
-    """
-    revision: str | None = None
-    """Branch, tag or commit on the hub; the run folder's resolved_config.yaml has the commit."""
+    """Hub id, also as ID@REVISION, or folder of the tokenizer; default: model.name_or_path."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or the name of one in
     data/chat_templates, such as chatml or llama3.
@@ -397,11 +395,6 @@ class Config(Section):
             raise ValueError("eval.generate needs data.supervise answers or last")
 
     @property
-    def tokenizer_source(self) -> tuple[str, str | None]:
-        """Folder or hub id of the tokenizer, and its revision on the hub."""
-        if self.model.tokenizer is None:
-            return self.model.name_or_path, self.model.revision
-        name, _, revision = self.model.tokenizer.partition("@")
-        if Path(self.model.tokenizer).exists():
-            return self.model.tokenizer, None
-        return name, revision or None
+    def tokenizer_source(self) -> str:
+        """Folder or hub id of the tokenizer."""
+        return self.model.tokenizer or self.model.name_or_path

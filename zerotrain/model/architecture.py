@@ -70,7 +70,7 @@ def check_model_fits(
     text = text_config_of(skeleton.config)
     if (ids := count_ids(tokenizer)) > text.vocab_size:
         raise UserError(
-            f"model.tokenizer: {config.tokenizer_source[0]} has {ids:,} token ids, but the model's "
+            f"model.tokenizer: {config.tokenizer_source} has {ids:,} token ids, but the model's "
             f"vocabulary has {text.vocab_size:,}; use the tokenizer that belongs to the model, or "
             "a model whose embeddings have rows for its new tokens"
         )

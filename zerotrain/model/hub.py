@@ -34,9 +34,8 @@ Base: TypeAlias = dict[str, str | None]
 
 def load_pretrained(
     load: Callable[..., Any],
-    name: Any,
+    source: str,
     key: str = "",
-    revision: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Any:
@@ -44,11 +43,13 @@ def load_pretrained(
     is asked.
 
     Args:
-        key: config key that gives `name`, for the error.
+        source: folder, or ID@REVISION.
+        key: config key that gives `source`, for the error.
 
     Raises:
         UserError: loading failed.
     """
+    name, revision = split_revision(source)
     try:
         return load(name, revision=revision, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
@@ -56,9 +57,20 @@ def load_pretrained(
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "
             reason += "--model.trust_remote_code true"
-        if isinstance(name, str) and not Path(name).is_dir():
+        if not Path(name).is_dir():
             reason = f"there is no such folder, and {reason}"
-        raise UserError(f"{key and f'{key}: '}cannot load {name}: {reason}") from error
+        raise UserError(f"{key and f'{key}: '}cannot load {source}: {reason}") from error
+
+
+def split_revision(source: str) -> tuple[str, str | None]:
+    """A folder and None, or a hub id and the branch, tag or commit of ID@REVISION."""
+    name, _, revision = source.partition("@")
+    return (source, None) if Path(source).exists() else (name, revision or None)
+
+
+def source_of(base: Base) -> str:
+    """Folder or ID@REVISION of a pretrained model."""
+    return "@".join(filter(None, (base["name_or_path"], base["revision"])))
 
 
 def summarize(error: Exception) -> str:
@@ -75,18 +87,18 @@ def pin_revisions(config: Config) -> Config:
     """
     model = config.model
     data = config.data
-    revision = _commit(model.name_or_path, model.revision, "config.json")
-    if model.tokenizer is not None:
-        name, asked = config.tokenizer_source
-        commit = _commit(name, asked, "tokenizer_config.json")
-        model = replace(model, tokenizer=f"{name}@{commit}" if commit else name)
+    model = replace(
+        model,
+        name_or_path=_at_commit(model.name_or_path, "config.json"),
+        tokenizer=model.tokenizer and _at_commit(model.tokenizer, "tokenizer_config.json"),
+    )
     held_out = data.eval_sources
     if isinstance(held_out, dict):
         held_out = {name: _pinned(given) for name, given in held_out.items()}
     else:
         held_out = _pinned(held_out)
     data = replace(data, train_sources=_pinned(data.train_sources), eval_sources=held_out)
-    return replace(config, model=replace(model, revision=revision), data=data)
+    return replace(config, model=model, data=data)
 
 
 def _pinned(given: list[str | Source]) -> list[str | Source]:
@@ -96,24 +108,26 @@ def _pinned(given: list[str | Source]) -> list[str | Source]:
     ]
 
 
-def _commit(name: str, revision: str | None, file: str) -> str | None:
-    """The commit of a model of the hub that has been loaded, otherwise `revision`."""
+def _at_commit(source: str, file: str) -> str:
+    """ID@COMMIT of a model of the hub that has been loaded, otherwise `source`."""
+    name, revision = split_revision(source)
     found = None if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
     # models--OWNER--NAME/snapshots/COMMIT/config.json
-    return Path(found).parent.name if isinstance(found, str) else revision
+    return f"{name}@{Path(found).parent.name}" if isinstance(found, str) else source
 
 
 # --------------------------------------------------------------------------------------------------
 # Files of a pretrained model
 
 
-def weight_files(name: str, revision: str | None) -> list[Path]:
+def weight_files(source: str) -> list[Path]:
     """The files that transformers reads weights from, in its order of preference, of a folder or of
     the hub, which are downloaded unless they are in its cache; none if they have other names.
 
     Raises:
         UserError: they cannot be downloaded.
     """
+    name, revision = split_revision(source)
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     try:
         for first in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
@@ -124,15 +138,16 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
             if found:
                 return [Path(found)]
     except OSError as error:
-        raise UserError(f"model.name_or_path: cannot load {name}: {summarize(error)}") from error
+        raise UserError(f"model.name_or_path: cannot load {source}: {summarize(error)}") from error
     return []
 
 
-def describe_base(name: str, revision: str | None) -> Base:
+def describe_base(source: str) -> Base:
     """A folder or a model of the hub's cache whose weights have been loaded. A checkpoint need not
     hold frozen weights that its files have; whoever reads it checks that they are still the same.
     """
-    files = weight_files(name, revision)
+    name, revision = split_revision(source)
+    files = weight_files(source)
     digest = fingerprint(files) if files else None
     return {"name_or_path": name, "revision": revision, "fingerprint": digest}
 

@@ -43,12 +43,10 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     Raises:
         UserError: tokenizer or template cannot be loaded.
     """
-    name, revision = config.tokenizer_source
     tokenizer = load_pretrained(
         AutoTokenizer.from_pretrained,
-        name,
+        config.tokenizer_source,
         "model.tokenizer" if config.model.tokenizer else "model.name_or_path",
-        revision,
         config.model.trust_remote_code,
     )
     if config.model.chat_template:
@@ -85,11 +83,8 @@ def load_model_config(config: Config) -> PretrainedConfig:
         UserError: it cannot be loaded, or is that of quantized weights.
     """
     name = config.model.name_or_path
-    revision = config.model.revision
     trust = config.model.trust_remote_code
-    model_config = load_pretrained(
-        AutoConfig.from_pretrained, name, "model.name_or_path", revision, trust
-    )
+    model_config = load_pretrained(AutoConfig.from_pretrained, name, "model.name_or_path", trust)
     if getattr(model_config, "quantization_config", None) and not config.model.from_config:
         raise UserError(
             f"model.name_or_path: the weights of {name} are quantized (quantization_config in its "
@@ -124,7 +119,6 @@ def load_model(
         UserError: no weights, or weights that do not fit the architecture.
     """
     name = config.model.name_or_path
-    revision = config.model.revision
     trust = config.model.trust_remote_code
     # Matrices are split later, by deepspeed.initialize; transformers 5.23 takes them for split, and
     # refuses to load them.
@@ -142,13 +136,14 @@ def load_model(
         device = nullcontext()  # DeepSpeed moves to the device what a rank keeps of the model
     with device:
         if config.model.from_config:
-            model = load_pretrained(_from_config, model_config, "model", None, trust, **options)
+            model = AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=trust, **options
+            )
         else:
             model, report = load_pretrained(
                 AutoModelForCausalLM.from_pretrained,
                 name,
                 "model.name_or_path",
-                revision,
                 trust,
                 config=model_config,
                 output_loading_info=True,
@@ -158,23 +153,19 @@ def load_model(
     base = None
     if not config.model.from_config:
         check_report(name, report)
-        _check_ties(name, model, weight_files(name, revision))
+        _check_ties(name, model, weight_files(name))
         if hasattr(model, "peft_config"):
             raise UserError(
                 f"model.name_or_path: {name} has adapters next to its weights, which transformers "
                 "loads too; merge them into the weights, or remove adapter_config.json"
             )
-        base = describe_base(name, revision)
+        base = describe_base(name)
     if config.model.quantization:  # a checkpoint's config.json is that of what is exported
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.
     seed_everything(config.train.seed)
     choose_trained(model, config.model)
     return LoadedModel(model, base, hf_ds_config)
-
-
-def _from_config(model_config: PretrainedConfig, revision: None, **options: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_config(model_config, **options)
 
 
 def check_report(name: str, report: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import is_multimodal
-from zerotrain.model.hub import summarize
+from zerotrain.model.hub import split_revision, summarize
 from zerotrain.runtime.errors import UserError, first_of, similar
 
 ADAPTER = "default"  # peft's name of the adapters
@@ -83,10 +83,11 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     else:
         targets = _ending_in("target_modules", lora.target_modules, modules)
     _ending_in("modules_to_save", lora.modules_to_save, modules)
+    name, revision = split_revision(config.name_or_path)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=config.name_or_path,
-        revision=config.revision,
+        base_model_name_or_path=name,
+        revision=revision,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from zerotrain.config.ds_config import read_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
 from zerotrain.data.sources import read_rows
-from zerotrain.model.hub import load_pretrained
+from zerotrain.model.hub import summarize
 from zerotrain.model.load import DTYPES, load_model_config, load_tokenizer
 from zerotrain.model.trained import choose_trained
 from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError
@@ -166,7 +165,10 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
     model_config = small_config(load_model_config(config))
     torch.manual_seed(config.train.seed)
     trust = config.model.trust_remote_code
-    model = load_pretrained(_from_config, model_config, "a small copy of the model", None, trust)
+    try:
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+    except Exception as error:  # a model's own constructor can raise anything
+        raise UserError(f"no small copy of the model can be made: {summarize(error)}") from error
     model.to(DTYPES[precision]).save_pretrained(model_folder)
     sources = []
     for i, source in enumerate(config.data.sources("train_sources")):
@@ -184,8 +186,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         model=replace(
             config.model,
             name_or_path=str(model_folder),
-            tokenizer="@".join(filter(None, config.tokenizer_source)),
-            revision=None,
+            tokenizer=config.tokenizer_source,
             from_config=False,
             quantization=None,
             lora=lora,
@@ -210,10 +211,6 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
             precision=precision,
         ),
     )
-
-
-def _from_config(model_config: PretrainedConfig, revision: None, **options: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_config(model_config, **options)
 
 
 def small_config(model_config: PretrainedConfig) -> PretrainedConfig:

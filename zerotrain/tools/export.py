@@ -24,7 +24,13 @@ from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import is_multimodal
-from zerotrain.model.hub import describe_base, is_same_base, load_pretrained
+from zerotrain.model.hub import (
+    describe_base,
+    is_same_base,
+    load_pretrained,
+    source_of,
+    split_revision,
+)
 from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
@@ -182,22 +188,22 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
         UserError: it cannot be loaded, or has other weights.
     """
     was = shards.first.base
-    name, revision = (base, None) if base else (was["name_or_path"], was["revision"])
-    fix = f"give the model that {was['name_or_path']} was during the run with --base"
+    source = base or source_of(was)
+    fix = f"give the model that {source_of(was)} was during the run with --base"
     dtype = DTYPES[run.precision]
     in_4_bits = run.settings.get("model.quantization") is not None
     options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
     try:
         load = AutoModelForCausalLM.from_pretrained
-        model = load_pretrained(load, name, revision=revision, **options)
+        model = load_pretrained(load, source, **options)
     except UserError as error:
         raise UserError(f"the frozen weights: {error}; {fix}") from error
-    if not is_same_base(was, describe_base(name, revision)):
-        raise UserError(f"{name} has other weights than those that were frozen; {fix}")
+    if not is_same_base(was, describe_base(source)):
+        raise UserError(f"{source} has other weights than those that were frozen; {fix}")
     if is_multimodal(model.config):
-        folder = name
-        if not Path(name).is_dir():
-            folder = snapshot_download(name, revision=revision, allow_patterns=PROCESSOR_FILES)
+        folder, revision = split_revision(source)
+        if not Path(folder).is_dir():
+            folder = snapshot_download(folder, revision=revision, allow_patterns=PROCESSOR_FILES)
         _copy(sorted(Path(folder).glob(PROCESSOR_FILES)), draft)
     return model.dequantize(dtype) if in_4_bits else model
 
@@ -209,7 +215,7 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
     base = shards.first.base or {"name_or_path": "", "revision": None}
     try:
         lora = LoraConfig(**run.settings.get("model.lora"))
-        config = ModelConfig(base["name_or_path"], revision=base["revision"], lora=lora)
+        config = ModelConfig(source_of(base), lora=lora)
         return insert_adapters(model, config, lora)
     except UserError:
         raise

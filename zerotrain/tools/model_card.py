@@ -5,6 +5,7 @@ from pathlib import Path
 
 from zerotrain.checkpoint.state import TrainerState
 from zerotrain.config.schema import Config
+from zerotrain.model.hub import split_revision
 
 
 def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
@@ -15,12 +16,13 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
     train = config.train
     run = state.run
     progress = state.progress
-    base = Path(model.name_or_path).name
+    name, _ = split_revision(model.name_or_path)
+    base = Path(name).name
     front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if is_adapter:
         front["library_name"] = "peft"
-    if not (model.from_config or Path(model.name_or_path).exists()):
-        front["base_model"] = base = model.name_or_path
+    if not (model.from_config or Path(name).exists()):
+        front["base_model"] = base = name
     made = "LoRA adapters of" if is_adapter else "Fine-tuned from"
     if model.from_config:
         made = "Trained from random weights in the architecture of"

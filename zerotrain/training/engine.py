@@ -59,8 +59,7 @@ def build_engine(
     if not config.model.from_config:
         # once per node, within the 24 hours of Ranks.control
         name = config.model.name_or_path
-        revision = config.model.revision
-        ranks.run_on_all(lambda: weight_files(name, revision), first_on_node=True)
+        ranks.run_on_all(lambda: weight_files(name), first_on_node=True)
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = ranks.run_on_all(
