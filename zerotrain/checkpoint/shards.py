@@ -60,8 +60,6 @@ class Shard:
     tensor: PositiveInt
     """tensor_parallel.autotp_size: as many consecutive ranks have the pieces of split parameters.
     """
-    tensor_rank: int
-    """The number of this rank's pieces."""
     split: dict[str, int]
     """Parameters that tensor parallelism has split: the dimension to concatenate pieces along."""
     trained: list[str]
@@ -121,55 +119,44 @@ def shape_of(p: torch.Tensor) -> list[int]:
 
 
 def partition(p: torch.Tensor) -> tuple[int, int]:
-    """(start, numel) of this rank's partition of a flattened ZeRO-3 parameter, without padding."""
+    """(start, numel) of what this rank has of a flattened parameter: under ZeRO-3 its partition,
+    without padding, otherwise the whole one.
+    """
+    if not hasattr(p, "ds_tensor"):
+        return 0, p.numel()
     size = p.ds_tensor.ds_numel
     start = min(size * dist.get_rank(p.ds_process_group), p.ds_numel)
     return start, min(size, p.ds_numel - start)
 
 
-def computed_part(p: torch.Tensor, stage: int) -> tuple[int, torch.Tensor]:
-    """The first element of a flattened parameter that this rank holds, and its elements as the
-    model computes with them; below stage 3 all of them.
-    """
-    if stage < 3:
-        return 0, p.detach().view(-1)
-    start, numel = partition(p)
-    return start, p.ds_tensor.detach().view(-1)[:numel]
+def computed_part(p: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a flattened parameter, as the model computes with it."""
+    return getattr(p, "ds_tensor", p).detach().view(-1)[: partition(p)[1]]
 
 
 def positions(engine: DeepSpeedEngine) -> Iterator[tuple[torch.Tensor, int, int, int, int]]:
     """Where this rank's flat_weights have its parameters: parameter, number of the flat tensor,
     first element in it, first element in the flattened parameter, and number of elements.
     """
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() == 0:
-        # in 16 bits with FusedAdam a flat tensor is a group of parameters, otherwise a single one
-        groups = getattr(optimizer, "fp16_groups", None) or [
-            group["params"] for group in engine.basic_optimizer.param_groups
-        ]
-        parameters = (p for group in groups for p in group)
-        for i, flat in enumerate(flat_weights(engine)):
-            offset = 0
-            while offset < flat.numel():
-                p = next(parameters)
-                yield p, i, offset, 0, p.numel()
-                offset += p.numel()
+    if engine.zero_optimization_stage() in (1, 2):  # groups are concatenated, then partitioned
+        for p in engine.module.parameters():
+            at = getattr(p, "_hp_mapping", None)
+            if at is not None:
+                in_flat = at.hp_fragment_address
+                start = at.lp_fragment_address.start
+                yield p, at.param_group_index, in_flat.start, start, in_flat.numel
         return
-    for p in engine.module.parameters():
-        if not p.requires_grad:
-            continue
-        if engine.zero_optimization_stage() == 3:  # each parameter is partitioned and padded
-            i, offset, _ = optimizer.grad_position[optimizer.get_param_id(p)]
-            yield p, i, offset, *partition(p)
-        elif (at := p._hp_mapping) is not None:  # groups are concatenated, then partitioned
-            in_flat = at.hp_fragment_address
-            yield (
-                p,
-                at.param_group_index,
-                in_flat.start,
-                at.lp_fragment_address.start,
-                in_flat.numel,
-            )
+    groups = getattr(engine.optimizer, "fp16_groups", None) or [
+        group["params"] for group in engine.basic_optimizer.param_groups
+    ]
+    if len(flat_weights(engine)) > len(groups):  # each is a single parameter, not a group of them
+        groups = [[p] for group in groups for p in group]
+    for i, group in enumerate(groups):
+        offset = 0
+        for p in group:
+            start, numel = partition(p)
+            yield p, i, offset, start, numel
+            offset += p.ds_tensor.ds_numel if hasattr(p, "ds_tensor") else numel
 
 
 def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Part]]:
@@ -183,8 +170,7 @@ def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Pa
         yield names[p], p, (start, tensors)
     for p, name in names.items():
         if not p.requires_grad:
-            start, weight = computed_part(p, engine.zero_optimization_stage())
-            yield name, p, (start, {"fp32": weight})
+            yield name, p, (partition(p)[0], {"fp32": computed_part(p)})
 
 
 @torch.no_grad()
@@ -199,12 +185,6 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     counts = (state.get("step", 0) for state in engine.basic_optimizer.state.values())
     has_optimizer = not engine.super_offload()  # its moments are in a process that keeps them
     parameters = dict(engine.module.named_parameters())
-    split = {}
-    for name, p in parameters.items():
-        dimension = getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")
-        if dimension is not None:
-            split[name] = dimension
-    tensor = max(1, engine.autotp_size())
     parts = {}
     for name, p, (start, tensors) in local_parts(engine):
         is_partitioned = stage > (0 if p.requires_grad else 2)
@@ -218,9 +198,12 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     return Shard(
         parts=parts,
         shapes={name: shape_of(p) for name, p in parameters.items()},
-        tensor=tensor,
-        tensor_rank=dist.get_rank() % tensor,
-        split=split,
+        tensor=max(1, engine.autotp_size()),
+        split={
+            name: dimension
+            for name, p in parameters.items()
+            if (dimension := getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")) is not None
+        },
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
         updates=max(map(int, counts), default=0) if has_optimizer else None,
@@ -244,21 +227,21 @@ class Shards:
     def __init__(self, checkpoint: Path, rank: int = 0) -> None:
         """`rank`: whose file is looked into first, and whose pieces of split parameters count."""
         self.checkpoint = checkpoint
-        names = sorted(filter(is_shard, read_manifest(checkpoint).files))
-        self.world_size = len(names)
-        own = shard_name(rank)
-        here = [name for name in names if (checkpoint / name).exists()]
-        if not here:
-            raise UserError(f"{checkpoint} has no weights; use another checkpoint")
-        self.has_own = own in here
         self.of_rank = functools.cache(functools.partial(Shards, checkpoint))
         self._shard = functools.cache(functools.partial(read_shard, checkpoint))
-        tensor = self._shard(here[0]).tensor
-        self._tensor_rank = rank % tensor
-        # then the files of ranks with the same pieces
-        self._names = sorted(
-            here, key=lambda name: (name != own, (names.index(name) - rank) % tensor > 0, name)
-        )
+        names = sorted(filter(is_shard, read_manifest(checkpoint).files))
+        self.world_size = len(names)
+        here = {name for name in names if (checkpoint / name).exists()}
+        own = shard_name(rank)
+        self.has_own = own in here
+        tensor = self._shard(min(here)).tensor if here else 1
+        here.intersection_update(names[rank % tensor :: tensor])  # whose pieces are the same
+        if not here:
+            raise UserError(
+                f"{checkpoint} has no weights of rank {rank} on this node; use another checkpoint, "
+                "or gather the files of all nodes"
+            )
+        self._names = sorted(here, key=lambda name: (name != own, name))
         self.first = self._shard(self._names[0])
 
     def holds(self, name: str) -> bool:
@@ -285,8 +268,6 @@ class Shards:
         first element, and its elements.
         """
         for shard in map(self._shard, self._names):
-            if name in shard.split and shard.tensor_rank != self._tensor_rank:
-                continue
             start, tensors = shard.parts.get(name, (0, {}))
             if key in tensors and start <= position < start + len(tensors[key]):
                 return start, tensors[key]
@@ -366,30 +347,22 @@ def check_model(
             f"{checkpoint} cannot be loaded into a run with its optimizer or parameters on NVMe; "
             "go on with --ds_config ds_configs/zero3.json or zero3_offload.json"
         )
-    if not weights_only and (saved.updates is None or engine.super_offload()):
+    own = collect(engine, has_whole=False, base=base)  # what this run would save
+    if not weights_only and None in (saved.updates, own.updates):
         raise UserError(
             f"{checkpoint} cannot be continued from: SuperOffload neither saves nor loads the "
             "optimizer's state; start a new run in another output_dir from its weights: "
             f"--checkpoint.weights_only true --checkpoint.resume {checkpoint}"
         )
-    parameters = dict(engine.module.named_parameters())
-    tensor = max(1, engine.autotp_size())
-    if saved.tensor != tensor:
-        raise UserError(
-            f"{checkpoint} was saved with tensor_parallel.autotp_size {saved.tensor}, this run's "
-            f"is {tensor}; keep it, or export the checkpoint (scripts/export.py) and set "
-            "model.name_or_path to the export"
-        )
-    shapes = {name: shape_of(p) for name, p in parameters.items()}
-    for name in (*shapes, *saved.shapes):
-        if saved.shapes.get(name) != shapes.get(name):
+    for name in (*own.shapes, *saved.shapes):
+        was, now = (shard.shapes.get(name, "missing") for shard in (saved, own))
+        if was != now:
             raise UserError(
-                f"{checkpoint} is of another model: {name} is {saved.shapes.get(name, 'missing')}, "
-                f"in this run {shapes.get(name, 'missing')}; if only model.lora differs, export it "
-                "(scripts/export.py) and set model.name_or_path to the export"
+                f"{checkpoint} is of another model: {name} is {was}, in this run {now}; if only "
+                "model.lora or tensor_parallel.autotp_size differs, keep it, or export the "
+                "checkpoint (scripts/export.py) and set model.name_or_path to the export"
             )
-    trained = {name for name, p in parameters.items() if p.requires_grad}
-    if not weights_only and (other := trained.symmetric_difference(saved.trained)):
+    if not weights_only and (other := {*own.trained}.symmetric_difference(saved.trained)):
         raise UserError(
             f"{checkpoint} was saved with other trained parameters: {min(other)}; resume with the "
             "same model.trainable"
@@ -417,7 +390,7 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
         for key in keys if p.requires_grad else ("fp32",):
             tensors[key].copy_(shards.read(name, key, start, len(tensors[key])))
         if p.requires_grad and stage in (0, 3):
-            computed_part(p, stage)[1].copy_(tensors["fp32"])
+            computed_part(p).copy_(tensors["fp32"])
     for name, values in saved.buffers.items():
         engine.module.get_buffer(name).copy_(values)
     if engine.fp16_enabled() and not weights_only:

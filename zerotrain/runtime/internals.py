@@ -32,8 +32,8 @@ INTERNALS = {
         deepspeed.runtime.engine: basic_optimizer
         deepspeed.checkpoint.constants: DS_AUTOTP_UC_META
         deepspeed.module_inject.layers: partition_dim
-        deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat grad_position get_param_id
-            ds_tensor checkpoint_event_prologue checkpoint_event_epilogue optimizer_swapper
+        deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
+            checkpoint_event_prologue checkpoint_event_epilogue optimizer_swapper
             invalidate_secondary_tensor
         deepspeed.runtime.swap_tensor.optimizer_utils: swap_params_info get_swap_paths
         deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
