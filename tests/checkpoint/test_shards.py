@@ -65,5 +65,5 @@ def write_checkpoint(folder, shard):
     """A checkpoint with the file of one rank."""
     (folder / "shards").mkdir(parents=True)
     files = {shard_name(0): write_shard(folder / shard_name(0), vars(shard))}
-    manifest = {"save_id": "x", "made_by": {}, "files": files}
+    manifest = {"save_id": "x", "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))

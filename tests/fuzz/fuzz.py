@@ -192,14 +192,13 @@ def checkpoint_target():
     import torch
     import xxhash
 
-    from zerotrain.checkpoint import start, state
+    from zerotrain.checkpoint import state
     from zerotrain.checkpoint.manifest import FileEntry, Manifest
     from zerotrain.checkpoint.shards import Shards
-    from zerotrain.config.schema import CheckpointConfig
     from zerotrain.data.data_plan import PlanRecord
-    from zerotrain.tools.saved import whole_weight
+    from zerotrain.runtime.errors import UserError
+    from zerotrain.tools.saved import checkpoint_problem, whole_weight
 
-    settings = CheckpointConfig()
     plan = PlanRecord(4, "5302444610fda9dc", 42, 16, None)
     run = state.RunIdentity(plan, 2, 2, "fp32", {"train.weight_decay": 0.01})
     progress = state.Progress(4, 63, 5132, 1.25, state.Best(1.25, 2), wandb_id="5f3a91c2")
@@ -208,7 +207,7 @@ def checkpoint_target():
     whole = {
         "parts": {n: (0, {"fp32": f, "exp_avg": f}) for n, f in (("a", flat), ("b", flat[:4]))},
         "shapes": {"a": [2, 3], "b": [4], "c": [2]},
-        "tensor": 1, "tensor_rank": 0, "split": {},
+        "tensor": 1, "split": {},
         "trained": ["a", "b"], "buffers": {}, "updates": 4, "loss_scaler": {},
         "rng": {"cuda": None},
         "base": {"name_or_path": "base", "revision": None, "fingerprint": "0123456789abcdef"},
@@ -224,7 +223,7 @@ def checkpoint_target():
             return with_changes(rng, change, value, *more) if what == damage else value
 
         files = {"trainer_state.json": to_json(perhaps("state", changed, tree))}
-        for rank, shard in enumerate(rng.choice([[whole], [split, split | {"tensor_rank": 1}]])):
+        for rank, shard in enumerate(rng.choice([[whole], [split, split]])):
             out = io.BytesIO()
             torch.save(perhaps("shard", changed, shard, odd), out)
             content = perhaps("bytes of a shard", damaged, out.getvalue())
@@ -233,7 +232,7 @@ def checkpoint_target():
             name: FileEntry(len(content), xxhash.xxh3_64_hexdigest(content))
             for name, content in files.items()
         }
-        manifest = asdict(Manifest("68e2", {"world_size": 2, "versions": {"torch": "2"}}, entries))
+        manifest = asdict(Manifest("68e2", entries))
         files |= {
             "manifest.json": to_json(perhaps("manifest", changed, manifest)),
             "shards/rank_00007.pt": pickle.dumps(RunsCode()),  # not in the manifest
@@ -244,20 +243,19 @@ def checkpoint_target():
         return {f"checkpoints/step_00000004/{name}": content for name, content in files.items()}
 
     def read(folder):
-        views = [start.inspect_on_this_node(settings, folder / "checkpoints")]
-        found, _ = start.find_checkpoint(settings, folder / "checkpoints", views)
-        if found is None:
-            return
-        shards = Shards(found)
+        checkpoint = folder / "checkpoints/step_00000004"
+        if problem := checkpoint_problem(checkpoint):
+            raise UserError(problem)
+        shards = Shards(checkpoint)
         for name, shape in shards.first.shapes.items():
             if shards.holds(name):
                 weight = whole_weight(shards, name)
                 assert name in shards.first.split or list(weight.shape) == shape
                 for key in ("fp32", "exp_avg"):
                     shards.read(name, key, 0, math.prod(shape))
-        read = state.read_state(found)
-        state.write_state(folder, read)
-        assert repr(state.read_state(folder)) == repr(read)
+        read = state.read_state(checkpoint)
+        (checkpoint / "trainer_state.json").write_text(json.dumps(asdict(read)))
+        assert repr(state.read_state(checkpoint)) == repr(read)
 
     return make, read
 

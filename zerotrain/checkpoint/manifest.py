@@ -39,7 +39,6 @@ class Manifest:
     save_id: str
     """Identifies the save: on nodes with disks of their own, the parts of one checkpoint share it.
     """
-    made_by: dict[str, Any]
     files: dict[str, FileEntry]
     """The files of all ranks, by their path in the checkpoint."""
 

@@ -4,7 +4,7 @@
         shards/rank_00000.pt  one per rank: its weights, optimizer and RNG states (see shards.py)
         model/                config.json, tokenizer: what export needs besides the weights
         trainer_state.json    what the run is and how far it has progressed
-        manifest.json         size and checksum of every file above; versions, world size
+        manifest.json         size and checksum of every file above
         COMPLETE              written last
 
 It is written as step_00001000.ID.tmp and renamed when complete. Every rank writes its own file and
@@ -21,10 +21,9 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +47,7 @@ from zerotrain.checkpoint.run_folder import (
     temporary,
 )
 from zerotrain.checkpoint.shards import collect, shard_name
-from zerotrain.checkpoint.state import TrainerState, write_state
+from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.model.hub import Base
 from zerotrain.runtime.errors import RunFailed, UserError, describe
@@ -58,7 +57,6 @@ from zerotrain.runtime.ranks import Ranks
 T = TypeVar("T")
 
 OUT_OF_REACH_SECONDS = 30  # after which a save fails
-PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 def wait_for(folder: Path) -> None:
@@ -113,6 +111,7 @@ class Saver:
     base: Base | None
     """The files that have the frozen weights; None: the checkpoints have them."""
     tokenizer: PreTrainedTokenizerBase
+    identity: RunIdentity
     settings: CheckpointConfig
     ranks: Ranks
     lock: RunLock
@@ -126,7 +125,7 @@ class Saver:
     _threads: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)
     _pending: Future[dict[str, Any]] | None = None
     """The FileEntry of this rank's file, of a save that has begun; the fields below are its own."""
-    _state: TrainerState = field(init=False)
+    _progress: Progress = field(init=False)
     _target: Path = field(init=False)
     """The checkpoint, once it is complete."""
     _draft: Path = field(init=False)
@@ -148,7 +147,7 @@ class Saver:
         minutes = (time.monotonic() - self._last_began) / 60
         return 0 < self.settings.every_minutes <= minutes
 
-    def save(self, state: TrainerState) -> None:
+    def save(self, progress: Progress) -> None:
         """Write a checkpoint, or with async_save start writing it, after finishing the previous
         save.
 
@@ -158,8 +157,8 @@ class Saver:
         self.finish()
         self._last_began = time.monotonic()
         save_id = self.ranks.gather_json(uuid.uuid4().hex)[0]
-        self._state = state
-        self._target = self.folder / checkpoint_name(state.progress.step)
+        self._progress = progress
+        self._target = self.folder / checkpoint_name(progress.step)
         self._draft = temporary(self._target, save_id)
         self._owns_disk = False
         is_first = self.ranks.is_first
@@ -193,13 +192,12 @@ class Saver:
         began = time.monotonic()
         entry = self._pending
         self._pending = None
-        wait([entry])
         entries = self.ranks.gather_json(self._run(entry.result))
         self._run(lambda: self._owns_disk and self._seal(entries))
         # the owners of all disks have sealed theirs; it is usable once all have renamed it
         self._run(lambda: self._owns_disk and self._publish())
         seconds = self._blocked_seconds + time.monotonic() - began
-        self.log("save", {"step": self._state.progress.step, "save_seconds": seconds})
+        self.log("save", {"step": self._progress.step, "save_seconds": seconds})
 
     # The steps of a save
 
@@ -247,15 +245,14 @@ class Saver:
                 f"WARNING: {socket.gethostname()} does not share {self.folder} with rank 0: it "
                 "keeps the files of its own ranks, and other nodes need them to resume elsewhere"
             )
-        for left in list_temporary(self.folder):  # by interrupted runs
-            if left != draft:
-                remove(left)
+        self._remove_temporary()
         model = self.engine.module
         model.config.save_pretrained(draft / "model")
         if model.can_generate():
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
-        write_state(draft, self._state)
+        state = TrainerState(self.identity, self._progress)
+        (draft / TRAINER_STATE).write_text(json.dumps(asdict(state), indent=2))
 
     def _seal(self, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""
@@ -264,9 +261,7 @@ class Saver:
         for path in (draft / TRAINER_STATE, *draft.glob("model/**/*")):
             if path.is_file():
                 files[str(path.relative_to(draft))] = measure(path)
-        versions = {name: version(name) for name in PACKAGES}
-        made_by = {"world_size": self.ranks.world_size, "versions": versions}
-        manifest = {"save_id": draft.name, "made_by": made_by, "files": files}
+        manifest = {"save_id": draft.name, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
         sync_tree(draft)
         (draft / COMPLETE).write_text("complete\n")
@@ -275,36 +270,39 @@ class Saver:
     def _publish(self) -> None:
         """Rename the draft to a checkpoint, and remove those that are no longer kept."""
         # one of the same step was written before the run was resumed from an earlier step
-        hidden = [self._hide(self._target)]
+        self._hide(self._target)
         os.replace(self._draft, self._target)
         sync_folder(self.folder)
         for path in self._superseded():
             try:
-                hidden.append(self._hide(path))
+                self._hide(path)
             except OSError as error:  # the new one is complete
                 print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
-        # in a thread, since 5 GB take a second
-        self._threads.submit(lambda: [remove(path) for path in hidden if path])
+        self._threads.submit(self._remove_temporary)  # in a thread, since 5 GB take a second
 
-    def _hide(self, checkpoint: Path) -> Path | None:
+    def _hide(self, checkpoint: Path) -> None:
         """Rename a checkpoint before it is removed, so that an interrupted removal does not leave
-        one with COMPLETE and missing files. None if it is not there, or no longer: a run that is
-        dead by now may have renamed it.
+        one with COMPLETE and missing files. It may not be there, or no longer: a run that is dead
+        by now may have renamed it.
 
         Raises:
             EnvironmentFailure: the lock of the folder is lost.
             OSError: it cannot be renamed.
         """
         self.lock.check()
-        try:
-            return checkpoint.rename(temporary(checkpoint, uuid.uuid4().hex))
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError):
+            checkpoint.rename(temporary(checkpoint, uuid.uuid4().hex))
+
+    def _remove_temporary(self) -> None:
+        """Remove what _hide has renamed, and what interrupted runs have left."""
+        for path in list_temporary(self.folder):
+            if path != self._draft:
+                remove(path)
 
     def _superseded(self) -> list[Path]:
         """The checkpoints that are no longer kept now that this one is complete."""
         settings = self.settings
-        best = self._state.progress.best
+        best = self._progress.best
         complete = list_complete(self.folder)
         kept = {*complete[-settings.keep_last :], self.started_from, self._target}
         if settings.keep_best and best is not None:

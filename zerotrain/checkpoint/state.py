@@ -1,9 +1,7 @@
 """What a run is, and how far it has progressed."""
 
-import json
 import math
-import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +73,7 @@ class Progress:
     best: Best | None = None
     skipped_in_a_row: int = 0
     """How many of the last steps had their update skipped by the guard."""
-    wandb_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    wandb_id: str = ""
     plan_start: PlanStart = field(default_factory=PlanStart)
     """The position in the data at which the steps of the run's plan begin."""
 
@@ -98,10 +96,6 @@ class TrainerState:
 
     run: RunIdentity
     progress: Progress
-
-
-def write_state(checkpoint: Path, state: TrainerState) -> None:
-    (checkpoint / TRAINER_STATE).write_text(json.dumps(asdict(state), indent=2))
 
 
 def read_state(checkpoint: Path) -> TrainerState:
