@@ -48,6 +48,9 @@ def process_group(
             f"distributed.world_size is {expected_ranks}, but WORLD_SIZE is {world_size}; were all "
             "hosts started, with the same hostfile?"
         )
+    if world_size == 1:  # it meets nobody, at any free port
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
     find_ninja()
     stop = PreemptionHandler(grace_seconds)
     if follow_launcher():
@@ -57,9 +60,10 @@ def process_group(
     if world_size == local_ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
-    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
-    _join(backend, rank, world_size, device, timedelta(seconds=timeout_seconds))
+    backend = "gloo"
+    if accelerator.device_name() != "cpu":
+        backend = accelerator.communication_backend_name()
+    _join(backend, timedelta(seconds=timeout_seconds))
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     to_destroy = None  # all groups
     try:
@@ -97,9 +101,7 @@ def _choose_device(local_rank: int) -> torch.device:
     return torch.device(accelerator.current_device_name())
 
 
-def _join(
-    backend: str, rank: int, world_size: int, device: torch.device, timeout: timedelta
-) -> None:
+def _join(backend: str, timeout: timedelta) -> None:
     """Meet the other ranks, in torch's default process group and DeepSpeed's communication.
 
     Raises:
@@ -107,25 +109,15 @@ def _join(
         EnvironmentFailure: the ranks do not meet within the timeout, or the port is busy.
     """
     try:
-        dist.init_process_group(
-            backend,
-            # None: from MASTER_ADDR and MASTER_PORT
-            store=dist.HashStore() if world_size == 1 else None,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            # as DeepSpeed does (comm/torch.py), which would not take a store
-            device_id=device if device.type == "cuda" and world_size > 1 else None,
-        )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout)
     except (ValueError, dist.DistNetworkError) as error:
         # a variable that is not set, or a port that is busy and a first rank that is late
         kind = UserError if isinstance(error, ValueError) else EnvironmentFailure
         raise kind(
-            f"rank {rank} cannot meet the others at MASTER_ADDR and MASTER_PORT, which launchers "
-            f"set: {describe(error)[:200]}; if another run uses the port, choose another one with "
-            "the launcher's --master_port"
+            "cannot meet the others at MASTER_ADDR and MASTER_PORT, which launchers set: "
+            f"{describe(error)[:200]}; if another run uses the port, choose another one with the "
+            "launcher's --master_port"
         ) from error
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
 
 
 def check_devices(local_rank: int, visible: int) -> None:

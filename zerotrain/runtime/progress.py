@@ -46,7 +46,9 @@ def show_rows(rows: Mapping[str, str]) -> None:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, text in rows.items():
         start = f"  {name:<{width}}  "
-        lines = textwrap.wrap(
-            printable(text), max(20, columns - len(start)), break_on_hyphens=False
-        )
-        print(start + ("\n" + " " * len(start)).join(lines), flush=True)
+        indent = " " * len(start)
+        text = textwrap.fill(
+            printable(text), columns, initial_indent=start, subsequent_indent=indent,
+            break_on_hyphens=False,
+        )  # fmt: skip
+        print(text, flush=True)
