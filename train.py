@@ -34,10 +34,10 @@ from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, SAVE_NOW, STOP, list_complete, take_request
 from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.start import find_start
-from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
+from zerotrain.checkpoint.state import Progress, RunIdentity
 from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import Config
-from zerotrain.data.data_plan import DataPlan, total_steps
+from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.runtime.process_group import apply_timeout, process_group
@@ -46,7 +46,6 @@ from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.destinations import open_metrics
 from zerotrain.tracking.metrics import Metrics
-from zerotrain.tracking.profiler import Profiler
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import StepReporter
 from zerotrain.tracking.timer import PhaseTimer
@@ -65,10 +64,8 @@ class Training:
 
     # fixed
     config: Config
-    identity: RunIdentity
     ranks: Ranks
     plan: DataPlan
-    total_steps: int
     schedule: Schedule
     # what acts
     engine: deepspeed.DeepSpeedEngine
@@ -78,19 +75,15 @@ class Training:
     metrics: Metrics
     reporter: StepReporter
     timer: PhaseTimer
-    profiler: Profiler | None
     hang_watch: HangWatch
 
 
 def main(config: Config, mode: str = "train") -> None:
     """Train; or, with mode dry_run or rehearse, stop before and write nothing."""
+    job = config.distributed
     with ExitStack() as stack:
         world = stack.enter_context(
-            process_group(
-                config.distributed.timeout_seconds,
-                grace_seconds=config.distributed.preempt_grace_seconds,
-                expected_ranks=config.distributed.world_size,
-            )
+            process_group(job.timeout_seconds, job.preempt_grace_seconds, job.world_size)
         )
         quieten_libraries(world.is_first)
 
@@ -118,7 +111,7 @@ def main(config: Config, mode: str = "train") -> None:
 
         # 4. Model and engine, in the state that the run starts from.
         engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
-        apply_timeout(config.distributed.timeout_seconds, ranks)
+        apply_timeout(job.timeout_seconds, ranks)
         if mode == "rehearse":
             rehearse(engine, loss, setup, start.plan, ranks)
             return
@@ -127,14 +120,11 @@ def main(config: Config, mode: str = "train") -> None:
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
-        steps = total_steps(config.train, start.plan)
-        metrics = open_metrics(setup.config, start.progress, steps, ranks, lock)
+        metrics = open_metrics(setup.config, start.progress, schedule.total_steps, ranks, lock)
         run = Training(
             config=setup.config,
-            identity=identity,
             ranks=ranks,
             plan=start.plan,
-            total_steps=steps,
             schedule=schedule,
             engine=engine,
             loss=loss,
@@ -143,6 +133,7 @@ def main(config: Config, mode: str = "train") -> None:
                 engine,
                 base,
                 tokenizer,
+                identity,
                 config.checkpoint,
                 ranks,
                 lock,
@@ -152,8 +143,7 @@ def main(config: Config, mode: str = "train") -> None:
             metrics=metrics,
             reporter=StepReporter(setup, start.plan, metrics, ranks),
             timer=PhaseTimer(ranks.device),
-            profiler=Profiler(config.output_dir) if ranks.is_first else None,
-            hang_watch=HangWatch(config.distributed.timeout_seconds),
+            hang_watch=HangWatch(job.timeout_seconds),
         )
         exit_code = run_to_its_end(run, start.progress)
     if exit_code:
@@ -187,8 +177,8 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
         stopped by its user.
     """
     ranks = run.ranks
-    part = ranks.sequence_part
-    batches = load_steps(run.plan, ranks.data_rank, progress.step, run.total_steps, part)
+    steps = run.schedule.total_steps
+    batches = load_steps(run.plan, ranks.data_rank, progress.step, steps, ranks.sequence_part)
     saved = progress
     stopped = preempted = save = False
     while True:
@@ -196,11 +186,11 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
         if is_evaluation_due(run, progress) and not (stopped or preempted):
             progress, preempted = evaluate(run, progress)
             save = save or (run.config.checkpoint.keep_best and progress.is_best)
-        is_last = progress.step >= run.total_steps
+        is_last = progress.step >= steps
         save = save or is_last or stopped or preempted
         if save and progress.step > 0 and progress != saved:
             run.hang_watch.restart()
-            run.saver.save(TrainerState(run.identity, progress))
+            run.saver.save(progress)
             saved = progress
             preempted = preempted or ranks.any_preempted()  # during the save
         if is_last or stopped or preempted:
@@ -244,10 +234,15 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         skipped_in_a_row=in_a_row,
     )
     run.reporter.report(batch, values, progress)
-    if run.profiler is not None:
-        run.profiler.step()
     if problem is not None:
-        report_problem(run, batch, problem, in_a_row)
+        run.reporter.report_problem(problem, batch)
+        if in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            run.saver.finish()
+            raise RunFailed(
+                f"step {progress.step:,}: {problem.reason}; {in_a_row} steps in a row were "
+                f"skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or set "
+                "checkpoint.resume to an earlier checkpoint"
+            )
     return progress
 
 
@@ -327,20 +322,6 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
     return stop > 0, preempted > 0, save > 0
 
 
-def report_problem(run: Training, batch: StepBatch, problem: Problem, in_a_row: int) -> None:
-    """Report why the last updates, `in_a_row` of them, were skipped. Raises RunFailed if the run
-    has to stop.
-    """
-    run.reporter.report_problem(problem, batch)
-    if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        run.saver.finish()
-        raise RunFailed(
-            f"step {batch.global_step + 1:,}: {problem.reason}; {in_a_row} steps in a "
-            f"row were skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or "
-            "set checkpoint.resume to an earlier checkpoint"
-        )
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
@@ -350,7 +331,7 @@ def is_evaluation_due(run: Training, progress: Progress) -> bool:
     if not run.held_out.plans or progress.eval_loss is not None:
         return False
     every = run.config.eval.every_steps
-    return progress.step == run.total_steps or (every > 0 and progress.step % every == 0)
+    return progress.step == run.schedule.total_steps or (every > 0 and progress.step % every == 0)
 
 
 def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 from filelock import SoftFileLease, Timeout
 
@@ -49,12 +48,7 @@ class RunLock:
                 f"another output_dir, or stop that run; if there is none, remove {self._path}"
             ) from None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lease.release()  # another run's lock is left alone
 
     def is_lost(self) -> bool:

@@ -12,7 +12,7 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import HELD_OUT, Config, Source, TrainConfig
+from zerotrain.config.schema import HELD_OUT, Config, Source
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
 from zerotrain.data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
@@ -109,13 +109,6 @@ class DataPlan:
 
 # --------------------------------------------------------------------------------------------------
 # Making the plans of a config
-
-
-def total_steps(train: TrainConfig, plan: DataPlan) -> int:
-    """Optimizer steps of the whole run: train.steps, or those of train.epochs epochs."""
-    if train.steps is not None:
-        return train.steps
-    return train.epochs * plan.steps_per_epoch - plan.step_shift
 
 
 def make_plans(

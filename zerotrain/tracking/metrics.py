@@ -13,6 +13,8 @@ from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import replace_text
 
+BUFFER_BYTES = 1 << 24
+
 
 class Metrics:
     """Passes every record to every sink; has none on ranks other than 0. A sink has the methods
@@ -56,7 +58,8 @@ class Metrics:
 class JsonlSink:
     """metrics.jsonl: one JSON object per line, with `kind` and `time`, in Unix seconds. A resumed
     run removes the steps after its checkpoint, which it is about to repeat. Once `lock` is lost,
-    nothing is written. What a full disk does not take is written with the next record.
+    nothing is written. What a full disk does not take, up to BUFFER_BYTES, is written with the next
+    record.
     """
 
     def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
@@ -66,23 +69,17 @@ class JsonlSink:
                 record for record in read_metrics(path.parent, None) if record["step"] <= first_step
             ]
         replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+        self._file = path.open("ab", buffering=BUFFER_BYTES)
         self._lock = lock
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         if not self._lock.is_lost():
             record = {"kind": kind, "time": time.time(), **values}
-            self._unwritten += json.dumps(record).encode() + b"\n"
-            self._write()
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
 
     def close(self, exit_code: int) -> None:
-        with self._file:
-            self._write()
-
-    def _write(self) -> None:
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        self._file.close()
 
 
 def read_metrics(run_folder: str | Path, kind: str | None = "train") -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
-from zerotrain.data.data_plan import DataPlan, total_steps
+from zerotrain.data.data_plan import DataPlan
 from zerotrain.runtime.files import replace_text
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.optimizer import Schedule
@@ -30,7 +30,7 @@ def startup_table(
     config = setup.config
     train = config.train
     counts = setup.architecture.counts
-    steps = total_steps(train, plan)
+    steps = schedule.total_steps
     first = plan.start.step  # earlier steps are of another plan
     sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
     padded = sum(step.padded_tokens for step in sampled) / sum(step.tokens for step in sampled)

@@ -13,6 +13,7 @@ from zerotrain.data.loader import StepBatch
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
+from zerotrain.tracking.profiler import Profiler
 from zerotrain.tracking.slow_ranks import RankComparison
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
@@ -29,6 +30,7 @@ class StepReporter:
         self._metrics = metrics
         self._ranks = ranks
         self._comparison = RankComparison(metrics, ranks)
+        self._profiler = Profiler(setup.config.output_dir)
         # of 16-bit matrix products; None if unknown
         self._peak_flops_per_s = (
             None if setup.precision == "fp32" else peak_flops_per_s(device_name(ranks.device))
@@ -64,6 +66,7 @@ class StepReporter:
             if self._peak_flops_per_s is not None:
                 record["mfu"] = flops_per_s / (self._peak_flops_per_s * self._ranks.world_size)
             self._metrics.log("train", record)
+            self._profiler.step()
         self._comparison.add(progress.step, values)
 
     def report_problem(self, problem: Problem, batch: StepBatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerotrain.config.schema import Config, TrainConfig
-from zerotrain.data.data_plan import DataPlan, total_steps
+from zerotrain.data.data_plan import DataPlan
 from zerotrain.runtime.errors import UserError, describe
 
 LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -57,6 +57,8 @@ class Schedule(NamedTuple):
     peak: float
     """Learning rate after warm-up."""
     warmup_steps: int
+    total_steps: int
+    """Optimizer steps of the whole run."""
     factor: Callable[[int], float]
     """Share of the peak in the step that follows so many global steps."""
 
@@ -94,7 +96,7 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     """
     from transformers import get_scheduler  # imports peft and bitsandbytes, which take 2 s
 
-    steps = total_steps(train, plan)
+    steps = train.steps or train.epochs * plan.steps_per_epoch - plan.step_shift
     peak = scaled_learning_rate(train, plan.mean_batch)
     warmup = warmup_steps(train, plan.mean_examples)
     # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
@@ -116,7 +118,7 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
             f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
             f"{describe(error)}"
         ) from error
-    return Schedule(train.lr_schedule, peak, warmup, lambda step: factor(step + shift))
+    return Schedule(train.lr_schedule, peak, warmup, steps, lambda step: factor(step + shift))
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
