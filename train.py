@@ -163,8 +163,7 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         run.hang_watch.close()
         run.metrics.close(exit_code)
         if run.ranks.is_first:
-            saved = list_complete(run.saver.folder)
-            last = saved[-1] if saved else "none"
+            last = max(list_complete(run.saver.folder), default="none")
             print(f"{ending}; {run.reporter.summary()}last checkpoint: {last}", flush=True)
     return exit_code
 

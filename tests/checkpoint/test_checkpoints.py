@@ -148,9 +148,10 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
             train__epochs=None, train__steps=5000,
             checkpoint={"every_steps": 2, "keep_last": 9},
         )  # fmt: skip
-        line = forks.train(config, ranks=2, code=1).error
+        failed = forks.train(config, ranks=2, code=1)
         kept = list_complete(disk)
-        assert "No space left on device" in line and f"{kept[-1].name} is complete" in line
+        assert "No space left on device" in failed.error
+        assert f"last checkpoint: {kept[-1]}" in failed.output
         assert kept and all(checkpoint_problem(path) is None for path in kept)
         assert sorted(disk.iterdir()) == kept, "nothing half-written"
 

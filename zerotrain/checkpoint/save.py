@@ -95,10 +95,6 @@ def copy_to_cpu(content: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-class SaveError(RunFailed):
-    """A checkpoint could not be written. It is removed, and older ones are unchanged."""
-
-
 @dataclass
 class Saver:
     """Writes checkpoints of one run into its output folder, and removes old ones.
@@ -152,7 +148,7 @@ class Saver:
         save.
 
         Raises:
-            SaveError: it cannot be written.
+            RunFailed: it cannot be written; its files are removed, and older ones are unchanged.
         """
         self.finish()
         self._last_began = time.monotonic()
@@ -185,7 +181,7 @@ class Saver:
         """Wait for the pending save, if any, and make it complete.
 
         Raises:
-            SaveError: as save().
+            RunFailed: as save().
         """
         if self._pending is None:
             return
@@ -203,7 +199,7 @@ class Saver:
 
     def _run(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks and return its result; if it fails on one of them, remove the
-        draft and raise SaveError on all.
+        draft and raise RunFailed on all.
         """
 
         def with_lock() -> T:
@@ -222,12 +218,9 @@ class Saver:
         except UserError as error:
             if self._owns_disk:
                 remove(self._draft)
-            older = []
-            with suppress(OSError):
-                older = list_complete(self.folder)
-            rest = f"{older[-1].name} is complete" if older else "there is no older checkpoint"
-            raise SaveError(
-                f"{self._target.name} could not be saved in {self.folder}: {error}; {rest}"
+            raise RunFailed(
+                f"{self._target.name} could not be saved in {self.folder}: {error}; older "
+                "checkpoints are unchanged"
             ) from error
 
     def _create(self) -> None:

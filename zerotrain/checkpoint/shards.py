@@ -182,7 +182,7 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
         base: the files that have the frozen weights, which are then left out.
     """
     stage = engine.zero_optimization_stage()
-    counts = (state.get("step", 0) for state in engine.basic_optimizer.state.values())
+    counts = [int(state.get("step", 0)) for state in engine.basic_optimizer.state.values()]
     has_optimizer = not engine.super_offload()  # its moments are in a process that keeps them
     parameters = dict(engine.module.named_parameters())
     parts = {}
@@ -206,7 +206,7 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
         },
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
-        updates=max(map(int, counts), default=0) if has_optimizer else None,
+        updates=max(counts, default=0) if has_optimizer else None,
         loss_scaler={name: scaler[name] for name in LOSS_SCALER if name in scaler},
         base=base,
         rng=rng_state(),
