@@ -25,6 +25,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.data.plan import Budget, plan_step
+from zerotrain.tools.data_report import costs_of
 
 OPTIONS = {  # name: default, help
     "micro_batch_tokens": (8192, "longer examples are cut to it"),
@@ -113,12 +114,6 @@ def steps_of(order: str, lengths: np.ndarray, budget: Budget, args: Namespace) -
     for _ in range(len(lengths) // (rows * micro_batches)):
         step = [lengths[next(batches)] for _ in range(micro_batches)]
         yield [step[i : i + budget.world_size] for i in range(0, len(step), budget.world_size)]
-
-
-def costs_of(batch: np.ndarray, budget: Budget) -> tuple[int, int]:
-    """Cost of a micro-batch of these lengths without and with padding."""
-    held = batch if budget.packed else np.full_like(batch, budget.padded(batch.max(initial=0)))
-    return budget.cost(batch).sum(), budget.cost(held).sum()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ data    Read every row of all sources and compare it with its decoded tokens and
         content of each answer must be supervised, that of every other message must not be. In chats
         each answer must also begin after the generation prompt, and end as the chat template ends
         it. Rows of plain text, cut or split rows, and all rows under data.supervise: all are
-        counted but not compared. It also lists the end marks.
+        counted but not compared. It also lists the last tokens of answers.
 equivalence
         Train a small copy of the model, with random weights, for a few steps on the first rows,
         with every file of ds_configs/ and that of the config, bucketed and packed, on several ranks

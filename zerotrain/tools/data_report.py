@@ -1,9 +1,8 @@
 """What scripts/inspect_data.py prints: counts, examples and planned steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -11,51 +10,41 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.data.data_plan import DataPlan
-from zerotrain.data.plan import StepPlan
+from zerotrain.data.plan import Budget
 from zerotrain.runtime.errors import printable
+from zerotrain.runtime.progress import show_rows
 
 QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100)
 PLANNED_STEPS = 50  # of the first epoch, for each number of ranks
 MAX_TOKENS = 1000  # of an example
 PLAIN = "plain"
 ANSWER = "answer"
-END = "end"
-# Kind of segment -> its style on a terminal with colors, and its brackets on one without
-STYLES = {PLAIN: ("", "", ""), ANSWER: ("green", "[[", "]]"), END: ("bold magenta", "{{", "}}")}
-
-
-class Segment(NamedTuple):
-    """A part of an example: PLAIN carries no loss, ANSWER does, and so does END, the special tokens
-    at the end of a supervised part.
-    """
-
-    kind: str
-    text: str
+SPECIAL = "special"
+# Kind of text -> its style on a terminal with colors, and its brackets on one without
+STYLES = {PLAIN: ("", "", ""), ANSWER: ("green", "[[", "]]"), SPECIAL: ("bold magenta", "{{", "}}")}
 
 
 def segments(
     ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
-) -> list[Segment]:
-    """Decode an example."""
+) -> Iterator[tuple[str, str]]:
+    """An example as (kind, text): PLAIN carries no loss, ANSWER does, and so does SPECIAL, special
+    tokens such as end marks.
+    """
     special = {*tokenizer.all_special_ids}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kinds = [ANSWER if supervised else PLAIN for supervised in mask]
-    follows = PLAIN
-    for i in reversed(range(len(ids))):
-        if kinds[i] == ANSWER and ids[i] in special and follows != ANSWER:
-            kinds[i] = END
-        follows = kinds[i]
-    found = []
-    for kind, group in groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0]):
-        part = [token for _, token in group]
-        found.append(Segment(kind, tokenizer.decode(part, clean_up_tokenization_spaces=False)))
-    return found
+
+    def kind_of(token: tuple[int, bool]) -> str:
+        return (SPECIAL if token[0] in special else ANSWER) if token[1] else PLAIN
+
+    for kind, group in groupby(zip(ids, mask, strict=True), kind_of):
+        part = [token for token, _ in group]
+        yield kind, tokenizer.decode(part, clean_up_tokenization_spaces=False)
 
 
 def print_counts(name: str, plan: DataPlan) -> None:
     """What was read, how long rows were handled, token counts, and what is supervised."""
     data = plan.data
-    meta = plan.data.meta
+    meta = data.meta
     became = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
     became += [f"{n:,} left out ({reason})" for reason, n in meta["rejected"].items()]
     lengths = np.percentile(data.lengths, QUANTILES)
@@ -72,8 +61,7 @@ def print_counts(name: str, plan: DataPlan) -> None:
         "length": "  ".join(quantiles),
     }
     print(f"\n{name}")
-    for key, text in rows.items():
-        print(f"  {key:<20}  {printable(text)}")
+    show_rows(rows)
 
 
 def print_examples(
@@ -89,7 +77,7 @@ def print_examples(
     examples = np.arange(min(count, len(plan.data)))
     if not len(examples):
         return
-    console.print("\ncarries loss: [[text]], {{end mark}}", markup=False, highlight=False)
+    console.print("\ncarries loss: [[text]], {{special token}}", markup=False, highlight=False)
     for example, ids, mask in zip(examples.tolist(), *plan.data.fetch(examples), strict=True):
         place = f"{plan.data.place_of(example)}: {len(ids)} tokens, {mask.sum()} supervised"
         line = Text()
@@ -110,35 +98,33 @@ def print_plans(plan: DataPlan, ranks: list[int], batching: str) -> None:
     print(f"\nplanned, {batching}, {len(steps)} steps of {plan.steps_per_epoch:,} per epoch")
     print("  ranks   examples/step  tokens/step  micro-steps  padding adds  efficiency")
     for world_size in ranks:
-        on_ranks = replace(plan, budget=replace(plan.budget, world_size=world_size))
-        plans = [on_ranks.step(k) for k in steps]
+        budget = replace(plan.budget, world_size=world_size)
+        plans = [replace(plan, budget=budget).step(k) for k in steps]
         if any(p.examples < world_size for p in plans):
             print(f"  {world_size:>5}  too many ranks: a step has fewer examples")
             continue
         tokens = sum(p.tokens for p in plans)
         padding = sum(p.padded_tokens for p in plans) / tokens - 1
-        useful, elapsed = np.sum([costs(p, on_ranks) for p in plans], axis=0)
-        efficiency = useful / elapsed
-        micro_steps = sum(len(p.micro_batches) for p in plans) / len(plans)
-        examples = sum(p.examples for p in plans) / len(plans)
+        costs = [
+            [costs_of(plan.data.lengths[examples], budget) for examples in of_ranks]
+            for step in plans
+            for of_ranks in step.micro_batches
+        ]
+        useful, padded = np.moveaxis(costs, -1, 0)  # [micro-steps of all steps, ranks]
+        efficiency = useful.sum() / (world_size * padded.max(axis=1).sum())
+        examples = sum(p.examples for p in plans)
         print(
-            f"  {world_size:>5}  {examples:>14,.1f}  {tokens / len(plans):>11,.0f}  "
-            f"{micro_steps:>11,.1f}  {padding:>12.1%}  {efficiency:>10.1%}"
+            f"  {world_size:>5}  {examples / len(plans):>14,.1f}  {tokens / len(plans):>11,.0f}  "
+            f"{len(padded) / len(plans):>11,.1f}  {padding:>12.1%}  {efficiency:>10.1%}"
         )
 
 
-def costs(step: StepPlan, plan: DataPlan) -> tuple[int, int]:
-    """Cost of a step's examples without padding, see Budget.cost; and with padding and the time in
-    which ranks wait for the slowest.
+def costs_of(lengths: np.ndarray, budget: Budget) -> tuple[int, int]:
+    """Cost of a micro-batch of examples of these lengths, see Budget.cost, without and with its
+    padding.
     """
-    budget = plan.budget
-    useful = 0
-    elapsed = 0
-    for of_ranks in step.micro_batches:
-        lengths = [plan.data.lengths[examples].astype(np.int64) for examples in of_ranks]
-        useful += sum(int(budget.cost(each).sum()) for each in lengths)
-        padded = [budget.padded(each) for each in lengths]
-        if not budget.packed:  # to the longest
-            padded = [np.full(len(each), each.max(initial=0)) for each in padded]
-        elapsed += budget.world_size * max(int(budget.cost(each).sum()) for each in padded)
-    return useful, elapsed
+    lengths = lengths.astype(np.int64)
+    held = lengths
+    if not budget.packed:  # to the longest
+        held = np.full_like(lengths, budget.padded(lengths.max(initial=0)))
+    return budget.cost(lengths).sum(), budget.cost(held).sum()

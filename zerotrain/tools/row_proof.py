@@ -19,7 +19,6 @@ from zerotrain.data.messages import canonical_row
 from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.data.tokenize import TokenizedRows
 from zerotrain.data.turns import FIXED_DATE, Template
-from zerotrain.tools.data_report import END, PLAIN, Segment, segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_NAMED = 5  # problems listed by file and line
 COMPARED_CHARACTERS = 12  # of the text before an answer
-AFTER = 20  # tokens after an answer in which its end mark is looked for
 SHOWN = 20  # characters of a text in a problem
 THOUGHTS = re.compile("think|channel", re.IGNORECASE)  # in marks that an answer may repeat
 MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|.")
@@ -41,78 +39,67 @@ def supervised_answers(messages: list[dict[str, Any]], supervise: str) -> list[i
     return [i for i in wanted if messages[i].get("weight") != 0]
 
 
-def check_row(
-    row: dict[str, Any], found: list[Segment], supervise: str, decoded: Callable[[str], str]
+def check_contents(
+    messages: list[dict[str, Any]],
+    answers: list[int],
+    texts: list[str],
+    supervise: str,
+    decoded: Callable[[str], str],
 ) -> list[str]:
-    """What is wrong with the mask of a canonical row: each answer must be within the supervised
-    text, every other content outside of it, in the row's order.
+    """What is wrong with the mask of a row: each answer must be within the supervised text, every
+    other content outside of it, in the row's order.
 
     Args:
+        answers: supervised_answers.
+        texts: what is decoded, by turns not supervised and supervised.
         decoded: maps a text to what it is after tokenizing and decoding.
     """
-    messages = row.get("messages")
-    if messages is None:
-        texts = {"prompt": "user", "completion": "assistant"}
-        messages = [{"role": role, "content": row[key]} for key, role in texts.items()]
-    supervised = supervised_answers(messages, supervise)
-    text_of = {
-        is_target: _squeeze("".join(text for kind, text in found if (kind != PLAIN) == is_target))
-        for is_target in (True, False)
-    }
+    left = {is_target: _squeeze("".join(texts[is_target::2])) for is_target in (True, False)}
     problems = []
-    position = {True: 0, False: 0}
     for i, message in enumerate(messages):
-        is_target = i in supervised
+        is_target = i in answers
         if message["role"] == "assistant" and not is_target and supervise == "last":
             continue  # which templates may cut
         for key in ("reasoning_content", "thinking", "content"):
             # templates write a <think> block in their own way
             content = (message.get(key) or "").rpartition("</think>")[2]
             content = _squeeze(decoded(content))
-            at = text_of[is_target].find(content, position[is_target])
+            at = left[is_target].find(content)
             if at < 0:
                 place = "supervised" if is_target else "unsupervised"
                 problems.append(f"{key} of message {i + 1} ({message['role']}) is not {place}")
             else:
-                position[is_target] = at + len(content)
+                left[is_target] = left[is_target][at + len(content) :]
     return problems
 
 
-def check_runs(
-    row: dict[str, Any],
-    ids: np.ndarray,
-    mask: np.ndarray,
-    supervise: str,
-    decode: Callable[[np.ndarray], str],
+def check_answers(
+    messages: list[dict[str, Any]],
+    answers: list[int],
+    texts: list[str],
+    first_tokens: list[str],
+    last_tokens: list[str],
     render: Callable[..., str],
-) -> tuple[int, list[str]]:
-    """How many supervised answers were compared with what the template writes around them, and
-    what is wrong: each must begin after the generation prompt and end as the template ends it. An
-    example in which they are joined, or divided by generation marks, is not compared.
+) -> list[str]:
+    """What is wrong with the ends of answers: each must begin after the generation prompt and end
+    as the template ends it.
 
     Args:
-        ids: int [tokens].
-        mask: bool [tokens].
+        answers, texts: as of check_contents, with one supervised text for each answer.
+        first_tokens, last_tokens: of each answer, decoded.
         render: maps messages, and whether to add the generation prompt, to a text as decoded.
     """
-    messages = [{k: v for k, v in m.items() if k != "weight"} for m in row["messages"]]
-    wanted = supervised_answers(row["messages"], supervise)
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), append=np.int8(0))) + 1
-    if len(edges) != 2 * len(wanted):
-        return 0, []
+    messages = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
     problems = []
-    for i, start, end in zip(wanted, edges[::2], edges[1::2], strict=True):
-        before, text, after = (
-            decode(part) for part in (ids[:start], ids[start:end], ids[end : end + AFTER])
-        )
-        asked, prompt, whole = (
-            render(messages[: i + more], prompts)
-            for more, prompts in ((0, False), (0, True), (1, False))
-        )
-        blank = not decode(ids[start : start + 1]).strip()
-        if blank and prompt[-1:].isspace() and not before[-1:].isspace():
+    for n, (i, first, last) in enumerate(zip(answers, first_tokens, last_tokens, strict=True)):
+        before = "".join(texts[: 2 * n + 1])
+        text, after = texts[2 * n + 1 : 2 * n + 3]
+        asked = render(messages[:i], False)
+        prompt = render(messages[:i], True)
+        whole = render(messages[: i + 1], False)
+        if not first.strip() and prompt[-1:].isspace() and not before[-1:].isspace():
             problems.append(f"message {i + 1}: white space of its header is supervised")
-        if not decode(ids[end - 1 : end]).strip():
+        if not last.strip():
             problems.append(f"message {i + 1}: white space after its end is supervised")
         before, text, after, asked, prompt, whole = map(
             _squeeze, (before, text, after, asked, prompt, whole)
@@ -135,7 +122,7 @@ def check_runs(
                 f"message {i + 1} is supervised up to {text[-SHOWN:]!r}, but the template ends it "
                 f"with {whole[-SHOWN:]!r}"
             )
-    return len(wanted), problems
+    return problems
 
 
 def _squeeze(text: str) -> str:
@@ -151,54 +138,61 @@ def prove_rows(
 ) -> tuple[int, int]:
     """Compare every row that became one whole example, and print what was found. Rows of plain
     text, cut or split rows, and all rows under data.supervise: all are counted but not compared.
+    The ends of answers that are joined in the example, or divided by generation marks, are not
+    compared.
 
     Returns:
         How many rows were compared, and how many problems were found.
     """
     row_of = data.column("row")
-    rows = 0
+    supervise = config.data.supervise
     compared = 0
     compared_answers = 0
-    end_marks = Counter()
+    ends = Counter()
     problems = []
-
-    def decode(ids: Any) -> str:
-        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    encode = partial(tokenizer, add_special_tokens=False)
 
     def decoded(text: str) -> str:
-        return decode(
-            tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        )
+        return decode(encode(text, split_special_tokens=True).input_ids)
 
     def written(tools: Any, messages: list[dict[str, Any]], prompt: bool) -> str:
         template = FIXED_DATE + tokenizer.get_chat_template(tools=tools)
         text, _ = Template(tokenizer, template, json.dumps(tools)).render(messages, prompt)
-        return decode(tokenizer(text, add_special_tokens=False).input_ids)
+        return decode(encode(text).input_ids)
 
-    for number, (place, row) in enumerate(canonical_rows(sources, data, config)):
-        rows += 1
-        first, last = np.searchsorted(row_of, [number, number + 1])
+    for rows, (place, row) in enumerate(canonical_rows(sources, data, config), start=1):
+        first, last = np.searchsorted(row_of, [rows - 1, rows])
         if last - first != 1 or data.lengths[first] >= config.data.max_length or "text" in row:
             continue
-        ids, masks = data.fetch(np.array([first]))
-        found = segments(ids[0].tolist(), masks[0].tolist(), tokenizer)
-        end_marks.update(text for kind, text in found if kind == END)
-        if config.data.supervise != "all":
-            compared += 1
-            wrong = check_row(row, found, config.data.supervise, decoded)
-            if "messages" in row and not wrong:
-                render = partial(written, row.get("tools"))
-                with contextlib.suppress(BadRow):  # the template refuses the beginning of the row
-                    answers, wrong = check_runs(
-                        row, ids[0], masks[0], config.data.supervise, decode, render
-                    )
-                    compared_answers += answers
-            problems += [f"{place}: {problem}" for problem in wrong]
+        [ids], [mask] = data.fetch(np.array([first]))
+        edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+        first_tokens, last_tokens = (
+            [decode(token) for token in ids[places]] for places in (edges[::2], edges[1::2] - 1)
+        )
+        ends.update(last_tokens)
+        if supervise == "all":
+            continue
+        compared += 1
+        messages = row.get("messages") or [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+        answers = supervised_answers(messages, supervise)
+        texts = [decode(part) for part in np.split(ids, edges)]
+        wrong = check_contents(messages, answers, texts, supervise, decoded)
+        if "messages" in row and not wrong and len(answers) == len(last_tokens):
+            render = partial(written, row.get("tools"))
+            with contextlib.suppress(BadRow):  # the template refuses the beginning of the row
+                wrong = check_answers(messages, answers, texts, first_tokens, last_tokens, render)
+                compared_answers += len(answers)
+        problems += [f"{place}: {problem}" for problem in wrong]
     print(f"  {rows:,} rows, {compared:,} compared with their text")
     print(
         f"  {compared_answers:,} answers, compared with what the chat template writes around them"
     )
-    print("  end marks: " + ", ".join(f"{t!r} {n:,} times" for t, n in end_marks.most_common()))
+    listed = ", ".join(f"{text!r} {n:,} times" for text, n in ends.most_common(MAX_NAMED))
+    print(f"  last tokens of answers: {listed}")
     for problem in problems[:MAX_NAMED]:
         print(f"  {problem}")
     print(f"  {len(problems):,} problems")
