@@ -50,7 +50,7 @@ def main() -> None:
 
     # slow to import, so after the arguments are checked
     from zerotrain.checkpoint.state import read_state
-    from zerotrain.tools.export import choose_checkpoint, export_adapter, export_checkpoint
+    from zerotrain.tools.export import choose_checkpoint, export_checkpoint
     from zerotrain.tools.model_card import model_card
     from zerotrain.tools.verify import VerificationFailed
     from zerotrain.tracking.console import quieten_libraries
@@ -68,10 +68,7 @@ def main() -> None:
             verify(draft)
 
     try:
-        if args.adapter:
-            export_adapter(checkpoint, args.out, args.dtype, finish)
-        else:
-            export_checkpoint(checkpoint, args.out, args.dtype, args.base, finish)
+        export_checkpoint(checkpoint, args.out, args.dtype, args.base, args.adapter, finish)
     except VerificationFailed as failure:
         print(f"error: {failure}; {args.out} is not written", file=sys.stderr)
         sys.exit(EXIT_FAILURE)

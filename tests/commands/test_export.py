@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.export import export_adapter, export_checkpoint
+from zerotrain.tools.export import export_checkpoint
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 DENSE = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512,
@@ -116,7 +116,7 @@ def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_pat
     export_checkpoint(checkpoint, tmp_path / "merged")
     _, merged = logits_of(tmp_path / "merged")
     torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
-    export_adapter(checkpoint, tmp_path / "adapter")
+    export_checkpoint(checkpoint, tmp_path / "adapter", only_adapters=True)
     model, before = logits_of(base)
     assert (before - logits).abs().max() > 0.01, "the adapters should matter"
     model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
@@ -148,7 +148,7 @@ def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
     export_checkpoint(checkpoint, tmp_path / "hf")
     torch.testing.assert_close(logits_of(tmp_path / "hf")[1], logits, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="has no adapters"):
-        export_adapter(checkpoint, tmp_path / "adapter")
+        export_checkpoint(checkpoint, tmp_path / "adapter", only_adapters=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
             export_checkpoint(at, out, *args, **options)
         assert "\n" not in str(refused.value) and not out.exists()
 
-    refuse("step_7 does not exist", at=tmp_path / "step_7")
+    refuse("step_7 is not a usable checkpoint", at=tmp_path / "step_7")
     # a link in it would copy a file of whoever exports it
     secret = tmp_path / "token"
     template = checkpoint / "model" / "chat_template.jinja"

@@ -6,7 +6,7 @@ them can run code.
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,8 @@ def export_checkpoint(
     out: Path,
     dtype: str | None = None,
     base: str | None = None,
-    finish: Callable[[Path], None] | None = None,
+    only_adapters: bool = False,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
 
@@ -61,104 +62,81 @@ def export_checkpoint(
 
     Args:
         base: folder or hub id of the frozen weights that the checkpoint lacks, if they have moved.
+        only_adapters: write the adapters of a run with model.lora, and its tokenizer, as a folder
+            that `peft.PeftModel.from_pretrained` loads.
         finish: called with the complete folder before it gets its name; if it raises, there is no
             `out`.
 
     Raises:
-        UserError: the checkpoint is not usable, its frozen weights are not found, or `out` is not
-            empty or cannot be written.
+        UserError: the checkpoint is not usable, its adapters or frozen weights are not found, or
+            `out` is not empty or cannot be written.
     """
-    run, small_files = _open(checkpoint)
-    shards = Shards(checkpoint)
-    target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
-    working = torch.float32 if run.settings.get("model.lora") else target
-    _check_memory(shards, working)
-    with new_folder(out) as draft:
-        _copy(small_files, draft)
-        if not all(map(shards.holds, shards.first.shapes)):
-            model = _load_base(shards, run, base, draft).to(working)
-        else:
-            model = _empty_model(draft, working)
-            model.to_empty(device="cpu").tie_weights()
-        adapters = _insert_adapters(model, run, shards)
-        _fill(model, shards)
-        if adapters is not None:
-            model = _merge(model, adapters).to(target)
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
-            except SafetensorError as error:  # e.g. a full disk
-                raise OSError(describe(error)) from error
-        # again, because transformers has written a generation config of its own; its config.json
-        # has the dtype of the weights now
-        _copy([file for file in small_files if file.name != "config.json"], draft)
-        if finish is not None:
-            finish(draft)
-
-
-def export_adapter(
-    checkpoint: Path,
-    out: Path,
-    dtype: str | None = None,
-    finish: Callable[[Path], None] | None = None,
-) -> None:
-    """Write the adapters of a run with model.lora, and its tokenizer, as a folder that
-    `peft.PeftModel.from_pretrained` loads, as `dtype`, by default the precision of the run.
-
-    Args:
-        finish: as of export_checkpoint.
-
-    Raises:
-        UserError: the checkpoint is not usable or has no adapters, or `out` is not empty or cannot
-            be written.
-    """
-    run, small_files = _open(checkpoint)
-    if run.settings.get("model.lora") is None:
-        raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
-    from peft import get_peft_model_state_dict
-    from peft.utils import SAFETENSORS_WEIGHTS_NAME
-
-    target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
-    with new_folder(out) as draft:
-        _copy(small_files, draft)
-        shards = Shards(checkpoint)
-        model = _empty_model(draft, target)
-        (draft / "config.json").unlink()  # that of the base model
-        _insert_adapters(model, run, shards)
-        model.peft_config[ADAPTER].save_pretrained(draft)
-        trained = {name: whole_weight(shards, name) for name in shards.first.trained}
-        named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
-        weights = {f"base_model.model.{n}": w.to(target, copy=True) for n, w in named.items()}
-        save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
-        if finish is not None:
-            finish(draft)
-
-
-def _open(checkpoint: Path) -> tuple[RunIdentity, list[Path]]:
-    """The run of a usable checkpoint, and the checkpoint's small files: model config, tokenizer."""
-    if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} does not exist, or is not a folder")
     _, problems = inspect(checkpoint)
     for name, problem in problems.items():
         raise UserError(f"{checkpoint} is not a usable checkpoint: {name} {problem}")
+    run = read_state(checkpoint).run
+    has_adapters = run.settings.get("model.lora") is not None
+    if only_adapters and not has_adapters:
+        raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
+    shards = Shards(checkpoint)
     paths = [checkpoint / name for name in read_manifest(checkpoint).files]
-    folder = checkpoint / "model"
-    small = [path for path in paths if path.parent == folder and path.suffix in SMALL_FILES]
-    return read_state(checkpoint).run, small
+    folder = checkpoint / "model"  # config and tokenizer
+    small_files = [path for path in paths if path.parent == folder and path.suffix in SMALL_FILES]
+    target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
+    working = torch.float32 if has_adapters else target
+    with new_folder(out) as draft:
+        _copy(small_files, draft)
+        if only_adapters:
+            _write_adapters(draft, run, shards, target)
+        else:
+            _check_memory(shards, working)
+            if all(map(shards.holds, shards.first.shapes)):
+                model = _empty_model(draft, working)
+                model.to_empty(device="cpu").tie_weights()
+            else:
+                model = _load_base(shards, run, base, draft).to(working)
+            adapters = _insert_adapters(model, run, shards) if has_adapters else None
+            _fill(model, shards)
+            if adapters is not None:
+                model = _merge(model, adapters).to(target)
+            with warnings.catch_warnings(action="ignore"):
+                try:
+                    model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
+                except SafetensorError as error:  # e.g. a full disk
+                    raise OSError(describe(error)) from error
+            # again, because transformers has written a generation config of its own; its
+            # config.json has the dtype of the weights now
+            _copy([file for file in small_files if file.name != "config.json"], draft)
+        finish(draft)
 
 
-def _copy(files: list[Path], folder: Path) -> None:
+def _write_adapters(draft: Path, run: RunIdentity, shards: Shards, dtype: torch.dtype) -> None:
+    """Write peft's files; the base model's config.json is removed."""
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    model = _empty_model(draft, dtype)
+    (draft / "config.json").unlink()
+    _insert_adapters(model, run, shards)
+    model.peft_config[ADAPTER].save_pretrained(draft)
+    trained = {name: whole_weight(shards, name) for name in shards.first.trained}
+    named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
+    weights = {f"base_model.model.{n}": w.to(dtype, copy=True) for n, w in named.items()}
+    save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+
+
+def _copy(files: Iterable[Path], folder: Path) -> None:
     for file in files:
         shutil.copyfile(file, folder / file.name)
 
 
 def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
-    needed = count_elements(shards) * dtype.itemsize
-    free = psutil.virtual_memory().available
+    needed = count_elements(shards) * dtype.itemsize / 2**30
+    free = psutil.virtual_memory().available / 2**30
     if needed > free:
         raise UserError(
-            f"the export needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB "
-            "are free; run it where there is more"
+            f"the export needs {needed:,.1f} GiB of memory, and {free:,.1f} GiB are free; run it "
+            "where there is more"
         )
 
 
@@ -204,17 +182,15 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
         folder, revision = split_revision(source)
         if not Path(folder).is_dir():
             folder = snapshot_download(folder, revision=revision, allow_patterns=PROCESSOR_FILES)
-        _copy(sorted(Path(folder).glob(PROCESSOR_FILES)), draft)
+        _copy(Path(folder).glob(PROCESSOR_FILES), draft)
     return model.dequantize(dtype) if in_4_bits else model
 
 
-def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "LoraModel | None":
-    """Insert the adapters of a run, if it has some, into a model."""
-    if run.settings.get("model.lora") is None:
-        return None
+def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "LoraModel":
+    """Insert the adapters of a run into a model."""
     base = shards.first.base or {"name_or_path": "", "revision": None}
     try:
-        lora = LoraConfig(**run.settings.get("model.lora"))
+        lora = LoraConfig(**run.settings["model.lora"])
         config = ModelConfig(source_of(base), lora=lora)
         return insert_adapters(model, config, lora)
     except UserError:
@@ -276,7 +252,7 @@ def choose_checkpoint(folder: Path, best: bool = False) -> Path:
             break
         if checkpoint != folder:
             print(f"skipping {checkpoint}: {problem}", flush=True)
-    if problem is not None:
+    else:
         raise UserError(
             f"{folder} is no usable checkpoint, and has none in checkpoints/ ({problem}); give "
             "output_dir of a run, or one of its checkpoints"
