@@ -51,8 +51,8 @@ class RunRecords:
     name: str
     prefix: str
     """The name, for what is drawn together with other runs."""
-    series: dict[str, pd.Series]
-    """Values over steps: what the records of steps and evaluations hold."""
+    series: pd.DataFrame
+    """What the records of steps and evaluations hold, over steps; NaN where a step has none."""
     records: dict[str, list[dict[str, Any]]]
     """Other lines of metrics.jsonl by kind. Only `step` is checked."""
     configs: str
@@ -62,8 +62,8 @@ class RunRecords:
     @property
     def held_out(self) -> dict[str, pd.Series]:
         """The losses of the held-out sets by the sets' names."""
-        names = {key: key.removeprefix("loss/").replace("_", " ") for key in self.series}
-        return {names[key]: self.series[key] for key in names if key.startswith("loss/")}
+        losses = self.series.filter(regex="^loss/")
+        return {key[5:].replace("_", " "): losses[key].dropna() for key in losses}
 
 
 def read_run(folder: Path, prefix: str = "") -> RunRecords:
@@ -85,6 +85,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     frame = frame.map(number).groupby(level=0).last().dropna(axis="columns", how="all")
     if "loss" not in frame:
         problems.append("no step is recorded: the run ended, or still is, before its first")
+    frame = frame.reindex(columns=dict.fromkeys(["loss", "time", "tokens_per_s", *frame]))
     configs = ""
     for name in (RESOLVED_CONFIG, RESOLVED_DS_CONFIG):
         try:
@@ -92,8 +93,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
             configs += f"# {name}\n{(folder / name).read_text(errors='replace')}\n"
         except (OSError, ValueError) as error:
             problems.append(describe(error))
-    series = {key: points.dropna() for key, points in frame.items()}
-    return RunRecords(str(folder), prefix, series, records, configs, problems)
+    return RunRecords(str(folder), prefix, frame, records, configs, problems)
 
 
 def report_page(folders: Sequence[Path]) -> str:
@@ -128,9 +128,9 @@ def report_page(folders: Sequence[Path]) -> str:
 
 def sentence(run: RunRecords) -> str:
     """How the run went."""
-    if "loss" not in run.series:
+    loss = run.series["loss"].dropna()
+    if loss.empty:
         return "No step is finished."
-    loss = run.series["loss"]
     text = f"{loss.index[-1]:,} steps"
     if run.records["start"]:
         text += f" on {shown(run.records['start'][-1].get('world_size'))} ranks"
@@ -143,14 +143,12 @@ def sentence(run: RunRecords) -> str:
 def figures(run: RunRecords) -> dict[str, str]:
     """The figures of the first screen."""
     best = [f"{held.min():.4f}" for held in run.held_out.values()]
-    times = run.series.get("time", pd.Series([0.0])).clip(0, 1e11)
-    speed = run.series.get("tokens_per_s", pd.Series([0.0])).median()
-    ended = datetime.fromtimestamp(times.max(), UTC)
+    began, ended = run.series["time"].clip(0, 1e11).agg(["min", "max"]).fillna(0)
     return {
         "best held-out loss, nats per token": best[0] if best else "-",
-        "tokens/s, median": f"{speed:,.0f}",
-        f"time, h:min:s, until {ended:%F %H:%M} UTC": str(
-            timedelta(seconds=round(times.max() - times.min()))
+        "tokens/s, median": f"{run.series['tokens_per_s'].median():,.0f}",
+        f"time, h:min:s, until {datetime.fromtimestamp(ended, UTC):%F %H:%M} UTC": str(
+            timedelta(seconds=round(ended - began))
         ),
         "restarts": f"{max(0, len(run.records['start']) - 1):,}",
         "incidents": f"{len(run.records['event']):,}",
@@ -165,7 +163,7 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
     """Each run's loss, its held-out losses as points, and in front of them the smoothed loss."""
     traces = []
     for color, run in zip(cycle(COLORS), runs, strict=False):
-        loss = run.series.get("loss", pd.Series(dtype=float))
+        loss = run.series["loss"].dropna()
         smooth = loss.rolling(1 + 2 * (len(loss) // 100), center=True, min_periods=1).mean()
         line = {"mode": "lines", "line_color": color}
         traces.append((f"{run.prefix}training, each step", loss, {**line, "opacity": 0.35}))
@@ -174,12 +172,11 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
             style = {"mode": "markers", "marker": points}
             traces.append((f"{run.prefix}held out: {name}", held, style))
         traces.append((f"{run.prefix}training, smoothed", smooth, {**line, "line_width": 3}))
-    figure = drawn(traces, height=480)
-    figure.update_yaxes(type="log")
     restarts = [start["step"] for run in runs for start in run.records["start"][1:]]
+    dashed = "; a restart is a dashed line" * bool(restarts)
+    figure = drawn(traces, height=480).update_yaxes(type="log")
     for step in restarts[-20:]:
         figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
-    dashed = "; a restart is a dashed line" * bool(restarts)
     return section(f"Loss, nats per token{dashed}", figure)
 
 
@@ -187,24 +184,22 @@ def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> It
     """A section for each heading of which a run has values."""
     for heading, keys in wanted.items():
         traces = [
-            (run.prefix + key.removesuffix("_seconds"), values, {"mode": "lines"})
+            (run.prefix + key.removesuffix("_seconds"), values.dropna(), {"mode": "lines"})
             for run in runs
             for key, values in run.series.items()
             if key.partition("/")[0] in keys
         ]
         if traces:
-            figure = drawn(traces, height=215)
-            figure.update_yaxes(rangemode="tozero")
-            yield section(heading, figure)
+            yield section(heading, drawn(traces, height=215).update_yaxes(rangemode="tozero"))
 
 
 def drawn(traces: Sequence[tuple[str, pd.Series, dict[str, Any]]], height: int) -> go.Figure:
     """A figure of series over steps, each with its name and its style."""
-    figure = go.Figure()
+    figure = go.Figure(layout={"showlegend": len(traces) > 1, "height": height})
     for name, values, style in traces:
         points = thin(values)
         figure.add_scatter(x=points.index, y=points, name=escape(name), **style)
-    return figure.update_layout(showlegend=len(traces) > 1, height=height)
+    return figure
 
 
 def thin(points: pd.Series) -> pd.Series:
@@ -222,17 +217,16 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
         ("data_seconds", "Waiting for data, % of a step", (-20, 20)),
     ):
         columns = {}
+        names = {}
         for record in run.records["ranks"]:
             values = pd.Series([number(value) for value in listed(record.get(key))], dtype=float)
             step = number(record.get("step_seconds")) / 100
-            columns[f"{record['step']:,}"] = values / (
-                step if key == "data_seconds" else values.median()
-            )
-            hosts = pd.Series(map(shown, listed(record.get("hosts"))), dtype=str)
-        frame = pd.DataFrame(columns)
+            whole = step if key == "data_seconds" else values.median()
+            columns[f"{record['step']:,}"] = values / whole
+            hosts = map(shown, listed(record.get("hosts")))
+            names |= {rank: escape(f"{rank} {host}") for rank, host in enumerate(hosts)}
+        frame = pd.DataFrame(columns).rename(index=names)
         if frame.notna().any(axis=None):
-            hosts = hosts.reindex(frame.index, fill_value="")
-            frame.index = [escape(f"{rank} {host}") for rank, host in hosts.items()]
             heat = px.imshow(
                 frame, zmin=limits[0], zmax=limits[1], aspect="auto",
                 color_continuous_scale=[COLORS[0], FAINT, COLORS[-1]],
@@ -242,14 +236,14 @@ def heat_maps(run: RunRecords) -> Iterator[str]:
 
 
 def section(heading: str, figure: go.Figure) -> str:
+    axis = {"gridcolor": FAINT, "zerolinecolor": FAINT}
     figure.update_layout(
         template="none", font_color=GRAY, autosize=True, colorway=COLORS,
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 50, "r": 5, "t": 10, "b": 40},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        xaxis=axis, yaxis={**axis, "automargin": True, "exponentformat": "e"},
     )  # fmt: skip
-    figure.update_xaxes(gridcolor=FAINT, zerolinecolor=FAINT)
-    figure.update_yaxes(gridcolor=FAINT, zerolinecolor=FAINT, automargin=True, exponentformat="e")
     options = {"displayModeBar": False, "responsive": True}
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=options)
     return f"<section><h2>{escape(heading)}</h2>{html}</section>"
