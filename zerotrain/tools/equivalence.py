@@ -15,11 +15,10 @@ some 80 roundings by at most 2^-9 lie between the weights and a gradient of the 
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ def prove_equivalence(
     config: Config, ds_configs: list[str], ranks: int, precision: str, work: Path
 ) -> bool:
     """Train a small copy of a run on `ranks` ranks with one micro-step, and on one rank with as
-    many micro-steps, with each ds_config, bucketed and packed; print a line for each.
+    many as its rows allow, with each ds_config, bucketed and packed; print a line for each.
 
     Args:
         config: of a run of a few steps, see short_run.
@@ -76,46 +75,46 @@ def prove_equivalence(
         UserError: the model or the data cannot be used, or nothing could run.
     """
     config = cut_down(config, work, ranks, precision)
-    batches = list(_batches(config, ranks))
+    cases = list(_cases(config, ranks))
     plain = train_plainly(config, load_tokenizer(config), lambda m: _prepared(m, config), EPSILON)
     tolerance = TOLERANCES[precision]
-    names = ("loss", "norm", "weights") if precision == "fp32" else ("loss", "norm")
-    print(f"{'':<44}" + " ".join(f"{name:>9}" for name in names))
-    print(f"{f'tolerance, {precision}':<44}" + " ".join(f"{tolerance:>9.1e}" for _ in names))
+    names = ["loss", "norm", "weights"] if precision == "fp32" else ["loss", "norm"]
+    _print_row("", "micro-steps", *names)
+    _print_row(f"tolerance, {precision}", "", *[f"{tolerance:.1e}"] * len(names))
     verdicts = []
-    began = time.monotonic()
     for ds_config in ds_configs:
         stem = Path(ds_config).stem
         copy = work / f"{stem}.json"
         content = read_ds_config(ds_config)
         content["optimizer"]["params"]["eps"] = EPSILON
         copy.write_text(json.dumps(content), encoding="utf-8")
-        for data, world in product(batches, dict.fromkeys((ranks, 1))):
+        for data, world in cases:
             folder = work / f"{stem}_{data.batching}_{world}"
             run = replace(config, ds_config=str(copy), data=data, output_dir=str(folder))
             ended = start_training(run, world)
-            micro_steps = "-"
+            name = f"{stem}, {data.batching}, {world} ranks"
             if ended.code == EXIT_USER_MISTAKE:
-                lines = ended.output.splitlines()
-                text = next((line for line in lines if "error: " in line), f"see {folder}.log")
-                text = f"not run: {text.partition('error: ')[2] or text}"
+                problem = ended.output.partition("error: ")[2].partition("\n")[0]
+                _print_row(name, f"not run: {problem}")
+                if world == ranks:
+                    break  # as on any number of ranks
             elif ended.code:
                 verdicts.append(False)
-                text = f"FAILED, exit code {ended.code}: see {folder}.log"
+                _print_row(name, f"FAILED, exit code {ended.code}: see {folder}.log")
             else:
                 micro_steps, differences = _differences(plain, folder)
                 differences = differences[: len(names)]
                 verdicts.append(all(each <= tolerance for each in differences))  # no NaN
-                text = " ".join(f"{each:>9.1e}" for each in differences)
-                text += "  equal" if verdicts[-1] else "  REFUTED"
-            print(f"{f'{stem}, {data.batching}, {world} x {micro_steps}':<44}{text}", flush=True)
-            if ended.code == EXIT_USER_MISTAKE and world == ranks:
-                break  # as on any number of ranks
+                cells = [f"{each:.1e}" for each in differences]
+                _print_row(name, micro_steps, *cells, "equal" if verdicts[-1] else "REFUTED")
     if not verdicts:
         raise UserError("nothing could be run on this machine, so nothing is proved")
-    minutes = (time.monotonic() - began) / 60
-    print(f"{sum(verdicts)} of {len(verdicts)} runs are equal; {minutes:.0f} minutes")
+    print(f"{sum(verdicts)} of {len(verdicts)} runs are equal")
     return all(verdicts)
+
+
+def _print_row(name: str, *cells: str) -> None:
+    print(f"{name:<36}" + " ".join(f"{cell:>11}" for cell in cells), flush=True)
 
 
 def start_training(config: Config, ranks: int) -> Ended:
@@ -132,11 +131,11 @@ def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
     """A run's numbers of micro-steps, and the largest relative differences of its losses, gradient
     norms and weights from those of the plain loop.
     """
-    steps = read_metrics(folder, "train")
+    steps = read_metrics(folder)
     found = []
     for name, expected in (("loss", plain.losses), ("grad_norm", plain.grad_norms)):
         values = np.array([step[name] for step in steps], dtype=float)
-        found.append(float(np.max(np.abs(values / expected - 1))))
+        found.append(np.max(np.abs(values / expected - 1)))
     shards = Shards(list_complete(checkpoints_folder(str(folder)))[-1])
     distances = []
     largest = max(peak.max().item() for peak in plain.peaks.values())
@@ -146,7 +145,7 @@ def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
         distance = (whole_weight(shards, name) - expected)[compared].norm().item()
         distances.append(distance / max(expected.norm().item(), 1e-30))
     micro_steps = " or ".join(str(n) for n in sorted({step["micro_steps"] for step in steps}))
-    return micro_steps, [*found, float(np.max(distances))]
+    return micro_steps, [*found, np.max(distances)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,11 +175,9 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         with rows.open("w", encoding="utf-8", errors="surrogateescape") as file:
             for row in islice(read_rows(source), ROWS):
                 file.write(row.text.replace("\n", " ") + "\n")
-        read = {"format": source.format, "columns": source.columns, "on_bad_row": "skip"}
-        sources.append(Source(str(rows), **read))
-    lora = config.model.lora and replace(config.model.lora, dropout=0.0)
-    # kernels such as FlashAttention's take 16 bits only
-    attention = None if precision == "fp32" else config.model.attn_implementation
+        sources.append(
+            Source(str(rows), format=source.format, columns=source.columns, on_bad_row="skip")
+        )
     return replace(
         config,
         model=replace(
@@ -189,8 +186,9 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
             tokenizer=config.tokenizer_source,
             from_config=False,
             quantization=None,
-            lora=lora,
-            attn_implementation=attention,
+            lora=config.model.lora and replace(config.model.lora, dropout=0.0),
+            # kernels such as FlashAttention's take 16 bits only
+            attn_implementation=None if precision == "fp32" else config.model.attn_implementation,
         ),
         data=replace(
             config.data,
@@ -245,9 +243,9 @@ def _prepared(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
-def _batches(config: Config, ranks: int) -> Iterator[DataConfig]:
-    """Each way of batching that the model can be trained with, and the smallest token budget by
-    which every step has one micro-step on `ranks` ranks.
+def _cases(config: Config, ranks: int) -> Iterator[tuple[DataConfig, int]]:
+    """Each way of batching that the model can be trained with, on `ranks` ranks with a token budget
+    for the whole step, and on one with a budget for its longest example; and the number of ranks.
     """
     for batching in ("bucketed", "packed"):
         data = replace(config.data, batching=batching, micro_batch_tokens=MAX_INT)
@@ -256,10 +254,6 @@ def _batches(config: Config, ranks: int) -> Iterator[DataConfig]:
         except UserError as error:
             print(f"{batching}: {error}")
             continue
-        largest = 0
-        for step in range(config.train.steps):
-            for examples in chain.from_iterable(plan.step(step).micro_batches):
-                padded = plan.budget.padded(plan.data.lengths[examples])
-                whole = padded.sum() if batching == "packed" else len(padded) * padded.max()
-                largest = max(largest, int(whole))
-        yield replace(data, micro_batch_tokens=largest)
+        longest = plan.with_budget(0).budget.micro_batch_tokens
+        for world, tokens in {ranks: MAX_INT, 1: longest}.items():
+            yield replace(data, micro_batch_tokens=tokens), world
