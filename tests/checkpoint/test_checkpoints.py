@@ -43,7 +43,7 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
     """One step with each, then on to the end. Two parameter groups, with and without weight decay;
     no size is divisible by 3 ranks.
     """
-    config = tiny_config(train__precision=precision, train__epochs=None, train__steps=7)
+    config = tiny_config(train__precision=precision, train__steps=7)
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
@@ -62,12 +62,12 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     """A run of another layout and precision starts with the weights, and resumes from its own
     checkpoints; other refusals are one line each.
     """
-    first = tiny_config(name="first.yaml", train__epochs=None, train__steps=2)
+    first = tiny_config(name="first.yaml", train__steps=2)
     flags = "--output_dir", tmp_path / "first", "--train.precision", "bf16"
     forks.finish(first, *flags, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
     checkpoint = tmp_path / "first" / "checkpoints" / "step_00000002"
     config = tiny_config(
-        train__epochs=None, train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
+        train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
         checkpoint__resume=str(checkpoint),
     )  # fmt: skip
     assert "train.learning_rate" in forks.refusal(config)
@@ -103,7 +103,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
     steps = max(40, kills + kills // 2)  # each attempt completes at least one
     config = tiny_config(
         model=tiny_model_with_dropout, data__micro_batch_tokens=300,
-        train__epochs=None, train__steps=steps, eval__every_steps=20,
+        train__steps=steps, eval__every_steps=20,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
@@ -145,7 +145,7 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
     disk.mkdir(parents=True)
     with mounted(disk, "-t", "tmpfs", "-o", "size=1m", "none"):
         config = tiny_config(
-            train__epochs=None, train__steps=5000,
+            train__steps=5000,
             checkpoint={"every_steps": 2, "keep_last": 9},
         )  # fmt: skip
         failed = forks.train(config, ranks=2, code=1)
@@ -162,7 +162,7 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
 def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
     """The learning rate rises until the loss does, so that the best is none of the last."""
     config = tiny_config(
-        train__epochs=None, train__steps=9, eval__every_steps=2, train__learning_rate=0.25,
+        train__steps=9, eval__every_steps=2, train__learning_rate=0.25,
         train__warmup_examples=120,
         checkpoint={"every_steps": 1, "keep_last": 2, "keep_best": True},
     )  # fmt: skip
@@ -200,7 +200,7 @@ DAMAGE = {
 
 def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny_config, tmp_path):
     """The newest is damaged in different ways; a stale `latest` file is ignored."""
-    config = tiny_config(train__epochs=None, train__steps=4, checkpoint={"every_steps": 2})
+    config = tiny_config(train__steps=4, checkpoint={"every_steps": 2})
     forks.finish(config)
     intact, run_folder = tmp_path / "intact", tmp_path / "run"
     run_folder.rename(intact)
@@ -236,7 +236,7 @@ def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ra
     the same layout and of another one.
     """
     config = tiny_config(
-        train__epochs=None, train__steps=5,
+        train__steps=5,
         checkpoint={"every_steps": 1, "keep_last": 9}, ds_config=str(strategy(tmp_path, "zero2")),
     )  # fmt: skip
     forks.finish(config, ranks=2)
@@ -260,7 +260,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     forks, tiny_config, tmp_path
 ):
     """It is a mount point, which cannot be renamed."""
-    config = tiny_config(train__epochs=None, train__steps=4)
+    config = tiny_config(train__steps=4)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
 def test_a_run_folder_that_is_out_of_reach_for_two_seconds_is_waited_for(
     forks, tiny_config, tmp_path
 ):
-    config = tiny_config(train__epochs=None, train__steps=100_000, checkpoint={"every_steps": 5})
+    config = tiny_config(train__steps=100_000, checkpoint={"every_steps": 5})
     run_folder = tmp_path / "run"
     checkpoints = run_folder / "checkpoints"
     run = forks.start(config, ranks=2)

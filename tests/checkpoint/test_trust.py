@@ -45,7 +45,7 @@ def rewrite(checkpoint, file, content):
 def trained(forks, tmp_path_factory, tiny_model, chat_rows):
     """A config and the checkpoint of its second step, ZeRO 2, 2 ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    config = write_tiny_config(folder, chat_rows, tiny_model, train__epochs=None, train__steps=2)
+    config = write_tiny_config(folder, chat_rows, tiny_model, train__steps=2)
     forks.finish(config, ranks=2)
     return config, folder / "run" / "checkpoints" / "step_00000002"
 
@@ -73,7 +73,7 @@ def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path):
 
 def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     config = tiny_config(
-        train__epochs=None, train__steps=5, checkpoint={"every_steps": 1, "keep_last": 2}
+        train__steps=5, checkpoint={"every_steps": 1, "keep_last": 2}
     )  # fmt: skip
     folder = tmp_path / "run" / "checkpoints"
     mine = [folder / name / "note" for name in (

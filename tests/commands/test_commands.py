@@ -67,7 +67,7 @@ def test_a_terminated_launcher_saves_and_leaves_no_process(
     launcher terminates its ranks one by one and kills them 30 s later. W&B has processes too.
     """
     config = tiny_config(
-        train__epochs=None, train__steps=5000, tracking={"wandb": "offline"}
+        train__steps=5000, tracking={"wandb": "offline"}
     )  # fmt: skip
     ranks = 2 if launcher == "deepspeed" else 1
     process = start(config, ranks=ranks, launcher=launcher)

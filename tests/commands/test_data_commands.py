@@ -47,7 +47,7 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
         data__batching="packed",
         data__micro_batch_tokens=400, train__global_batch_size=None,
         train__global_batch_tokens=900, train__warmup_examples=0,
-        train__epochs=None, train__steps=12,
+        train__steps=12,
     )  # fmt: skip
     finished = forks.train(config, ranks=2)
     assert finished.code == 0, finished.output

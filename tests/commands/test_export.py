@@ -42,8 +42,8 @@ def trained(forks, tiny_config, tmp_path):
 
     def start(folder, stage, ranks=2, flags=(), module="engine_logits", **changes):
         config = tiny_config(
-            model=folder, ds_config=str(strategy(tmp_path, stage)), train__epochs=None,
-            train__steps=2, train__global_batch_size=4, data__eval_sources=None,
+            model=folder, ds_config=str(strategy(tmp_path, stage)), train__steps=2,
+            train__global_batch_size=4, data__eval_sources=None,
             train__learning_rate=1e-2, **changes,
         )  # fmt: skip
         finished = forks.train(config, *flags, ranks=ranks, module=module)
@@ -174,7 +174,7 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
     file = write_rows(tmp_path / "few.jsonl", rows)
     config = tiny_config(
         model=folder, data__train_sources=[str(file)], data__eval_sources=None,
-        train__global_batch_size=4, train__epochs=None, train__steps=25, train__learning_rate=0.02,
+        train__global_batch_size=4, train__steps=25, train__learning_rate=0.02,
     )  # fmt: skip
     finished = forks.train(config)
     assert finished.code == 0, finished.output

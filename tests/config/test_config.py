@@ -82,7 +82,7 @@ MISTAKES = (  # a key, its value, and part of the problem
     ("model.revision", "main", "mean model.name_or_path ID@REVISION?"),
     ("train.learning_rate", "fast", 'number, got "fast"'),
     ("data.on_too_long", "cut", "'split'"),
-    ("train.steps", 5, "exactly one"),
+    ("train.epochs", None, "exactly one"),
     ("train.lr_scaling", "sqrt", "reference_global"),
     ("data.train_sources", [{"path": "a", "hub": "b/c"}], "either path or hub"),
     ("data.train_sources", [{"path": "a", "spilt": "b"}], "did you mean split?"),

@@ -72,7 +72,9 @@ def set_value(tree, path, value):
 
 
 def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes):
-    """A run config for the tiny model; `a__b=value` sets the key a.b, to its default with None."""
+    """A run config for the tiny model, of 2 epochs if no steps are given; `a__b=value` sets the key
+    a.b, to its default with None.
+    """
     import yaml
 
     config = {
@@ -88,7 +90,6 @@ def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes)
         },
         "train": {
             "global_batch_size": 12,
-            "epochs": 2,
             "learning_rate": 3e-3,
             "lr_schedule": "linear",
             "warmup_examples": 24,
@@ -100,6 +101,8 @@ def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes)
     }
     for key, value in changes.items():
         set_value(config, key.replace("__", "."), value)
+    train = config["train"]
+    train.setdefault("epochs", None if "steps" in train else 2)
     path = tmp_path / name
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path

@@ -128,7 +128,7 @@ def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_pa
     is the task's.
     """
     config = tiny_config(
-        train__epochs=None, train__steps=50, checkpoint={"every_steps": 10},
+        train__steps=50, checkpoint={"every_steps": 10},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)

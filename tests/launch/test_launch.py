@@ -346,7 +346,7 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
 ):
     """DeepSpeed's launcher from the first host, as in its README."""
     config = tiny_config(
-        model=tiny_model_with_dropout, train__epochs=None, train__steps=30,
+        model=tiny_model_with_dropout, train__steps=30,
         eval__every_steps=7, checkpoint={"every_steps": 5},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
@@ -387,7 +387,7 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
     """A link is cut and every process behind it killed, so nothing reports it. The job stops on the
     other host and continues there alone; the lost host comes back, and the next restart uses both.
     """
-    config = tiny_config(train__epochs=None, train__steps=90, checkpoint={"every_steps": 5})
+    config = tiny_config(train__steps=90, checkpoint={"every_steps": 5})
     whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
     assert whole.code == 0, whole.output
     log, run = tmp_path / "log", tmp_path / "run"

@@ -52,7 +52,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
     hosts, hostfile, forks, tiny_config, tmp_path, disks, tiny_model_with_dropout
 ):
     config = tiny_config(
-        model=tiny_model_with_dropout, train__epochs=None, train__steps=12,
+        model=tiny_model_with_dropout, train__steps=12,
         eval__every_steps=4, checkpoint={"every_steps": 2},
     )  # fmt: skip
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
@@ -81,7 +81,7 @@ def test_per_node_checkpoints_are_combined(
     """The result is resumed with other world sizes, on one node and, copied to each, on two; and
     what cannot be combined is refused.
     """
-    config = tiny_config(train__epochs=None, train__steps=6, checkpoint={"every_steps": 2})
+    config = tiny_config(train__steps=6, checkpoint={"every_steps": 2})
     forks.finish(config, **disks.ranks(2, 1))
     expected = curve(disks.each[0])
     ssh_args = f"-F {hosts.ssh_config}"

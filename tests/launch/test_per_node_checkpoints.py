@@ -48,7 +48,7 @@ def test_per_node_checkpoints_count_only_together(
     curve is the same bit for bit. What cannot be resumed is refused before anything is loaded.
     """
     config = tiny_config(
-        model=tiny_model_with_dropout, train__epochs=None, train__steps=6,
+        model=tiny_model_with_dropout, train__steps=6,
         checkpoint={"every_steps": 2}, ds_config="ds_configs/zero3.json",
     )  # fmt: skip
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=3)

@@ -41,7 +41,7 @@ def hub(tmp_path, tiny_model, chat_rows):
 def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):
     path = tiny_config(
         model="org/tiny@main", model__tokenizer="org/tiny@main",
-        train__epochs=None, train__steps=1,
+        train__steps=1,
         data__train_sources=[{"hub": "org/rows", "revision": "main"}],
         ds_config=str(strategy(tmp_path, "zero1")),
     )  # fmt: skip

@@ -21,7 +21,7 @@ def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
     many = write_rows(tmp_path / "many.jsonl", chat_rows * 6)
     return tiny_config(
         model=tiny_model_with_dropout, data__eval_sources=[str(many)],
-        train__epochs=None, train__steps=12, eval__every_steps=6,
+        train__steps=12, eval__every_steps=6,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
 
@@ -71,9 +71,7 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
 
 def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_config, tmp_path):
     """One rank is stopped; the other waits for it in a collective and cannot act on a signal."""
-    config = tiny_config(
-        train__epochs=None, train__steps=5000, distributed__preempt_grace_seconds=2
-    )
+    config = tiny_config(train__steps=5000, distributed__preempt_grace_seconds=2)
     run = forks.start(config, ranks=2)
     run.until(lambda: logged(tmp_path / "run", "train"))
     run.kill(1, signal.SIGSTOP)
@@ -137,7 +135,7 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
 def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, tmp_path, launcher):
     """They would train on for ever, with the GPUs and the lock of the folder."""
     folder = tmp_path / "run"
-    config = tiny_config(train__epochs=None, train__steps=100_000)
+    config = tiny_config(train__steps=100_000)
     started = start(config, ranks=2, launcher=launcher)
     wait_until(lambda: logged(folder, "train"), started)
     processes = [psutil.Process(int(line.split()[0])) for line in left_running()]

@@ -40,7 +40,7 @@ def test_vllm_answers_as_transformers_and_as_trained(
     rows = write_rows(tmp_path / "facts.jsonl", [{"messages": turns} for turns in chats])
     config = tiny_config(
         model=base, data__train_sources=[str(rows)], data__eval_sources=None,
-        train__global_batch_size=4, train__epochs=None, train__steps=60,
+        train__global_batch_size=4, train__steps=60,
         train__learning_rate=1e-2, model__lora={"r": 8, "alpha": 16} if adapter else None,
     )  # fmt: skip
     assert forks.train(config).code == 0

@@ -32,7 +32,7 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
 
 def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     """Rank 1 comes late to its fourth step, and waits for its batches from then on."""
-    config = tiny_config(train__epochs=None, train__steps=20)
+    config = tiny_config(train__steps=20)
     run = tmp_path / "run"
     run.mkdir()
     (run / "profile_now").touch()

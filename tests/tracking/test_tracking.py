@@ -61,7 +61,7 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
     """
     folder = tmp_path / "run"
     config = tiny_config(
-        train__epochs=None, train__steps=300, checkpoint={"every_steps": 8},
+        train__steps=300, checkpoint={"every_steps": 8},
         eval={"every_steps": 8}, tracking={"wandb": "offline"},
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
 def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
     """Its launcher also sends SIGTERM to the rank and its children. No rank prints a traceback."""
     folder = tmp_path / "run"
-    config = tiny_config(train__epochs=None, train__steps=100_000, tracking={"wandb": "offline"})
+    config = tiny_config(train__steps=100_000, tracking={"wandb": "offline"})
     with (tmp_path / "log").open("w+") as log:
         run = start(config, ranks=2, stdout=log)
         wait_until(lambda: len(logged(folder)) > 4, run)
@@ -196,6 +196,6 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
     """In a run whose warm-up is as long as it, which is said."""
-    config = tiny_config(train__epochs=None, train__steps=2)
+    config = tiny_config(train__steps=2)
     finished = forks.finish(config, module="without_trackers")
     assert "WARNING: few steps" in finished.output

@@ -25,7 +25,7 @@ def sets(tmp_path, chat_rows):
 
 def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, tmp_path, sets):
     config = tiny_config(
-        data__eval_sources=sets, train__epochs=None, train__steps=3, train__learning_rate=0.02,
+        data__eval_sources=sets, train__steps=3, train__learning_rate=0.02,
         eval={"every_steps": 9, "generate": 3, "max_new_tokens": 12},
     )  # fmt: skip
     found = {}
@@ -68,7 +68,7 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     """
     one = str(write_rows(tmp_path / "one.jsonl", chat_rows[:1]))
     config = tiny_config(
-        data__eval_sources=[one], train__epochs=None, train__steps=2,
+        data__eval_sources=[one], train__steps=2,
         eval={"generate": 1, "max_new_tokens": 400}, ds_config="ds_configs/zero3.json",
     )  # fmt: skip
     process, folder = forks.start(config, ranks=2), tmp_path / "run"
@@ -87,7 +87,7 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
 
 def test_ctrl_c_says_what_is_saved_and_how_to_continue(forks, tiny_config, tmp_path):
     """A terminal interrupts all ranks."""
-    config, folder = tiny_config(train__epochs=None, train__steps=10_000), tmp_path / "run"
+    config, folder = tiny_config(train__steps=10_000), tmp_path / "run"
     run = forks.start(config, "--checkpoint.every_steps", 4, ranks=2)
     run.until(lambda: list_complete(folder / "checkpoints"))
     for rank in (0, 1):

@@ -83,7 +83,7 @@ def test_norm_and_clipping_are_exact_for_a_million_weights(
     """A sum in fp32 over the gradient of such a vocabulary is off by 5e-5."""
     config = tiny_config(
         model=large_vocabulary, data__micro_batch_tokens=4096,
-        train__epochs=None, train__steps=2, ds_config=str(strategy(tmp_path, f"zero{stage}")),
+        train__steps=2, ds_config=str(strategy(tmp_path, f"zero{stage}")),
     )  # fmt: skip
     forks.finish(config, ranks=2)
     plain = plainly(config, sample_tokenizer)
@@ -161,7 +161,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     config = tiny_config(
         model=tiny_model_with_dropout,
         ds_config=f"ds_configs/zero{stage}.json",
-        train__epochs=None, train__steps=24, eval__every_steps=7,
+        train__steps=24, eval__every_steps=7,
         checkpoint={"every_steps": 5, "keep_last": 2},
     )  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -202,7 +202,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
 
 
 def test_a_hang_ends_at_the_configured_time_out(forks, tiny_config, tmp_path):
-    config = tiny_config(train__epochs=None, train__steps=5000, distributed={"timeout_seconds": 8})
+    config = tiny_config(train__steps=5000, distributed={"timeout_seconds": 8})
     run = forks.start(config, ranks=2)
     run.until(lambda: logged(tmp_path / "run"))
     run.kill(1, signal.SIGSTOP)

@@ -25,8 +25,8 @@ def test_a_step_waits_for_named_values_alone(forks, tiny_config, tmp_path, stage
     looks twice whether the mask hides anything.
     """
     config = tiny_config(
-        ds_config=f"ds_configs/zero{stage}.json", train__precision="bf16", train__epochs=None,
-        train__steps=6, data__micro_batch_tokens=300, data__batching=batching,
+        ds_config=f"ds_configs/zero{stage}.json", train__precision="bf16", train__steps=6,
+        data__micro_batch_tokens=300, data__batching=batching,
     )  # fmt: skip
     forks.finish(config, module="counted_waits")
     micro_steps = read_metrics(tmp_path / "run")[5]["micro_steps"]

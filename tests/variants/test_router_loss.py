@@ -118,7 +118,7 @@ def test_training_is_that_of_a_plain_loop(
         model=folders[name], ds_config=str(strategy(tmp_path, f"zero{stage}")),
         model__activation_checkpointing=checkpointing, model__compile=compiled,
         data__batching=batching, data__micro_batch_tokens=400, data__eval_sources=None,
-        train__epochs=None, train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
+        train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
         train__weight_decay=0.0, train__gradient_clipping=0.0, train__global_batch_size=11,
     )  # fmt: skip
     expected, model = train_plainly(config, sample_tokenizer, ranks)

@@ -110,8 +110,7 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
             tmp_path / "model", sample_tokenizer, "starcoder2", intermediate_size=64,
             residual_dropout=0.2, embedding_dropout=0.2, attention_dropout=0.2,
         ),
-        ds_config="ds_configs/zero1_autotp.json", train__precision="bf16", train__epochs=None,
-        train__steps=3,
+        ds_config="ds_configs/zero1_autotp.json", train__precision="bf16", train__steps=3,
     )  # fmt: skip
     run_folder = tmp_path / "run"
     cut = tmp_path / "cut"
