@@ -8,7 +8,6 @@ import hashlib
 import os
 import stat
 from dataclasses import dataclass
-from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,23 +82,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         UserError: it cannot be read, or has another shape.
     """
     return read_json(checkpoint, MANIFEST, Manifest)
-
-
-class MeasuredFile(BufferedWriter):
-    """A new binary file that is measured while it is written from beginning to end."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(FileIO(path, "wb"))
-        self._digest = xxhash.xxh3_64()
-
-    def write(self, data: bytes) -> int:
-        self._digest.update(data)
-        return super().write(data)
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """The FileEntry of what has been written, as JSON."""
-        return {"bytes": self.tell(), "xxh3_64": self._digest.hexdigest()}
 
 
 def measure(path: Path) -> dict[str, Any]:

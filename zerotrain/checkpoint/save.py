@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.manifest import MeasuredFile, measure
+from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import (
     COMPLETE,
     MANIFEST,
@@ -72,11 +72,10 @@ def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write a rank's file and return its FileEntry, as JSON."""
     # 4 x as slow as writing; the manifest has a faster checksum of the whole file
     torch.serialization.set_crc32_options(False)
-    with MeasuredFile(path) as file:
+    with path.open("wb") as file:  # whose errors, unlike torch's, say what is wrong with the disk
         torch.save(content, file)
-        entry = file.entry
     sync_folder(path)  # other hosts cannot sync what this one has not written yet
-    return entry
+    return measure(path)
 
 
 def copy_to_cpu(content: dict[str, Any]) -> dict[str, Any]:
