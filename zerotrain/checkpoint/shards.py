@@ -113,11 +113,6 @@ def saved_states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch
     return {key: torch.from_file(path, size=size) for key, path in zip(states, paths, strict=True)}
 
 
-def shape_of(p: torch.Tensor) -> list[int]:
-    """The shape of the whole parameter, which ZeRO-3 partitions."""
-    return list(getattr(p, "ds_shape", p.shape))
-
-
 def partition(p: torch.Tensor) -> tuple[int, int]:
     """(start, numel) of what this rank has of a flattened parameter: under ZeRO-3 its partition,
     without padding, otherwise the whole one.
@@ -197,7 +192,8 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
         parts=parts,
-        shapes={name: shape_of(p) for name, p in parameters.items()},
+        # under ZeRO-3 parameters are empty tensors whose full shape is ds_shape
+        shapes={name: list(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()},
         tensor=max(1, engine.autotp_size()),
         split={
             name: dimension
@@ -382,8 +378,7 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
     saved = shards.first
     keys = ("fp32",) if weights_only or not saved.updates else ("fp32", *MOMENTS)
     if len(keys) > 1:
-        for flat in flat_weights(engine):
-            _prepare_state(engine.basic_optimizer, flat, saved.updates)
+        _prepare_states(engine, saved.updates)
     for name, p, (start, tensors) in local_parts(engine):
         if not shards.holds(name):
             continue
@@ -397,16 +392,18 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
         vars(engine.optimizer.loss_scaler).update(saved.loss_scaler)
 
 
-def _prepare_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor, updates: int) -> None:
-    """Set the number of updates of a flat tensor, and allocate its moments, which the optimizer
-    would do at its first update.
+def _prepare_states(engine: DeepSpeedEngine, updates: int) -> None:
+    """Set the number of updates, and allocate the moments, which the optimizer would do at its
+    first update.
     """
-    state = optimizer.state[flat]
-    state["step"] = updates
-    if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's optimizers have a plain number
-        on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-        device = flat.device if on_device else "cpu"
-        state["step"] = torch.tensor(float(updates), device=device)
-    for key in MOMENTS:
-        if key not in state:
-            state[key] = torch.zeros_like(flat)
+    optimizer = engine.basic_optimizer
+    for flat in flat_weights(engine):
+        state = optimizer.state[flat]
+        state["step"] = updates
+        if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's optimizers have a plain number
+            on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+            device = flat.device if on_device else "cpu"
+            state["step"] = torch.tensor(float(updates), device=device)
+        for key in MOMENTS:
+            if key not in state:
+                state[key] = torch.zeros_like(flat)

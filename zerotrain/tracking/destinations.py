@@ -32,6 +32,7 @@ def open_metrics(
     folder = Path(config.output_dir)
     places = ranks.gather_json([socket.gethostname(), device_name(ranks.device)])
     cluster = {
+        "step": start.step,
         "world_size": len(places),
         "hosts": list(dict.fromkeys(host for host, _ in places)),
         "devices": Counter(device for _, device in places),
@@ -45,7 +46,7 @@ def open_metrics(
             from zerotrain.tracking.wandb import WandbSink
 
             metrics.sinks.append(WandbSink(config, start))
-        metrics.log("start", {"step": start.step, **cluster})
+        metrics.log("start", cluster)
 
     ranks.run_on_first(open_sinks)
     return metrics

@@ -62,7 +62,7 @@ class StepReporter:
                 **values,
             }
             if self._ranks.device.type == "cuda":
-                record["memory_peak_gib"] = peak_memory_gib()
+                record["memory_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             if self._peak_flops_per_s is not None:
                 record["mfu"] = flops_per_s / (self._peak_flops_per_s * self._ranks.world_size)
             self._metrics.log("train", record)
@@ -82,14 +82,5 @@ class StepReporter:
         self._metrics.log("event", event)
 
     def summary(self) -> str:
-        """The median time of a step and, on a GPU, the peak of rank 0's memory."""
-        if not self._seconds:
-            return ""
-        text = f"median step {median(self._seconds):.3g} s; "
-        if self._ranks.device.type == "cuda":
-            text += f"peak memory {peak_memory_gib():.2f} GiB on rank 0; "
-        return text
-
-
-def peak_memory_gib() -> float:
-    return torch.cuda.max_memory_allocated() / GIB
+        """The median time of a step; "" before the first one."""
+        return f"median step {median(self._seconds):.3g} s; " if self._seconds else ""

@@ -1,8 +1,7 @@
 """Weights & Biases: one run per job, which shows every step when it happens.
 
-A resumed run repeats the steps after its checkpoint. W&B's server takes them back where it can
-(resume_from, a feature in preview). Where it cannot, and offline, the steps are logged again: the
-axis of all charts is the run's own `step`, so that they are drawn where they belong.
+A resumed run repeats the steps after its checkpoint, and logs them again: the axis of all charts is
+the run's own `step`, so that they are drawn where they belong.
 """
 
 import os
@@ -56,16 +55,13 @@ class WandbSink:
         os.environ.setdefault("WANDB_SILENT", "true")
         folder = Path(config.output_dir)
         mode = config.tracking.wandb
-        attempts = [{"mode": mode, "id": start.wandb_id, "resume": "allow"}]
-        if mode == "online":
-            attempts.append({**attempts[0], "mode": "offline"})
-            if start.step:
-                rewind = {"mode": mode, "resume_from": f"{start.wandb_id}?_step={start.step}"}
-                attempts.insert(0, rewind)
-        for options in attempts:
+        for attempt in dict.fromkeys((mode, "offline")):
             os.environ["WANDB_SERVICE"] = start_service()
             try:
                 self.run = wandb.init(
+                    mode=attempt,
+                    id=start.wandb_id,
+                    resume="allow",
                     project=config.tracking.project,
                     name=os.environ.get("WANDB_NAME", folder.name),
                     dir=str(folder),
@@ -76,16 +72,15 @@ class WandbSink:
                         finish_timeout=FINISH_SECONDS,
                         x_transaction_log_flush_interval=FLUSH_SECONDS,
                     ),
-                    **options,
                 )
                 break
             except (wandb.errors.Error, ValueError) as error:
                 problem = describe(error)
-                if options is attempts[-1]:
+                if attempt == "offline":
                     raise UserError(f"tracking: W&B refuses to start: {problem}") from error
                 print(f"W&B: {problem}", flush=True)
                 wandb.teardown()
-        if options["mode"] != mode:
+        if attempt != mode:
             print("W&B: tracking is offline; `wandb sync` uploads it", flush=True)
         # W&B drops rows whose number is lower than the last one's: where it has later steps of
         # this run than the checkpoint, it numbers the rows itself
