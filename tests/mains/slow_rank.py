@@ -7,7 +7,7 @@ from pathlib import Path
 
 import train
 from zerotrain.runtime.hang import HangWatch
-from zerotrain.tracking import slow_ranks
+from zerotrain.tracking import steps
 
 
 def main(config, mode):
@@ -25,5 +25,5 @@ def main(config, mode):
 
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
-    slow_ranks.WINDOW_STEPS = 4
+    steps.WINDOW_STEPS = 4
     train.main(config, mode)

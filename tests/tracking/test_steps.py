@@ -11,7 +11,8 @@ import pytest
 import torch
 from harness.runs import logged, read_metrics
 
-from zerotrain.tracking.slow_ranks import WINDOWS, gpu_health, probe_seconds, slow_ranks
+from zerotrain.tracking.slow_ranks import gpu_health, probe_seconds, slow_ranks
+from zerotrain.tracking.steps import WINDOWS
 from zerotrain.tracking.timer import PhaseTimer
 
 

@@ -91,6 +91,4 @@ def take_request(output_dir: str | Path, name: str) -> bool:
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
+    return sorted(path for path in folder.glob("*") if re.fullmatch(pattern, path.name))

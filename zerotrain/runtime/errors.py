@@ -51,10 +51,6 @@ class EnvironmentFailure(UserError):
 class AgreedError(UserError):
     """A UserError that is raised on all ranks, so that rank 0 alone reports it."""
 
-    def __init__(self, message: str, exit_code: int | None = None) -> None:
-        super().__init__(message)
-        self.exit_code = self.exit_code if exit_code is None else exit_code
-
 
 class RunFailed(AgreedError):
     """A run that cannot continue although its input was accepted, such as one that diverges."""

@@ -56,7 +56,9 @@ def process_group(
     if follow_launcher():
         stop.grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     device = _choose_device(local_rank)
-    _share_cores(local_ranks)
+    if "OMP_NUM_THREADS" not in os.environ:
+        # by default torch uses all cores of a node in each of its ranks, also for the CPU Adam
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     if world_size == local_ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
     accelerator = get_accelerator()
@@ -138,14 +140,6 @@ def find_ninja() -> None:
     if shutil.which("ninja") is None:
         path = (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
         os.environ["PATH"] = os.pathsep.join(path)
-
-
-def _share_cores(local_ranks: int) -> None:
-    """Divide the cores of this node among its ranks, also for the CPU Adam of GPU runs; by
-    default torch uses all of them in each rank.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
 def apply_timeout(timeout_seconds: float, ranks: Ranks) -> None:

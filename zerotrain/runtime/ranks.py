@@ -123,9 +123,10 @@ class Ranks:
                 except UserError as mistake:
                     is_own = not (self.is_first or isinstance(mistake, AgreedError))
                     error = ((rank_prefix() if is_own else "") + str(mistake), mistake.exit_code)
-            for found in self.gather_json(error):
-                if found is not None:
-                    raise AgreedError(*found)
+            for message, exit_code in filter(None, self.gather_json(error)):
+                agreed = AgreedError(message)
+                agreed.exit_code = exit_code
+                raise agreed
         return result  # type: ignore[return-value]
 
     def run_on_first(self, work: Callable[[], T]) -> T:

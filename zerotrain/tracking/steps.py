@@ -1,8 +1,10 @@
-"""What is reported of each step."""
+"""What is reported of each step, and now and then of each rank."""
 
+import socket
+from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 import torch
@@ -14,10 +16,13 @@ from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.profiler import Profiler
-from zerotrain.tracking.slow_ranks import RankComparison
+from zerotrain.tracking.slow_ranks import gpu_health, probe_seconds, slow_ranks
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
 from zerotrain.training.states import GIB
+
+WINDOW_STEPS = 50  # between two comparisons of the ranks
+WINDOWS = 3  # in a row in which a rank is slow until it is reported
 
 
 class StepReporter:
@@ -25,11 +30,13 @@ class StepReporter:
 
     def __init__(self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks) -> None:
         self._flops = setup.architecture.flops
-        self._seconds: list[float] = []
+        self._step_seconds: list[float] = []
+        self._data_seconds: list[float] = []  # spent waiting for the batch of each step
+        self._windows_slow: Counter[int] = Counter()  # in a row, by rank
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
-        self._comparison = RankComparison(metrics, ranks)
+        self._places = ranks.gather_json(f"{socket.gethostname()} (local rank {ranks.local_rank})")
         self._profiler = Profiler(setup.config.output_dir)
         # of 16-bit matrix products; None if unknown
         self._peak_flops_per_s = (
@@ -44,7 +51,8 @@ class StepReporter:
         """
         plan = batch.plan
         step_seconds = values["step_seconds"]
-        self._seconds.append(step_seconds)
+        self._step_seconds.append(step_seconds)
+        self._data_seconds.append(values["data_seconds"])
         if self._ranks.is_first:
             lengths = self._plan.data.lengths[np.concatenate([*chain(*plan.micro_batches)])]
             flops_per_s = self._flops.of_examples(lengths, plan.supervised_tokens) / step_seconds
@@ -67,7 +75,29 @@ class StepReporter:
                 record["mfu"] = flops_per_s / (self._peak_flops_per_s * self._ranks.world_size)
             self._metrics.log("train", record)
             self._profiler.step()
-        self._comparison.add(progress.step, values)
+        if len(self._step_seconds) % WINDOW_STEPS == 0:
+            self._compare_ranks(progress.step)
+
+    def _compare_ranks(self, step: int) -> None:
+        """Report what each rank has measured in the last WINDOW_STEPS, and which ranks are slow."""
+        step_seconds = fmean(self._step_seconds[-WINDOW_STEPS:])
+        measured = {
+            "probe_seconds": probe_seconds(self._ranks.device),
+            "data_seconds": fmean(self._data_seconds[-WINDOW_STEPS:]),
+            "gpu": gpu_health(),
+        }
+        by_rank = self._ranks.gather_json(measured)
+        columns = {name: [rank[name] for rank in by_rank] for name in measured}
+        record = {"step": step, "hosts": self._places, "step_seconds": step_seconds, **columns}
+        self._metrics.log("ranks", record)
+        slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
+        self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
+        for rank, windows in self._windows_slow.items():
+            if windows == WINDOWS:
+                name = f"rank {rank} @ {self._places[rank]}"
+                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
+                event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
+                self._metrics.log("event", event)
 
     def report_problem(self, problem: Problem, batch: StepBatch) -> None:
         """Report what the guard found in a step, with the rows of the micro-batches whose own loss
@@ -83,4 +113,5 @@ class StepReporter:
 
     def summary(self) -> str:
         """The median time of a step; "" before the first one."""
-        return f"median step {median(self._seconds):.3g} s; " if self._seconds else ""
+        seconds = self._step_seconds
+        return f"median step {median(seconds):.3g} s; " if seconds else ""
