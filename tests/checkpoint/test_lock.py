@@ -2,14 +2,12 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from filelock import SoftFileLease
 from harness.runs import assert_each_step_once
 
 from zerotrain.checkpoint import lock
@@ -51,17 +49,6 @@ def test_a_live_run_keeps_its_lock_and_is_named(tmp_path):
     assert path.read_text().startswith("filelock/2\npid=77\n"), "left as it was"
 
 
-def test_the_lock_of_a_dead_run_is_taken_over(tmp_path, capsys):
-    path = tmp_path / "run.lock"
-    of_another_host(path)
-    began = time.monotonic()
-    with lock.RunLock(tmp_path):
-        assert f"pid={os.getpid()}\n" in path.read_text()
-        assert time.monotonic() - began >= LEASE_SECONDS, "it is watched for as long as it counts"
-        assert "waiting for process 77 on elsewhere" in capsys.readouterr().out
-    assert not path.exists()
-
-
 def test_a_process_that_no_longer_exists_on_this_host_is_not_waited_for(tmp_path):
     hold = (
         "import os, sys; from filelock import SoftFileLease\n"
@@ -70,12 +57,11 @@ def test_a_process_that_no_longer_exists_on_this_host_is_not_waited_for(tmp_path
     )
     path = tmp_path / "run.lock"
     assert subprocess.run([sys.executable, "-c", hold, path]).returncode == 9
-    owner = SoftFileLease(path, lease_duration=LEASE_SECONDS).owner
-    assert owner.hostname.split("?")[0] == socket.gethostname()
     began = time.monotonic()
     with lock.RunLock(tmp_path):
         assert f"pid={os.getpid()}\n" in path.read_text()
         assert time.monotonic() - began < LEASE_SECONDS
+    assert not path.exists()
 
 
 def test_a_run_that_has_lost_its_lock_fails_so_that_it_is_started_again(tmp_path):
@@ -108,6 +94,7 @@ def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
     first.kill(0, signal.SIGSTOP)
     second = forks.start(config, **options)
     second.until(lambda: "resuming from" in second.log.read_text())
+    assert f"waiting for process {first.pids[0]} on " in second.log.read_text()
     newest = list_complete(checkpoints)[-1]
     second.until(lambda: list_complete(checkpoints)[-1] > newest)
     first.kill(0, signal.SIGCONT)

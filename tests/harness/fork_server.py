@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS / "mains")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "mains")]
 gc.disable()  # until serve(), as in train.py
 
 import deepspeed.ops

@@ -72,25 +72,21 @@ class ForkServer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(
-        self, config, *flags, ranks=1, module="train", disks=None, at=None, log=None, **variables
-    ):
-        """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`.
-        `log`: a terminal's name, instead of a file.
-        """
+    def start(self, config, *flags, ranks=1, module="train", disks=None, at=None, **variables):
+        """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`."""
         nodes = {}
         if disks:
             ranks, nodes["disks"] = sum(disks.values()), {str(k): n for k, n in disks.items()}
             nodes["at"] = str(at)
-        return self._start(module, ["--config", config, *flags], ranks, log, variables, **nodes)
+        return self._start(module, ["--config", config, *flags], ranks, variables, **nodes)
 
     def script(self, path, *args, code=None, **variables):
         """Run a script like `python PATH ARGS`, but with its imports already done."""
-        return self._start(path, args, 1, None, variables).wait(code)
+        return self._start(path, args, 1, variables).wait(code)
 
-    def _start(self, module, argv, ranks, log, variables, **nodes):
+    def _start(self, module, argv, ranks, variables, **nodes):
         self.runs += 1
-        log = Path(log) if log else self.folder / f"log_{self.runs}"
+        log = self.folder / f"log_{self.runs}"
         request = {
             "argv": list(map(str, argv)), "ranks": ranks, "log": str(log), "port": free_port(),
             "environment": variables, "module": str(module), **nodes,

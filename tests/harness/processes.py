@@ -58,16 +58,6 @@ def free_port():
             return str(port)
 
 
-def launch_command(script_and_args, ranks, launcher="deepspeed"):
-    """Command line that runs a script on `ranks` processes, or with plain python on one."""
-    args = [str(arg) for arg in script_and_args]
-    if launcher == "python":
-        return [sys.executable, *args]
-    program = str(Path(sys.executable).parent / launcher)
-    count = "--num_gpus" if launcher == "deepspeed" else "--nproc_per_node"
-    return [program, count, str(ranks), "--master_port", free_port(), *args]
-
-
 def run(command, timeout=500, cwd=REPO):
     """Run a command to its end; at the time-out it is killed with everything it has started."""
     process = subprocess.Popen(
@@ -97,10 +87,14 @@ def mounted(at, *options):
 
 
 def start(config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL, **variables):
-    """Start train.py with a launcher in a new session, and leave it running."""
-    command = launch_command(["train.py", "--config", config_file, *flags], ranks, launcher)
+    """Start train.py on `ranks` processes in a new session, and leave it running."""
+    count = "--num_gpus" if launcher == "deepspeed" else "--nproc_per_node"
+    command = [
+        Path(sys.executable).parent / launcher, count, ranks, "--master_port", free_port(),
+        "train.py", "--config", config_file, *flags,
+    ]  # fmt: skip
     return subprocess.Popen(
-        command, cwd=REPO, env={**environment(), **variables}, stdout=stdout,
+        [str(c) for c in command], cwd=REPO, env={**environment(), **variables}, stdout=stdout,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 

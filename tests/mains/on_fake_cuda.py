@@ -7,16 +7,13 @@ import harness.fake_cuda  # noqa: F401, I001  before torch
 import inspect
 import json
 import os
-import traceback
-from collections import Counter
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from harness.batches import micro_batch
+from harness.counted import Counted
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model import packing
 from zerotrain.model.blocks import change_blocks
@@ -45,39 +42,6 @@ CASES = {
     "packed, experts": (EXPERTS, {}),
     "bucketed, experts": (EXPERTS, {}),
 }
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item", "unique_consecutive"}
-
-
-class Counted(TorchDispatchMode):
-    """What the host waits for, what it copies to the device, and what stays on the CPU, with the
-    places in the code.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits, self.copies, self.on_cpu = Counter(), Counter(), Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        devices = [
-            {t.device.type for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
-            for values in (args, result)
-        ]
-        if name in WAITS:
-            self.waits[place()] += 1
-        elif devices == [{"cpu"}, {"cuda"}]:
-            self.copies[place()] += 1
-        elif devices[1] == {"cpu"}:
-            self.on_cpu[f"{name} {place()}"] += 1
-        return result
-
-
-def place():
-    """The innermost line outside of torch, as FILE:LINE."""
-    stack = [s for s in traceback.extract_stack() if "/torch/" not in s.filename]
-    [line] = [s for s in stack if s.filename != __file__][-1:] or stack[-1:]
-    return f"{line.filename.rpartition('site-packages/')[-1]}:{line.lineno}"
 
 
 def signature_of(names):
