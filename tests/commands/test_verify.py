@@ -87,7 +87,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
 def check_requests(config_file):
     """The result for the requests of a config's training rows, answered in this process."""
     config, tokenizer, plan, _ = open_plans(read_config(config_file), 1)
-    prompts = verify.sample_requests(plan.data, config, held_out=False)
+    prompts = list(verify.sample_requests(plan.data, config, held_out=False))
     served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.arguments))) for p in prompts]
     return check_prompts(served, prompts, tokenizer)
 

@@ -1,7 +1,8 @@
 """The model card of an export: README.md with the front matter that the hub reads."""
 
-import json
 from pathlib import Path
+
+import yaml
 
 from zerotrain.checkpoint.state import TrainerState
 from zerotrain.config.schema import Config
@@ -18,24 +19,20 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
     progress = state.progress
     name, _ = split_revision(model.name_or_path)
     base = Path(name).name
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if is_adapter:
-        front["library_name"] = "peft"
+    library = "peft" if is_adapter else "transformers"
+    front = {"library_name": library, "pipeline_tag": "text-generation"}
     if not (model.from_config or Path(name).exists()):
         front["base_model"] = base = name
     made = "LoRA adapters of" if is_adapter else "Fine-tuned from"
     if model.from_config:
         made = "Trained from random weights in the architecture of"
-    unit = "tokens" if train.global_batch_tokens else "examples"
     loss = "not measured" if progress.eval_loss is None else f"{progress.eval_loss:.4f}"
     sources = [("training", source) for source in config.data.sources("train_sources")]
     sources += [("held out", source) for source in config.data.sources("eval_sources")]
-    header = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     data = "\n".join(f"| {kind} | `{s.hub or Path(s.path).name}` |" for kind, s in sources)
     return f"""\
 ---
-{header}
----
+{yaml.safe_dump(front, sort_keys=False)}---
 
 # {Path(config.output_dir).name}
 
@@ -45,7 +42,7 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
 | | |
 | --- | --- |
 | learning rate | {run.settings["train.learning_rate (scaled)"]:.4g}, {train.lr_schedule} |
-| global batch | {train.global_batch:,} {unit} |
+| {train.global_batch_key} | {train.global_batch:,} |
 | precision | {run.precision} |
 | ranks | {run.world_size:,}, ZeRO stage {run.zero_stage} |
 | evaluation loss | {loss} |

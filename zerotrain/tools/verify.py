@@ -12,7 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,9 +50,9 @@ class Request(NamedTuple):
     arguments: dict[str, Any]
     """Of prompt_ids."""
     trained: list[int]
-    """Ids of the row's example."""
-    is_whole: bool
-    """Whether the request is all of the row, and not its beginning."""
+    """Ids of the row's example, which begin with the request, or are all of it without a generation
+    prompt.
+    """
 
 
 def verify_export(
@@ -79,7 +80,7 @@ def verify_export(
 
     eval_plan = next(iter(eval_plans.values()), None)
     data = train_plan.data if eval_plan is None else eval_plan.data
-    requests = sample_requests(data, config, held_out=eval_plan is not None)
+    requests = list(sample_requests(data, config, held_out=eval_plan is not None))
     expected = None if eval_plan is None else state.progress.eval_loss
     questions = {"prompts": [request.arguments for request in requests], "examples": []}
     if expected is not None:
@@ -122,7 +123,7 @@ def _answers(folder: Path, questions: dict[str, Any]) -> dict[str, Any]:
     return json.loads(finished.stdout.strip().rpartition("\n")[2])
 
 
-def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> list[Request]:
+def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> Iterator[Request]:
     """What a server would be asked in SAMPLED_ROWS rows, evenly spaced among the first ones: for
     each supervised answer the turns before it, and the whole row. Rows that were cut are left out.
 
@@ -132,7 +133,6 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
     Raises:
         UserError: a source cannot be read.
     """
-    from zerotrain.data.turns import FIXED_DATE
     from zerotrain.tools.row_proof import canonical_rows
 
     sources = config.data.sources("train_sources")
@@ -141,34 +141,39 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
     numbers, firsts = np.unique(data.rows["row"][:FIRST_EXAMPLES], return_index=True)
     picks = np.linspace(0, len(numbers) - 1, min(SAMPLED_ROWS, len(numbers))).astype(int)
     sampled = dict(zip(numbers[picks].tolist(), firsts[picks].tolist(), strict=True))
-    requests = []
     for number, (place, row) in enumerate(canonical_rows(sources, data, config)):
         if number > max(sampled):
             break
-        if number not in sampled:
-            continue
-        [ids], _ = data.fetch(np.array([sampled[number]]))
-        if len(ids) < config.data.max_length:
-            for part, arguments, is_whole in _requests(row, config.data.supervise):
-                arguments["before_template"] = FIXED_DATE
-                requests.append(Request(f"{place}: {part}", arguments, ids.tolist(), is_whole))
-    return requests
+        if number in sampled:
+            [ids], _ = data.fetch(np.array([sampled[number]]))
+            if len(ids) < config.data.max_length:
+                for part, arguments in _requests(row, config.data.supervise):
+                    yield Request(f"{place}: {part}", arguments, ids.tolist())
 
 
-def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """(part, arguments of prompt_ids, whether it is all of the row) of a canonical row."""
+def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(part, arguments of prompt_ids) of a canonical row."""
+    from zerotrain.data.turns import FIXED_DATE, with_arguments_as_text
     from zerotrain.tools.row_proof import supervised_answers
 
     if "messages" not in row:  # no template: the tokenizer alone
-        yield "its text", {"text": row.get("text", row.get("prompt"))}, False
+        yield "its text", {"text": row.get("text", row.get("prompt"))}
         return
-    tools = row.get("tools")
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in row["messages"]]
-    for i in supervised_answers(row["messages"], supervise):
-        request = {"conversation": messages[:i], "tools": tools, "add_generation_prompt": True}
-        yield f"the prompt of message {i + 1}", request, False
-    request = {"conversation": messages, "tools": tools, "add_generation_prompt": False}
-    yield "its messages", request, True
+    parts = {
+        f"the prompt of message {i + 1}": i for i in supervised_answers(row["messages"], supervise)
+    }
+    for part, end in {**parts, "its messages": len(messages)}.items():
+        forms = [messages[:end], with_arguments_as_text(messages[:end])]
+        yield (
+            part,
+            {
+                "conversations": forms,
+                "before_template": FIXED_DATE,
+                "tools": row.get("tools"),
+                "add_generation_prompt": part in parts,
+            },
+        )
 
 
 def check_prompts(
@@ -178,9 +183,11 @@ def check_prompts(
     for ids, request in zip(served, requests, strict=True):
         if isinstance(ids, str):
             raise VerificationFailed(f"{request.place}: the exported tokenizer refuses it: {ids}")
-        trained = request.trained if request.is_whole else request.trained[: len(ids)]
+        is_whole = request.arguments.get("add_generation_prompt") is False
+        trained = request.trained if is_whole else request.trained[: len(ids)]
         if ids != trained:
-            same = next(i for i in range(len(ids) + 1) if ids[i : i + 1] != trained[i : i + 1])
+            pairs = enumerate(zip_longest(ids, trained))
+            same = next(i for i, (served_id, trained_id) in pairs if served_id != trained_id)
             tokens = [tokenizer.convert_ids_to_tokens(i[same : same + 1]) for i in (ids, trained)]
             raise VerificationFailed(
                 f"{request.place}: served token {same + 1} is {tokens[0]}, the trained one "
@@ -223,31 +230,32 @@ def answer(model_folder: str, questions: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_ids(
-    tokenizer: Any, before_template: str = "", as_text: bool = False, **request: Any
+    tokenizer: Any,
+    text: str | None = None,
+    conversations: Sequence[list[dict[str, Any]]] = (),
+    before_template: str = "",
+    **request: Any,
 ) -> list[int] | str:
     """What a server makes of a request: int [tokens], or the error.
 
     Args:
-        as_text: pass the arguments of tool calls as JSON, which is tried where a template refuses
-            them as objects.
+        text: in place of the following, which are for chats.
+        conversations: forms of the messages, of which the first is taken that the chat template
+            does not refuse.
+        request: further arguments of apply_chat_template.
     """
-    try:
-        if "text" in request:
-            return tokenizer(request["text"])["input_ids"]
-        for message in request["conversation"] if as_text else ():
-            for call in message.get("tool_calls", ()):
-                function = call.get("function", call)
-                if not isinstance(function.get("arguments", ""), str):
-                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        own = tokenizer.get_chat_template(tools=request["tools"])
-        encoded = tokenizer.apply_chat_template(
-            **request, chat_template=before_template + own, tokenize=True, return_dict=True
-        )
-        return encoded["input_ids"]
-    except Exception as error:  # templates raise anything
-        if not as_text and "conversation" in request:
-            return prompt_ids(tokenizer, before_template, True, **request)
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if text is not None:
+        return tokenizer(text)["input_ids"]
+    problem = ""
+    for messages in conversations:
+        try:
+            template = before_template + tokenizer.get_chat_template(tools=request["tools"])
+            return tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=True, return_dict=True, **request
+            )["input_ids"]
+        except Exception as error:  # templates raise anything
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return problem
 
 
 @torch.no_grad()
