@@ -45,34 +45,19 @@ def test_a_proof_can_fail(prove, tiny_config, monkeypatch, times, said):
 # prove.py data
 
 
-def edges(mask, after):
-    """The first supervised token of each answer, or the last."""
-    return np.flatnonzero(np.diff(mask.astype(int), append=0) == (-1 if after else 1)) + 1 - after
-
-
-def marked(mask, places, value):
-    changed = mask.copy()
-    changed[np.minimum(places, len(mask) - 1)] = value
-    return changed
-
-
-WRONG = {
-    "shifted": (lambda mask: np.roll(mask, 1), " is not supervised"),
-    "the token before an answer": (
-        lambda mask: marked(mask, edges(mask, False) - 1, True), "is supervised"
-    ),
-    "no end mark": (lambda mask: marked(mask, edges(mask, True), False), "is supervised up to"),
-    "more than the end mark": (
-        lambda mask: marked(mask, edges(mask, True) + 1, True), "is supervised"
-    ),
-}  # fmt: skip
+WRONG = {  # of the tokens from which on answers begin (0) or have ended (1): which are set to what
+    "no begin": (0, 0, False, " is not supervised"),
+    "the token before an answer": (0, -1, True, "is supervised"),
+    "no end mark": (1, -1, False, "is supervised up to"),
+    "more than the end mark": (1, 0, True, "is supervised"),
+}
 
 
 @pytest.mark.parametrize("defect", WRONG)
 def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
     prove, tiny_config, tmp_path, chat_rows, monkeypatch, defect
 ):
-    wrong, said = WRONG[defect]
+    edge, shift, value, said = WRONG[defect]
     rows = [{"messages": a["messages"] + b["messages"][-2:]} for a, b in pairwise(chat_rows[:21])]
     rows = write_rows(tmp_path / "answers.jsonl", rows)
     config = tiny_config(
@@ -85,7 +70,10 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
 
     def spoiled(self, rows):
         ids, masks = fetch(self, rows)
-        return ids, [wrong(mask) for mask in masks]
+        for mask in masks:
+            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+            np.put(mask, edges[edge::2] + shift, value, mode="clip")
+        return ids, masks
 
     monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", spoiled)
     code, out = prove("data", config)
