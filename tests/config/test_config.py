@@ -14,9 +14,9 @@ from harness.processes import run
 from harness.repository import REPO
 
 from zerotrain.config.ds_config import KEYS, check_machine, check_ranks, resolve_ds_config
+from zerotrain.config.help import config_keys
 from zerotrain.config.parse import (
     check_start,
-    config_keys,
     dump_config,
     parse_command_line,
 )
@@ -90,7 +90,7 @@ MISTAKES = (  # a key, its value, and part of the problem
     ("data.eval_fraction", 0.1, "not both"),
     ("data.eval_sources", {"a b": ["a"]}, "pattern"),
     ("trian", {"seed": 1}, "did you mean train?"),
-    ("train.adam_betas", [0.9], "more values than"),
+    ("train.adam_betas", [0.9], "value is missing"),
     ("learning_rate", 1, "mean train.learning_rate?"),
     ("model.trainable", ["("], "trainable: (: missing )"),
 )
@@ -114,6 +114,9 @@ def test_mistakes_on_the_command_line(tiny_config, tmp_path):
         (["--deepspeed_config", "ds_configs/zero2.json"], "deepspeed_config", "mean ds_config?"),
         (["--train.seed", "x"], "train.seed", "integer"),
         (["--train.seed"], "--train.seed", "needs a value"),
+        (["--train.steps", "5"], "train", "exactly one"),
+        (["--train.seed.x", "5"], "train.seed", "integer"),
+        (["--", "5"], "--", "expected --section.key VALUE"),
         (["--model", "x"], "model", "dictionary"),
         (["--data.train_sources", "[a"], "data.train_sources", "not YAML"),
     ):
@@ -148,7 +151,8 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
         "a: &a [x]\nb: [*a, *a]": "alias",
         "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
         "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
-        "output_dir: a\ntrain:\n": "train: it has no keys",
+        "? [a]\n: b": "unhashable key",
+        "output_dir: a\ntrain:\n": "train: Input should be a dictionary",
         "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
     }.items():
         path.write_text(text)
@@ -319,11 +323,11 @@ REFUSED = {  # part of the message -> values of the file
     'partition_size is "2"': {"zero_optimization.zero_hpz_partition_size": "2"},
     'stage is "3"': {"zero_optimization.stage": "3"},
     "autotp_size is 0": {"tensor_parallel.autotp_size": 0},
-    "partition_size needs": {"zero_optimization.zero_hpz_partition_size": 2},
-    "nvme needs": {"zero_optimization.offload_optimizer.device": "nvme"},
-    "offload_param needs": {"zero_optimization.offload_param.device": "cpu"},
-    "weights needs": {"zero_optimization.zero_quantized_weights": True},
-    "super_offload needs": {"zero_optimization.offload_optimizer.super_offload": True},
+    "partition_size is 2: it needs": {"zero_optimization.zero_hpz_partition_size": 2},
+    'device is "nvme": it needs': {"zero_optimization.offload_optimizer.device": "nvme"},
+    'offload_param.device is "cpu": it': {"zero_optimization.offload_param.device": "cpu"},
+    "weights is true: it needs": {"zero_optimization.zero_quantized_weights": True},
+    "super_offload is true: it needs": {"zero_optimization.offload_optimizer.super_offload": True},
     'offload_param is "cpu"': {"zero_optimization.offload_param": "cpu"},
     "compile is null": {"compile": None},
     "fp16 at": {"zero_optimization.stage": 0, "fp16.enabled": True},

@@ -12,7 +12,7 @@ from harness.processes import environment
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 
-from zerotrain.config.parse import config_keys
+from zerotrain.config.help import config_keys
 
 README = (REPO / "README.md").read_text()
 FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|data"

@@ -67,13 +67,20 @@ ONLY = {
     "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
     "fp16.fp16_master_weights_and_grads": (False, "master weights are in fp32"),
 }
+SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 # What needs an NVIDIA GPU, whatever its value if it is not false.
 ON_GPU = (
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
     "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_optimization.offload_optimizer.super_offload",
+    SUPER_OFFLOAD,
     "compile.deepcompile",
+)
+# What DeepSpeed would ignore below stage 3, whatever its value if it is neither false nor none.
+AT_STAGE_3 = (
+    *(path for path in ON_GPU if path.startswith("zero")),
+    "zero_optimization.offload_param.device",
+    "zero_optimization.zero_hpz_partition_size",
 )
 EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
@@ -102,14 +109,18 @@ def resolve_ds_config(
     if precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
         precision = [*stated, machine.precision][0]
-    _merge(merged, config, precision, machine.local_ranks, hidden_size)
-    _check(merged, config, precision)
+    _fill_from_run(merged, config, precision)
+    _fill_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
+    for problem in chain(
+        _unsupported(merged), _contradictions(merged, config, precision), _refusals(merged)
+    ):
+        raise UserError(f"{file}: {problem}")
     return config, precision, merged
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
     """ZeRO stage, 0 to 3."""
-    return ds_config.get("zero_optimization", {}).get("stage", 0)
+    return ds_config["zero_optimization"].get("stage", 0)
 
 
 def group_sizes(ds_config: dict[str, Any]) -> tuple[int, int]:
@@ -118,9 +129,14 @@ def group_sizes(ds_config: dict[str, Any]) -> tuple[int, int]:
     return tensor_parallel, ds_config.get("sequence_parallel_size", 1)
 
 
+def secondary_ranks(ds_config: dict[str, Any]) -> int:
+    """Ranks that hold the weights once more together (ZeRO++'s hpZ); 1: nobody does."""
+    return ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+
+
 def offload_devices(ds_config: dict[str, Any]) -> dict[str, str]:
     """Where ZeRO-Offload keeps optimizer and parameters: cpu, nvme, or none, on the GPU."""
-    zero = ds_config.get("zero_optimization", {})
+    zero = ds_config["zero_optimization"]
     return {
         what: (zero.get(f"offload_{what}") or {}).get("device", "none")
         for what in ("optimizer", "param")
@@ -137,7 +153,7 @@ def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
     some have no example.
     """
     group = math.prod(group_sizes(ds_config))
-    for size in (group, ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)):
+    for size in (group, secondary_ranks(ds_config)):
         if ranks % size:
             raise UserError(
                 f"{config.ds_config}: {ranks} ranks cannot be divided into groups of {size}, by "
@@ -216,8 +232,8 @@ def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
     name = own or "cosine"
     if "type" in block:
         name = SCHEDULES.get(str(block["type"]))
-        set_here = [key for key, value in block["params"].items() if value != "auto"]
-        if name is None or own not in (None, name) or set_here:
+        is_set = any(value != "auto" for value in block["params"].values())
+        if name is None or own not in (None, name) or is_set:
             raise UserError(
                 f"{config.ds_config}: scheduler is {json.dumps(block)}, but the run config sets "
                 f"the schedule (train.lr_schedule is {own}): remove the block, or make its type "
@@ -226,31 +242,12 @@ def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
     return replace(config, train=replace(config.train, lr_schedule=name))
 
 
-def _merge(
-    merged: dict[str, Any], config: Config, precision: str, local_ranks: int, hidden_size: int
-) -> None:
-    """Fill in what follows from the run config.
+def _fill_from_run(merged: dict[str, Any], config: Config, precision: str) -> None:
+    """Fill in what the run config sets; the file may have the same values, or "auto".
 
     Raises:
         UserError: the file has another value.
     """
-    file = config.ds_config
-    train = config.train
-
-    def fill(path: str, value: Any, source: str) -> None:
-        """Set `path`; the file may state the same value or "auto"."""
-        *parents, leaf = path.split(".")
-        block = merged
-        for parent in parents:
-            block = block.setdefault(parent, {})
-        stated = block.get(leaf, "auto")
-        if stated not in ("auto", value):
-            raise UserError(
-                f"{file}: {path} is {json.dumps(stated)}, but {source}; set it to "
-                '"auto" in the file, or change one of the two'
-            )
-        block[leaf] = value
-
     if "type" not in merged["optimizer"]:
         merged["optimizer"]["type"] = "AdamW"
         params = merged["optimizer"]["params"]
@@ -258,76 +255,79 @@ def _merge(
             params.setdefault("fused", True)
     # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
     # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
-    for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        fill(path, 1, "micro-batches follow from data.micro_batch_tokens")
+    own = "micro-batches follow from data.micro_batch_tokens"
+    values = [("train_micro_batch_size_per_gpu", 1, own), ("gradient_accumulation_steps", 1, own)]
     for name in ("bf16", "fp16"):
-        fill(f"{name}.enabled", precision == name, f"the run's precision is {precision}")
+        values.append((f"{name}.enabled", precision == name, f"the run's precision is {precision}"))
     # train.py sets the scaled and scheduled rate before each step
     for path, key in (
-        ("train_batch_size", train.global_batch_key),
+        ("train_batch_size", config.train.global_batch_key),
         ("gradient_clipping", "gradient_clipping"),
         ("optimizer.params.lr", "learning_rate"),
         ("optimizer.params.weight_decay", "weight_decay"),
         ("optimizer.params.betas", "adam_betas"),
     ):
-        value = getattr(train, key)
+        value = getattr(config.train, key)
         value = list(value) if isinstance(value, tuple) else value
-        fill(path, value, f"train.{key} is {value}")
+        values.append((path, value, f"train.{key} is {value}"))
     if merged["tensor_parallel"]:
-        fill("tensor_parallel.vocab_parallel_lm_head", False, "the loss is that of all logits")
-    del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
-    defaults = {
-        "optimizer.params": {"eps": EPSILON},
-        "zero_optimization": {
-            "reduce_bucket_size": hidden_size**2,
-            "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
-            "stage3_param_persistence_threshold": 10 * hidden_size,
-            "zero_hpz_partition_size": local_ranks,
-            "stage3_gather_16bit_weights_on_model_save": False,  # no weights are saved that way
-        },
-    }
-    for path, values in defaults.items():
+        path = "tensor_parallel.vocab_parallel_lm_head"
+        values.append((path, False, "the loss is that of all logits"))
+    for path, value, source in values:
         parent, _, name = path.rpartition(".")
-        block = _at(merged, parent).get(name) or {}
-        for name, value in values.items():
-            if block.get(name) == "auto":
-                block[name] = value
-    run = Path(config.output_dir).absolute()
-    for path in OPTIONAL_BLOCKS:
-        block = merged["zero_optimization"].get(path.rpartition(".")[2]) or {}
+        block = _at(merged, parent)
+        stated = block.get(name, "auto")
+        if stated not in ("auto", value):
+            raise UserError(
+                f"{config.ds_config}: {path} is {json.dumps(stated)}, but {source}; set it to "
+                '"auto" in the file, or change one of the two'
+            )
+        block[name] = value
+    del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
+
+
+def _fill_defaults(
+    merged: dict[str, Any], output_dir: str, local_ranks: int, hidden_size: int
+) -> None:
+    """Fill in what is "auto" and no setting of the run config, and give the run a folder of its own
+    for NVMe: DeepSpeed's files have the same names in every run.
+    """
+    defaults = {
+        "eps": EPSILON,
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+        "zero_hpz_partition_size": local_ranks,
+        "stage3_gather_16bit_weights_on_model_save": False,  # no weights are saved that way
+    }
+    zero = merged["zero_optimization"]
+    for block in (zero, merged["optimizer"]["params"]):
+        for name in defaults.keys() & block:
+            if block[name] == "auto":
+                block[name] = defaults[name]
+    run = Path(output_dir).absolute()
+    for name in ("offload_optimizer", "offload_param"):
+        block = zero.get(name) or {}
         folder = block.get("nvme_path")
-        # a folder of the run's own: DeepSpeed's files there have the same names in every run
         if isinstance(folder, str) and str(run) not in folder:
             own = run / "nvme" if folder == "auto" else Path(folder, *run.parts[1:])
             block["nvme_path"] = str(own)
 
 
-def _check(merged: dict[str, Any], config: Config, precision: str) -> None:
-    """Raise UserError for the first problem of the merged config."""
-    for problem in chain(_problems(merged, config, precision), _refusals(merged)):
-        raise UserError(f"{config.ds_config}: {problem}")
-
-
-def _problems(merged: dict[str, Any], config: Config, precision: str) -> Iterator[str]:
-    """What DeepSpeed would silently ignore or train wrongly, or what is not supported."""
-    stage = zero_stage(merged)
-    zero = merged["zero_optimization"]
-    copies = zero.get("zero_hpz_partition_size", 1)
+def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
+    """Single values that DeepSpeed would silently ignore or train wrongly, or that are not
+    supported. What is said of a value assumes that there is nothing to say of those before it.
+    """
     tensor, sequence = group_sizes(merged)
+    stage = zero_stage(merged)
     for path, value, least in (
         ("zero_optimization.stage", stage, 0),
-        ("zero_optimization.zero_hpz_partition_size", copies, 1),
+        ("zero_optimization.zero_hpz_partition_size", secondary_ranks(merged), 1),
         ("sequence_parallel_size", sequence, 1),
         ("tensor_parallel.autotp_size", tensor, 1),
     ):
         if type(value) is not int or value < least:  # DeepSpeed would convert "3" and true
             yield f"{path} is {json.dumps(value)}; use a whole number from {least} on"
-            return
-    if min(sequence, tensor) > 1:
-        yield (
-            f"sequence_parallel_size is {sequence} and tensor_parallel.autotp_size {tensor}; set "
-            "one of them to 1"
-        )
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():
@@ -340,32 +340,29 @@ def _problems(merged: dict[str, Any], config: Config, precision: str) -> Iterato
         only, why = ONLY.get(path, (value, ""))
         if value != only:
             yield f"{path} is {json.dumps(value)}: {why}; remove it"
-    if "zenflow" in zero:
+        is_set = path in AT_STAGE_3 and value not in (False, "none")
+        if stage < 3 and (is_set or value == "nvme"):
+            yield f"{path} is {json.dumps(value)}: it needs zero_optimization.stage 3; remove it"
+
+
+def _contradictions(merged: dict[str, Any], config: Config, precision: str) -> Iterator[str]:
+    """Values that DeepSpeed would train wrongly together, or that are not supported together."""
+    stage = zero_stage(merged)
+    on_gpu = gpu_keys(merged)
+    kind = merged["optimizer"]["type"]
+    if min(group_sizes(merged)) > 1:
+        yield "sequence_parallel_size and tensor_parallel.autotp_size: set one of them to 1"
+    if "zenflow" in merged["zero_optimization"]:
         yield "zero_optimization.zenflow: it corrupts weights; remove it"
-    devices = offload_devices(merged)
-    at_stage_3 = {
-        "device nvme": devices["optimizer"] == "nvme",
-        "zero_optimization.offload_param": devices["param"] != "none",
-        "zero_optimization.zero_hpz_partition_size": copies > 1,
-        **{path: path.startswith("zero") for path in gpu_keys(merged)},
-    }
-    for path, is_set in at_stage_3.items():
-        if is_set and stage < 3:  # DeepSpeed would ignore it
-            yield f"{path} needs zero_optimization.stage 3; remove it"
-    if copies > 1 and set(devices.values()) != {"none"}:
+    if secondary_ranks(merged) > 1 and set(offload_devices(merged).values()) != {"none"}:
+        yield "zero_optimization.zero_hpz_partition_size does not work with offload; remove one"
+    if SUPER_OFFLOAD in on_gpu and not config.train.gradient_clipping:
         yield (
-            "zero_optimization.zero_hpz_partition_size does not work with offload; remove one of "
-            "the two"
+            f"{SUPER_OFFLOAD} updates in the backward pass where gradients are not clipped; set "
+            "train.gradient_clipping"
         )
-    offloaded = zero.get("offload_optimizer") or {}
-    if offloaded.get("super_offload") and not config.train.gradient_clipping:
-        yield (
-            "zero_optimization.offload_optimizer.super_offload updates in the backward pass where "
-            "gradients are not clipped; set train.gradient_clipping"
-        )
-    if config.model.compile and merged["compile"].get("deepcompile"):
+    if config.model.compile and "compile.deepcompile" in on_gpu:
         yield "compile.deepcompile: model.compile is true; remove one of them"
-    kind = merged["optimizer"].get("type")
     if str(kind).lower() not in ("adam", "adamw"):
         yield f"optimizer.type is {json.dumps(kind)}: use AdamW or Adam"
     if precision == "fp16" and stage == 0:

@@ -1,52 +1,45 @@
 """The settings as a table: key, default, meaning."""
 
-import ast
 import dataclasses
 import json
 import shutil
 import textwrap
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from zerotrain.config import schema
+from zerotrain.config.schema import Config, Section
 
 
 def settings_table() -> str:
     """Of each setting a line with key and default, and its meaning below."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    docs = {
-        (section.name, field.target.id): " ".join(doc.value.value.split())
-        for section in tree.body
-        if isinstance(section, ast.ClassDef)
-        for field, doc in zip(section.body, section.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
-    }
     columns = min(100, shutil.get_terminal_size().columns)
     lines = []
-    for section, field, key in _settings(schema.Config, ""):
-        meaning = docs[section.__name__, field.name]
-        lines += [f"  --{key}  {_default(field)}", *textwrap.wrap(meaning, columns - 6)]
-    return "\n".join(line if line.startswith("  --") else f"      {line}" for line in lines)
+    for section, name, key in settings_of(Config):
+        field = section.__pydantic_fields__[name]
+        default = "required"
+        if not field.is_required():
+            default = f"default {json.dumps(field.get_default(call_default_factory=True))}"
+        lines.append(f"  --{key}  {default}")
+        lines += [f"      {line}" for line in textwrap.wrap(field.description, columns - 6)]
+    return "\n".join(lines)
 
 
 def section_of(kind: Any) -> type | None:
-    """The dataclass of a section, which may be `| None`; None for the types of other keys."""
-    return next((k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None)
+    """The class of a section, which may be `| None`; None for the types of other keys."""
+    kinds = (kind, *typing.get_args(kind))
+    return next((k for k in kinds if Section in getattr(k, "__mro__", ())), None)
 
 
-def _settings(section: type, prefix: str) -> Iterator[tuple[type, dataclasses.Field, str]]:
+def settings_of(section: type, prefix: str = "") -> Iterator[tuple[type, str, str]]:
+    """(section, name, dotted key) of each setting of a section and of those in it."""
     for field in dataclasses.fields(section):
         if nested := section_of(field.type):
-            yield from _settings(nested, f"{prefix}{field.name}.")
+            yield from settings_of(nested, f"{prefix}{field.name}.")
         else:
-            yield section, field, prefix + field.name
+            yield section, field.name, prefix + field.name
 
 
-def _default(field: dataclasses.Field) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return f"default {json.dumps(field.default_factory())}"
-    if field.default is dataclasses.MISSING:
-        return "required"
-    return f"default {json.dumps(field.default)}"
+def config_keys(section: type = Config) -> list[str]:
+    """The dotted keys of a section."""
+    return [key for _, _, key in settings_of(section)]

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,19 +15,19 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from zerotrain.config.help import section_of, settings_table
+from zerotrain.config.help import config_keys, section_of, settings_table
 from zerotrain.config.schema import Config, Source
 from zerotrain.runtime.errors import UserError, describe, disk_error, exit_on_error, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
+MODE_FLAGS = ("--dry_run", "--rehearse")
 RENAMED = {
     "deepspeed": "ds_config",
     "per_device_train_batch_size": "data.micro_batch_tokens",
     "model.revision": "model.name_or_path ID@REVISION",
 }
 """Keys of transformers' Trainer and of older configs, and what does the same here."""
-MODES = ("train", "dry_run", "rehearse")
 USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run | --rehearse]
 
 --dry_run prints the start-up table and stops before any weights are loaded. --rehearse also loads
@@ -43,7 +42,7 @@ class CommandLine:
 
     config: Config
     mode: str = "train"
-    """One of MODES."""
+    """train, dry_run or rehearse."""
 
 
 class _Loader(yaml.BaseLoader):
@@ -52,11 +51,11 @@ class _Loader(yaml.BaseLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        counts = Counter(key.value for key, _ in node.value)
-        for name, count in counts.items():
-            if count > 1:
-                raise yaml.YAMLError(f"{name}: occurs twice; remove one")
-        return super().construct_mapping(node, deep=deep)
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            [(name, _)] = Counter(key.value for key, _ in node.value).most_common(1)
+            raise yaml.YAMLError(f"{name}: occurs twice; remove one")
+        return mapping
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|)$"), None)
@@ -79,18 +78,22 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     if not files:
         raise UserError("no --config FILE is given, such as --config recipes/demo.yaml")
     settings: dict[str, Any] = {}
-    places = {"": files[-1]}
+    places = {"": files[-1]}  # where each key was given last
     for file in files:
-        for place, values, lines in _with_bases(file):
-            _merge(settings, values, Config, "", place, places, lines)
+        for values, lines in _with_bases(file):
+            settings = _merge(settings, values, Config)
+            places |= lines
     for key, text in flags:
         if key != "config":
-            value = text if text != "null" else None
-            if text.startswith(("[", "{")):
+            value: Any = text
+            if text == "null" or text.startswith(("[", "{")):
                 value = read_yaml(text, f"{COMMAND_LINE}: {key}")
-            for part in reversed(key.split(".")):
+                places |= {name: COMMAND_LINE for name, _ in _lines(text, f"{key}.")}
+            while key:
+                places[key] = COMMAND_LINE
+                key, _, part = key.rpartition(".")
                 value = {part: value}
-            _merge(settings, value, Config, "", COMMAND_LINE, places, {})
+            settings = _merge(settings, value, Config)
     try:
         config = TypeAdapter(Config).validate_python(settings)
     except ValidationError as error:
@@ -101,8 +104,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             f"{places[trust]}: {trust}: a file cannot allow a model's code to run; read that code, "
             f"then add --{trust} true to the command"
         )
-    modes = [mode for mode in MODES if f"--{mode}" in argv]
-    return CommandLine(config, modes[0] if modes else "train")
+    modes = [flag.removeprefix("--") for flag in MODE_FLAGS if flag in argv]
+    return CommandLine(config, *modes[:1])
 
 
 def parse_own_command_line(name: str) -> CommandLine | None:
@@ -128,36 +131,22 @@ def read_yaml(text: str, place: str) -> Any:
     Raises:
         UserError: not YAML, an alias, or a key that occurs twice.
     """
-    return _read_yaml(text, place)[0]
-
-
-def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
-    """As read_yaml; and the line of each dotted key."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise yaml.YAMLError("an alias (*): write the value out instead")
-        lines = dict(_lines(yaml.compose(text, _Loader), ""))
-        return yaml.load(text, Loader=_Loader), lines  # a BaseLoader makes no other objects
+        return yaml.load(text, Loader=_Loader)  # a BaseLoader makes no other objects
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{place}: not YAML: {describe(error)}") from error
 
 
-def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """(dotted key, its line) of a mapping and the mappings in it."""
+def _lines(node: str | yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, its line) of a YAML text: of a mapping and the mappings in it."""
+    node = yaml.compose(node, _Loader) if isinstance(node, str) else node
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = f"{prefix}{key.value}"
             yield name, key.start_mark.line + 1
             yield from _lines(value, f"{name}.")
-
-
-def config_keys(section: type = Config, prefix: str = "") -> list[str]:
-    """The dotted keys of a dataclass and its sections."""
-    keys = []
-    for f in dataclasses.fields(section):
-        nested = section_of(f.type)
-        keys += config_keys(nested, f"{prefix}{f.name}.") if nested else [prefix + f.name]
-    return keys
 
 
 def check_start(config: Config) -> None:
@@ -193,9 +182,9 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--"):
+        if not (argument.startswith("--") and name):
             raise UserError(f"{COMMAND_LINE}: {argument}: expected --section.key VALUE")
-        if argument in ("--dry_run", "--rehearse"):
+        if argument in MODE_FLAGS:
             continue
         if not equals:
             value = next(arguments, "--")
@@ -205,97 +194,74 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _with_bases(file: str, *derived: str) -> Iterator[tuple[str, dict[str, Any], dict[str, int]]]:
-    """(file, its values, the line of each key), after those of the file that its key `base` names,
-    if it has one.
+def _with_bases(file: str, *derived: str) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """The values of a file and the place of each key, after those of the file that its key `base`
+    names, if it has one.
     """
-    values, lines = _read_yaml(read_text(file, f"{derived[0]}: base: " if derived else ""), file)
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: not a run config, which is a mapping like recipes/demo.yaml")
-    if "zero_optimization" in values:
-        raise UserError(f"{file}: a DeepSpeed config: give it as --ds_config, not as --config")
+    text = read_text(file, f"{derived[0]}: base: " if derived else "")
+    values = read_yaml(text, file)
+    if not isinstance(values, dict) or "zero_optimization" in values:
+        raise UserError(
+            f"{file}: not a run config, which is a mapping like recipes/demo.yaml; a DeepSpeed "
+            "config is given with --ds_config"
+        )
+    places = {key: f"{file}:{line}" for key, line in _lines(text)}
     base = values.pop("base", None)
     if base is not None:
         path = os.path.normpath(Path(file).parent / str(base))
         if path in derived:
-            line = lines["base"]
-            raise UserError(f"{file}:{line}: base: {base} is based on this file; remove one")
+            raise UserError(f"{places['base']}: base: {base} is based on this file; remove one")
         yield from _with_bases(path, os.path.normpath(file), *derived)
-    yield file, values, lines
+    yield values, places
 
 
-def _merge(
-    settings: dict[str, Any],
-    values: dict[str, Any],
-    section: type,
-    prefix: str,
-    place: str,
-    places: dict[str, str],
-    lines: dict[str, int],
-) -> None:
-    """Set the keys of a section, and note the place where each was given, with its line if that is
-    known. null takes back what was set before.
-
-    Raises:
-        UserError: a section has no keys.
+def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> dict[str, Any]:
+    """The settings of a section with other values in their place. null takes back what was set
+    before; pydantic refuses it for a section.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
+    merged = dict(settings)
     for name, value in values.items():
-        key = f"{prefix}{name}"
-        places[key] = f"{place}:{lines[key]}" if key in lines else place
         nested = section_of(kinds.get(name))
-        if value is None and nested and type(None) not in typing.get_args(kinds[name]):
-            raise UserError(f"{places[key]}: {key}: it has no keys; give some, or remove it")
         if nested and isinstance(value, dict):
-            if not isinstance(settings.get(name), dict):
-                settings[name] = {}
-            _merge(settings[name], value, nested, f"{key}.", place, places, lines)
-        elif value is None:
-            settings.pop(name, None)
+            before = merged.get(name)
+            merged[name] = _merge(before if isinstance(before, dict) else {}, value, nested)
+        elif value is None and not nested:
+            merged.pop(name, None)
         else:
-            settings[name] = value
-
-
-def likely(name: str, keys: Sequence[str]) -> str:
-    """What the user may have meant by an unknown key, for a message: the same word in a section, or
-    the most similar key or section.
-    """
-    same_word = {key.rpartition(".")[2]: key for key in keys}
-    sections = {key.partition(".")[0] for key in keys}
-    meant = (same_word | RENAMED).get(name, name)
-    return similar(meant, [*keys, *sections, *RENAMED.values()])
+            merged[name] = value
+    return merged
 
 
 def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
-    """The first error of pydantic as `FILE: key: problem`. Of a key that takes several types, the
-    error of the type that fits best.
-    """
-    known = config_keys()
-    errors = sorted(error.errors(), key=lambda e: e["type"] == "missing")  # an unknown key first
-
-    def key_of(one: Any) -> str:
-        parts = [str(part) for part in one["loc"]]
-        dotted = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        return next((key for key in dotted if key in known), ".".join(parts))
-
-    key = key_of(errors[0])
-    of_key = [e for e in errors[::-1] if key_of(e) == key]
-    best = max(of_key, key=lambda e: len(e["loc"]))
+    """The first error of pydantic as `FILE: key: problem`."""
+    names = config_keys()
+    first = min(error.errors(), key=lambda e: e["type"] == "missing")  # an unknown key first
+    path = ".".join(map(str, first["loc"]))
+    # without the places in a list, and without pydantic's names of the types that a key takes
+    key = next((name for name in names if f"{path}.".startswith(f"{name}.")), path)
     place = key
     while place not in places:
         place = place.rpartition(".")[0]
-    problem = best["msg"].removeprefix("Value error, ")
-    if best["type"] == "missing":
-        problem = "it has to be set"
-        if isinstance(best["input"], list):
-            problem = f"it needs more values than {json.dumps(best['input'])}"
-    if best["type"] == "unexpected_keyword_argument":
+    problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        problem = "a value is missing"
+    elif first["type"] == "unexpected_keyword_argument":
         name = key
-        names = known
-        if key in known:  # a list of sources
-            name = str(best["loc"][-1])
+        if key in names:  # a list of sources
+            name = str(first["loc"][-1])
             names = config_keys(Source)
         problem = f"unknown key {name}; remove it{likely(name, names)}"
-    elif best["type"] not in ("missing", "value_error"):
-        problem += f", got {json.dumps(best['input'], default=str)[:100]}"
+    elif first["type"] != "value_error":
+        problem += f", got {json.dumps(first['input'], default=str)[:100]}"
     return ": ".join(filter(None, (places[place], key, problem)))
+
+
+def likely(name: str, names: Sequence[str]) -> str:
+    """What the user may have meant by an unknown key, for a message: the same word in a section, or
+    the most similar key or section.
+    """
+    same_word = {key.rpartition(".")[2]: key for key in names}
+    sections = {key.partition(".")[0] for key in names}
+    meant = (same_word | RENAMED).get(name, name)
+    return similar(meant, [*names, *sections, *RENAMED.values()])

@@ -1,12 +1,14 @@
 """Every setting of a run, with its default, bounds and meaning, as frozen dataclasses."""
 
-import dataclasses
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 MAX_INT = 2**40  # what is larger would overflow somewhere
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
@@ -36,7 +38,11 @@ class Section:
     that contradict each other are refused by __post_init__.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    __pydantic_config__ = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # as the descriptions of fields, for --help
+    )
 
 
 @dataclass(frozen=True)
@@ -144,16 +150,29 @@ class Source(Section):
             raise ValueError("subset, split and revision are only for hub data sets")
 
 
+def _as_source(given: Any) -> Any:
+    """A text is the path of a source."""
+    return {"path": given} if isinstance(given, str) else given
+
+
+def _as_sets(given: Any) -> Any:
+    """A list of sources is one held-out set without a name; an empty one is none."""
+    return {HELD_OUT: given} if given and isinstance(given, list) else given or {}
+
+
+Sources = Annotated[list[Annotated[Source, BeforeValidator(_as_source)]], Field(min_length=1)]
+
+
 @dataclass(frozen=True)
 class DataConfig(Section):
     """The data sets, how rows are tokenized, and the size of micro-batches."""
 
-    train_sources: Annotated[list[str | Source], Field(min_length=1)]
+    train_sources: Sources
     """Paths, or {path or hub: ..., format: ...} objects. Each epoch has every row once; rows of a
     source that is listed twice, twice.
     """
-    eval_sources: list[str | Source] | dict[SetName, list[str | Source]] = field(
-        default_factory=list
+    eval_sources: Annotated[dict[SetName, Sources], BeforeValidator(_as_sets)] = field(
+        default_factory=dict
     )
     """Sources of held-out rows, given in the same way; or several sets, {name: sources}. The first
     one's loss is eval_loss.
@@ -192,26 +211,16 @@ class DataConfig(Section):
             raise ValueError("give eval_sources or eval_fraction, not both")
 
     def sources(self, key: str) -> list[Source]:
-        """train_sources, or eval_sources of all sets, each as a Source with the defaults of this
-        section.
-        """
-        given = getattr(self, key)
-        sets = given.values() if isinstance(given, dict) else [given]
-        return self._complete([source for sources in sets for source in sources])
+        """train_sources, or eval_sources of all sets, with the defaults of this section."""
+        sets = self.eval_sources.values() if key == "eval_sources" else [self.train_sources]
+        return self._complete(chain(*sets))
 
     def eval_sets(self) -> dict[str, list[Source]]:
-        """The sources of each held-out set; a list of sources is one set."""
-        given = self.eval_sources
-        sets = given if isinstance(given, dict) else {HELD_OUT: given}
-        return {name: self._complete(sources) for name, sources in sets.items() if sources}
+        """The sources of each held-out set, with the defaults of this section."""
+        return {name: self._complete(given) for name, given in self.eval_sources.items()}
 
-    def set_names(self) -> list[str]:
-        """The names of the held-out sets, the first one first."""
-        return list(self.eval_sets()) or ([HELD_OUT] if self.eval_fraction else [])
-
-    def _complete(self, given: list[str | Source]) -> list[Source]:
-        sources = [Source(s) if isinstance(s, str) else s for s in given]
-        return [dataclasses.replace(s, columns=s.columns or self.columns) for s in sources]
+    def _complete(self, sources: Iterable[Source]) -> list[Source]:
+        return [replace(s, columns=s.columns or self.columns) for s in sources]
 
 
 @dataclass(frozen=True)

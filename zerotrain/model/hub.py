@@ -92,20 +92,16 @@ def pin_revisions(config: Config) -> Config:
         name_or_path=_at_commit(model.name_or_path, "config.json"),
         tokenizer=model.tokenizer and _at_commit(model.tokenizer, "tokenizer_config.json"),
     )
-    held_out = data.eval_sources
-    if isinstance(held_out, dict):
-        held_out = {name: _pinned(given) for name, given in held_out.items()}
-    else:
-        held_out = _pinned(held_out)
-    data = replace(data, train_sources=_pinned(data.train_sources), eval_sources=held_out)
+    data = replace(
+        data,
+        train_sources=_pinned(data.train_sources),
+        eval_sources={name: _pinned(given) for name, given in data.eval_sources.items()},
+    )
     return replace(config, model=model, data=data)
 
 
-def _pinned(given: list[str | Source]) -> list[str | Source]:
-    return [
-        replace(s, revision=loaded_commit(s)) if isinstance(s, Source) and s.hub else s
-        for s in given
-    ]
+def _pinned(sources: list[Source]) -> list[Source]:
+    return [replace(s, revision=loaded_commit(s)) if s.hub else s for s in sources]
 
 
 def _at_commit(source: str, file: str) -> str:

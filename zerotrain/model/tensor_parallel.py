@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zerotrain.config.ds_config import gpu_keys, offload_devices, zero_stage
+from zerotrain.config.ds_config import gpu_keys, offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.architecture import heads_divide
 from zerotrain.model.trained import Counts
@@ -43,7 +43,7 @@ def check_tensor_parallel(
     others = gpu_keys(ds_config)
     if config.model.compile:
         others.append("model.compile")
-    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+    if secondary_ranks(ds_config) > 1:
         others.append("zero_optimization.zero_hpz_partition_size")
     if "nvme" in offload_devices(ds_config).values():
         others.append("offload to nvme")

@@ -14,10 +14,10 @@ from zerotrain.config.ds_config import (
     gpu_keys,
     group_sizes,
     offload_devices,
+    secondary_ranks,
     zero_stage,
 )
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import text_config_of
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.memory import MemoryEstimate, estimate_memory, layer_widths
 from zerotrain.training.setup import Architecture, Setup, resolve
@@ -213,7 +213,7 @@ def _communication(setup: Setup, micro_steps: int, cluster: GpuCluster) -> tuple
     if stage == 3:
         gathered = 1 if zero.get("zero_quantized_weights") else width
         forward = backward = ring * gathered * counts.total * micro_steps
-    is_local = 1 < zero.get("zero_hpz_partition_size", 1) <= cluster.gpus
+    is_local = 1 < secondary_ranks(ds_config) <= cluster.gpus
     seconds = (gradients + forward) / between + backward / (inside if is_local else between)
 
     skeleton = setup.architecture.skeleton
@@ -221,7 +221,7 @@ def _communication(setup: Setup, micro_steps: int, cluster: GpuCluster) -> tuple
     h, q, k, *_ = layer_widths(skeleton)
     per_layer = 4 * h if tensor > 1 else 2 * (q + k) / sequence
     passes = 2 + setup.config.model.activation_checkpointing
-    layers = int(text_config_of(skeleton.config).num_hidden_layers)
+    layers = int(skeleton.config.get_text_config().num_hidden_layers)
     tokens = setup.config.data.micro_batch_tokens * micro_steps
     shared = passes * layers * per_layer * width * tokens * (group - 1) / group
     seconds += shared / (inside if group <= cluster.gpus else between)

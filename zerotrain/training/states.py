@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
+from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model.trained import Counts
 
@@ -68,7 +68,7 @@ def model_states(
 
     held = width * (total - quantized) + NF4_BYTES * quantized
     weights = held / (ranks if stage == 3 else 1)
-    secondary = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    secondary = secondary_ranks(ds_config)
     if secondary > 1:  # a second partition, over a node's GPUs
         weights += held / secondary
     is_wider = summed != width
