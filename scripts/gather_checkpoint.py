@@ -15,6 +15,7 @@ them first: rsync -a OUT/ node-2:OUT/
 """
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ from tempfile import TemporaryDirectory
 from zerotrain.launch.hostfile import read_hostfile, select_hosts
 from zerotrain.launch.job import ssh_command
 from zerotrain.runtime.errors import UserError, exit_on_error
-from zerotrain.tools.gather import gather, rsync_from, rsync_from_disks
+from zerotrain.tools.gather import gather
 from zerotrain.tools.new_folder import new_folder
 
 
@@ -42,18 +43,18 @@ def main() -> None:
     if shutil.which("rsync") is None:
         raise UserError("rsync is not installed here: apt install rsync")
     if args.disks is not None:
-        names = sorted((path.name for path in args.disks.glob("*/")), key=lambda n: (len(n), n))
-        if not names:
+        places = {path.name: f"{path.absolute()}/" for path in sorted(args.disks.glob("*/"))}
+        if not places:
             raise UserError(f"--disks {args.disks}: it has to hold one folder for each node")
-        copy = rsync_from_disks(args.disks)
+        options = []
         source = args.source
     else:
         hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
-        names = [host.name for host in hosts]
-        copy = rsync_from(ssh_command(args.ssh_args))
+        places = {host.name: f"{host.name}:" for host in hosts}
+        options = ["-e", shlex.join(ssh_command(args.ssh_args))]
         source = args.source.absolute()
     with new_folder(args.out) as draft, TemporaryDirectory() as small_files:
-        chosen = gather(copy, names, source, Path(small_files), draft)
+        chosen = gather(places, options, source, Path(small_files), draft)
     print(f"{chosen} -> {args.out}", flush=True)
 
 
