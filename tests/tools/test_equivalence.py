@@ -1,7 +1,6 @@
 """scripts/prove.py equivalence.    pytest tests/tools/test_equivalence.py"""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,10 @@ from zerotrain.runtime.errors import UserError
 from zerotrain.tools.equivalence import small_config, start_training
 from zerotrain.tools.local_ranks import Ended, run_local_ranks
 
-sys.path.insert(0, str(REPO / "scripts"))
-import prove
-
 
 @pytest.fixture
-def command(forks, monkeypatch, capsys):
-    """prove.py with forked ranks: (exit code, what it prints)."""
+def equivalence(forks, prove, monkeypatch, tmp_path):
+    """Runs prove.py equivalence with forked ranks: (exit code, what it prints)."""
 
     def start(config, ranks):
         file = Path(f"{config.output_dir}.yaml")
@@ -32,28 +28,20 @@ def command(forks, monkeypatch, capsys):
         finished = forks.train(file, ranks=ranks)
         return Ended(finished.code, finished.output, 1.0)
 
-    def run(claim, config, *argv):
-        argv = ["prove.py", claim, "--config", config, *argv]
-        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
-        with pytest.raises(SystemExit) as ended:
-            prove.main()
-        return ended.value.code, capsys.readouterr().out
-
     monkeypatch.setattr(zerotrain.tools.equivalence, "start_training", start)
-    return run
+    return lambda config, *flags: prove("equivalence", config, "--work", tmp_path / "work", *flags)
 
 
 def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
-    command, tiny_config, tmp_path, tiny_model_with_dropout
+    equivalence, tiny_config, tmp_path, tiny_model_with_dropout
 ):
     config = tiny_config(model=tiny_model_with_dropout, model__lora={"r": 4, "dropout": 0.1})
     l2_decay = strategy(tmp_path, "zero1", adam_w_mode=False)
     content = json.loads(l2_decay.read_text())
     content["optimizer"]["type"] = "Adam"
     l2_decay.write_text(json.dumps(content))
-    flags = ["--work", tmp_path / "work", "--ds_configs"]
     files = ["ds_configs/zero3.json", "ds_configs/deepcompile.json"]
-    code, out = command("equivalence", config, *flags, *files)
+    code, out = equivalence(config, "--ds_configs", *files)
     assert code == 0 and out.endswith("\nproved\n"), out
     lines = [line for line in out.splitlines() if " ranks " in line]
     for line, verdict in zip(lines, ["equal"] * 4 + ["compile.deepcompile"], strict=True):
@@ -64,32 +52,22 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
     for _, _, ranks, _, *numbers, _ in rows:
         assert (numbers[0] == "1") == (ranks == "2"), "micro-steps"
         assert max(map(float, numbers[-3:])) < 2e-6, "a fifth of the tolerance"
-    code, out = command("equivalence", config, "--ranks", 1, *flags, l2_decay)
+    code, out = equivalence(config, "--ranks", 1, "--ds_configs", l2_decay)
     assert code == 1 and out.count("  REFUTED\n") == 2, out
 
 
-def test_rounding_to_bf16_is_within_its_tolerance(command, tiny_config, tmp_path):
-    flags = ["--work", tmp_path / "work", "--precision", "bf16", "--ranks", 1]
-    code, out = command(
-        "equivalence", tiny_config(), *flags, "--ds_configs", "ds_configs/zero2.json"
-    )
+def test_rounding_to_bf16_is_within_its_tolerance(equivalence, tiny_config):
+    flags = ["--precision", "bf16", "--ranks", 1, "--ds_configs", "ds_configs/zero2.json"]
+    code, out = equivalence(tiny_config(), *flags)
     assert code == 0 and out.count("  equal\n") == 2 and out.endswith("\nproved\n"), out
 
 
-def test_what_cannot_run_proves_nothing(command, tiny_config, tmp_path, monkeypatch):
+def test_what_cannot_run_proves_nothing(equivalence, tiny_config, monkeypatch):
     """On forked ranks, and with the launcher."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config = tiny_config(ds_config="ds_configs/deepcompile.json")
-    flags = [
-        "--work",
-        tmp_path / "work",
-        "--ranks",
-        1,
-        "--ds_configs",
-        "ds_configs/deepcompile.json",
-    ]
     with pytest.raises(UserError, match="nothing could be run"):
-        command("equivalence", config, *flags)
+        equivalence(config, "--ranks", 1, "--ds_configs", "ds_configs/deepcompile.json")
     config = read_config(config)
     code, output, gib = start_training(config, 1)
     assert code == 2 and 0.1 < gib < 10, output

@@ -40,8 +40,7 @@ def run_local_ranks(
     Args:
         log: the file that the output is written to.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {
         "WORLD_SIZE": ranks,
@@ -65,18 +64,18 @@ def run_local_ranks(
                     process_group=processes[0].pid if processes else 0,
                 )
                 processes.append(process)
-        running = {process.pid for process in processes}
+        running = ranks
         while running and not until() and time.monotonic() < end:
-            for pid in list(running):
-                ended, status, used = os.wait4(pid, os.WNOHANG)
-                if ended:
-                    running.remove(pid)
-                    peak = max(peak, used.ru_maxrss)  # KiB
-                    code = os.waitstatus_to_exitcode(status)
-                    if code and not failure:
-                        failure = code
-                        end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
-            time.sleep(0.02)
+            ended, status, used = os.wait4(-processes[0].pid, os.WNOHANG)  # any of the group
+            if not ended:
+                time.sleep(0.02)
+                continue
+            running -= 1
+            peak = max(peak, used.ru_maxrss)  # KiB
+            code = os.waitstatus_to_exitcode(status)
+            if code and not failure:
+                failure = code
+                end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
     finally:
         if processes:
             with suppress(ProcessLookupError):

@@ -3,6 +3,7 @@
 It shares with the trainer the rows' tokens and which rows a step has, and nothing else.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 from transformers import AutoModelForCausalLM
 
 from zerotrain.data.epoch_order import EpochOrder
@@ -63,16 +65,11 @@ def train_plainly(
     model = prepare(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     peaks = {name: torch.zeros_like(p) for name, p in trained.items()}
-    matrices = [p for p in trained.values() if p.dim() > 1]
-    others = [p for p in trained.values() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        betas=train.adam_betas,
-        eps=eps,
-    )
+    groups = [
+        {"params": [p], "weight_decay": train.weight_decay if p.dim() > 1 else 0.0}
+        for p in trained.values()
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=train.adam_betas, eps=eps)
     lengths = np.array([ids.shape[1] for ids, _ in rows])
     order = EpochOrder(lengths, train.seed, train.global_batch_size, train.global_batch_tokens)
     per_epoch = order.steps_per_epoch
@@ -88,9 +85,9 @@ def train_plainly(
         gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
         for name, gradient in gradients.items():
             peaks[name] = torch.maximum(peaks[name], gradient.abs())
-        norms.append(torch.stack([g.double().norm() for g in gradients.values()]).norm().item())
-        for gradient in gradients.values() if train.gradient_clipping else ():
-            gradient *= min(1.0, train.gradient_clipping / (norms[-1] + 1e-6))
+        norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+        norms.append(norm.item())
+        clip_grads_with_norm_(trained.values(), train.gradient_clipping or math.inf, norm)
         # linear: up from 1/warmup to 1, then down to 1/(steps + 1 - warmup) at the last step
         factor = min((k + 1) / warmup, (steps - k) / (steps + 1 - warmup))
         rates.append(train.learning_rate * factor)
