@@ -20,26 +20,21 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from zerotrain.launch.hostfile import read_hostfile, select_hosts
-from zerotrain.launch.job import ssh_command
+from zerotrain.launch.hostfile import read_hosts
+from zerotrain.launch.job import host_parser, ssh_command
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.tools.gather import gather
 from zerotrain.tools.new_folder import new_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--hostfile", help="of the run; see hostfile.example")
-    where.add_argument("--disks", type=Path, metavar="COPIES", help="in place of hosts")
-    parser.add_argument("--include", default="", metavar="SPEC", help="as for scripts/launch.sh")
-    parser.add_argument("--exclude", default="", metavar="SPEC", help="as for scripts/launch.sh")
-    parser.add_argument("--ssh_args", default="", metavar="ARGS", help='"-F my_ssh_config"')
+    parser = host_parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--disks", type=Path, metavar="COPIES", help="in place of a hostfile")
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     args = parser.parse_args()
+    if (args.disks is None) == (args.hostfile is None):
+        raise UserError("give --hostfile or --disks")
     if shutil.which("rsync") is None:
         raise UserError("rsync is not installed here: apt install rsync")
     if args.disks is not None:
@@ -49,8 +44,8 @@ def main() -> None:
         options = []
         source = args.source
     else:
-        hosts = select_hosts(read_hostfile(args.hostfile), args.include, args.exclude)
-        places = {host.name: f"{host.name}:" for host in hosts}
+        hosts = read_hosts(args.hostfile, args.include, args.exclude)
+        places = {host: f"{host}:" for host in hosts}
         options = ["-e", shlex.join(ssh_command(args.ssh_args))]
         source = args.source.absolute()
     with new_folder(args.out) as draft, TemporaryDirectory() as small_files:

@@ -16,18 +16,18 @@ from pathlib import Path
 
 from zerotrain.launch.checks import CHECKS, check_hosts
 from zerotrain.launch.hostfile import between
-from zerotrain.launch.job import job_of, make_parser, split_command
+from zerotrain.launch.job import job_of, job_parser
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, exit_on_error
 
 
 def main() -> None:
     os.chdir(Path(__file__).resolve().parent.parent)  # as scripts/launch.sh does
-    parser = make_parser("scripts/preflight.py")
+    parser = job_parser("scripts/preflight.py")
     parser.add_argument("--hosts_only", action="store_true", help="without the job on all ranks")
     parser.add_argument(
         "--timeout", type=between(1, 86_400), default=60,
-        help="seconds to reach the master port; collectives have twice that (60)",
+        help="seconds in which the ranks have to meet, and a collective to end (60)",
     )  # fmt: skip
     parser.add_argument(
         "--links",
@@ -35,28 +35,23 @@ def main() -> None:
         metavar="FILE",
         help="write the bandwidths there, on the first host, for the plan of a run",
     )
-    options, command = split_command(sys.argv[1:])
-    arguments = parser.parse_args(options)
-    job = job_of(arguments, command)
+    arguments = parser.parse_args()
+    job = job_of(arguments)
     _, findings = check_hosts(job)
-    columns = ["ssh", *CHECKS]
-    width = max(len(host.name) for host in job.hosts)
-    print(" " * width, *columns, sep="  ")
+    width = max(map(len, job.hosts))
+    print(" " * width, *CHECKS, sep="  ")
     for host in job.hosts:
-        cells = []
-        for column in columns:
-            found = [f for f in findings if (f.host, f.check) == (host.name, column)]
-            failed = any(not finding.is_warning for finding in found)
-            text = "FAIL" if failed else "warn" if found else "ok"
-            cells.append(f"{text:{len(column)}}")
-        print(f"{host.name:{width}}", *cells, sep="  ")
+        levels = {f.check: f.level for f in findings if f.host == host}
+        cells = [f"{levels.get(check, 'ok'):{len(check)}}" for check in CHECKS]
+        print(f"{host:{width}}", *cells, sep="  ")
     for finding in findings:
-        level = "warn" if finding.is_warning else "FAIL"
-        print(f"{level}  {finding.host}: {finding.check}: {finding.text}", flush=True)
-    if any(not finding.is_warning for finding in findings):
+        print(f"{finding.level}  {': '.join(finding)}", flush=True)
+    if any(finding.level == "FAIL" for finding in findings):
         sys.exit(EXIT_FAILURE)
     if not arguments.hosts_only:
+        names = [host for host, devices in job.hosts.items() for _ in devices]
         program = ["-m", "zerotrain.launch.bandwidth", str(arguments.timeout), arguments.links]
+        program += names
         if launch(replace(job, command=program)).code != 0:
             sys.exit(EXIT_FAILURE)
 

@@ -109,9 +109,9 @@ def hostfile_target():
     content = b"node-1 slots=8\n# comment\n\nnode-2 slots=4 max_slots=8 # GPUs\n10.0.0.1 slots=1\n"
 
     def read(folder):
-        for host in hostfile.read_hostfile(folder / "hostfile"):
-            assert not host.name.startswith("-") and ".." not in host.name, host.name
-            assert len(host.slots) <= 65536
+        for host, devices in hostfile.read_hosts(str(folder / "hostfile")).items():
+            assert not host.startswith("-") and ".." not in host, host
+            assert len(devices) <= 65536
 
     return lambda rng: {"hostfile": with_changes(rng, damaged, content)}, read
 

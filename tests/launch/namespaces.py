@@ -34,11 +34,10 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """node-1 ... node-N with addresses PREFIX.1 ... PREFIX.N; this machine has PREFIX.254."""
+    """node-1 and node-2 with addresses PREFIX.1 and PREFIX.2; this machine has PREFIX.254."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.count = folder, count
-        self.names = [f"node-{i}" for i in range(1, count + 1)]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.ssh_config = folder / "ssh_config"
         self._processes: dict[int, subprocess.Popen] = {}
 
@@ -52,19 +51,16 @@ class Hosts:
         authorized = self.folder / "authorized_keys"
         shutil.copy(self.folder / "id.pub", authorized)
         authorized.chmod(0o600)
-        lines = [f"{PREFIX}.{i} node-{i}" for i in range(1, self.count + 1)]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
-        blocks = "".join(
-            f"Host node-{i} {PREFIX}.{i}\n HostName {PREFIX}.{i}\n"
-            for i in range(1, self.count + 1)
-        )
+        names = f"127.0.0.1 localhost\n{PREFIX}.1 node-1\n{PREFIX}.2 node-2\n"
+        (self.folder / "hosts").write_text(names)
+        blocks = "".join(f"Host node-{i} {PREFIX}.{i}\n HostName {PREFIX}.{i}\n" for i in (1, 2))
         self.ssh_config.write_text(
             f"{blocks}Host *\n IdentityFile {self.folder}/id\n StrictHostKeyChecking no\n"
             f" UserKnownHostsFile {self.folder}/known_hosts\n LogLevel ERROR\n"
         )
         sh(f"ip link add {TAG}br type bridge", f"ip addr add {PREFIX}.254/24 dev {TAG}br",
            f"ip link set {TAG}br up")  # fmt: skip
-        for i in range(1, self.count + 1):
+        for i in (1, 2):
             sh(f"ip netns add {TAG}{i}",
                f"ip link add {TAG}v{i} type veth peer name eth0 netns {TAG}{i}",
                f"ip link set {TAG}v{i} master {TAG}br", f"ip link set {TAG}v{i} up",
@@ -122,7 +118,7 @@ class Hosts:
 
     def revive(self) -> None:
         """Boot the hosts that an earlier test has left in pieces."""
-        for i in range(1, self.count + 1):
+        for i in (1, 2):
             self.mend(i)
             if not self.answers(i):
                 self.boot(i)
@@ -166,7 +162,7 @@ class Hosts:
     def down(self) -> None:
         for i in list(self._processes):
             self.kill(i)
-        for i in range(1, self.count + 1):
+        for i in (1, 2):
             subprocess.run(["ip", "netns", "del", f"{TAG}{i}"], capture_output=True)
             subprocess.run(["ip", "link", "del", f"{TAG}v{i}"], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{TAG}br"], capture_output=True)
@@ -190,7 +186,7 @@ def needs_hosts(test):
 
 @pytest.fixture(scope="module")
 def two_hosts(tmp_path_factory):
-    made = Hosts(tmp_path_factory.mktemp("hosts"), 2)
+    made = Hosts(tmp_path_factory.mktemp("hosts"))
     yield made.up()
     made.down()
 

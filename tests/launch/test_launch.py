@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 from harness.processes import environment, run, wait_until
 from harness.repository import REPO
-from harness.runs import read_metrics
+from harness.runs import assert_each_step_once, curve, read_metrics
 from namespaces import left_on, needs_hosts, start
 
 from zerotrain.launch import node
 from zerotrain.launch.environment import environment_of_job
-from zerotrain.launch.hostfile import read_hostfile, select_hosts
+from zerotrain.launch.hostfile import read_hosts
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
-NODE = [sys.executable, "-m", "zerotrain.launch.node", "--master_addr=localhost", "--nodes=2",
-        "--node_rank=0"]  # fmt: skip
+NODE = [sys.executable, "-m", "zerotrain.launch.node"]
+OPTIONS = ["--master_addr=localhost", "--nodes=2", "--node_rank=0"]
 
 # --------------------------------------------------------------------------------------------------
 # Hostfile, environment and node wrapper, without hosts
@@ -49,7 +49,7 @@ def test_a_bad_hostfile_is_refused_by_line(tmp_path, text):
     path = tmp_path / "hostfile"
     path.write_bytes(text.encode("latin-1" if "\xe9" in text else "utf-8"))
     with pytest.raises(UserError) as error:
-        read_hostfile(path)
+        read_hosts(str(path))
     line = BAD_HOSTFILES[text]
     assert (f"{path}:{line}: " if line else str(path)) in str(error.value)
     assert "\n" not in str(error.value)
@@ -65,25 +65,25 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(tmp_path):
         "    #w slots=3\n123.23.12.10 slots=8 max_slots=8\nn1\tslots=8   max-slots=16\r\n"
     )
     for file in (path, REPO / "hostfile.example"):
-        ours = {host.name: len(host.slots) for host in read_hostfile(file)}
+        ours = {host: len(devices) for host, devices in read_hosts(str(file)).items()}
         assert ours == dict(fetch_hostfile(str(file)))
 
 
-def test_include_and_exclude_choose_as_deepspeed_does(tmp_path):
-    from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
-
+def test_include_and_exclude_select_hosts_and_slots(tmp_path):
     path = tmp_path / "hostfile"
     path.write_text("a slots=4\nb slots=4\nc slots=2\n")
-    pool, known = fetch_hostfile(str(path)), read_hostfile(path)
-    for include, exclude in (
-        ("", ""), ("a@c:1", ""), ("b:1,0@a:2", ""), ("a:1@a:0", ""), ("", "b"), ("", "a:0,1@c"),
-    ):  # fmt: skip
-        expected = parse_inclusion_exclusion(pool, include, exclude)
-        selected = select_hosts(known, include, exclude)
-        assert [(h.name, list(h.slots)) for h in selected] == list(expected.items())
-    for include, exclude in (("d", ""), ("a:4", ""), ("a:x", ""), ("a", "b"), ("", "a@b@c")):
-        with pytest.raises(UserError):
-            select_hosts(known, include, exclude)
+    assert read_hosts(str(path), include="c:1@a") == {"a": [0, 1, 2, 3], "c": [1]}
+    assert read_hosts(str(path), exclude="a:0,1@c") == {"a": [2, 3], "b": [0, 1, 2, 3]}
+    for selection in (
+        ("d", ""),
+        ("a:4", ""),
+        ("a:x", ""),
+        ("a:1:2", ""),
+        ("a", "b"),
+        ("", "a@b@c"),
+    ):
+        with pytest.raises(UserError, match="--include"):
+            read_hosts(str(path), *selection)
 
 
 def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
@@ -125,15 +125,13 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),
         ([LAUNCH, *hostfile, "--master_port", "99999999", *script], "from 1 to 65535"),
-        ([*NODE, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 is no number"),
-        ([*NODE, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
+        ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 is no number"),
+        ([*NODE, *OPTIONS, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
     ):
-        done = subprocess.run(
-            list(map(str, command)), cwd=REPO, env=environment(), capture_output=True, text=True
-        )
-        assert done.returncode == 2, done
-        *usage, line = done.stderr.splitlines()
-        assert named in line and (not usage or usage[0].startswith("usage: ")), done.stderr
+        done = run(command)
+        *usage, line = done.output.splitlines()
+        assert done.code == 2 and named in line, done.output
+        assert not usage or usage[0].startswith("usage: "), done.output
 
 
 RANK = """
@@ -155,18 +153,9 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     """As under SLURM and Kubernetes. A rank's child in a session of its own is ended too."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    options = ["--nodes=1", "--node_rank=0", "--ranks_per_node=2", "--master_addr=localhost"]
     sleep = f"1000.{os.getpid()}"
-    command = [
-        sys.executable,
-        "-m",
-        "zerotrain.launch.node",
-        *options,
-        script,
-        tmp_path,
-        kind,
-        sleep,
-    ]
+    options = [*OPTIONS, "--nodes=1", "--ranks_per_node=2"]
+    command = [*NODE, *options, script, tmp_path, kind, sleep]
     wrapper = subprocess.Popen(
         list(map(str, command)), cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True
     )
@@ -181,14 +170,14 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     assert str(script) not in listed and f"sleep {sleep}" not in listed
 
 
-JOB = {"command": ["-c", "import time; time.sleep(100)"], "environment": {}, "devices": None,
-       "ranks": 1, "first_rank": 0, "world_size": 1, "master_addr": "localhost", "master_port": 1,
+JOB = {"command": ["-c", "import time; time.sleep(100)"], "first_rank": 0,
+       "environment": {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
        "silence_seconds": 100, "grace_seconds": 10}  # fmt: skip
 
 
 def test_a_signal_that_arrives_with_the_job_is_forwarded():
     wrapper = subprocess.Popen(
-        [sys.executable, "-m", "zerotrain.launch.node"], cwd=REPO, env=environment(),
+        NODE, cwd=REPO, env=environment(),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     wrapper.stdin.write(f"{json.dumps(JOB)}\nSIGTERM\n")
@@ -203,12 +192,10 @@ def test_an_address_that_cannot_be_resolved_is_a_failure_unless_it_is_not_needed
     monkeypatch.setattr(node, "RESOLVE_SECONDS", 0)
     with pytest.raises(EnvironmentFailure, match=r"nosuch\.invalid"):
         node.interface_towards("nosuch.invalid", queue.SimpleQueue())
-    (tmp_path / "nothing.py").touch()
-    options = ["--nodes=2", "--node_rank=0", "--ranks_per_node=1", "--master_addr=nosuch.invalid"]
-    finished = run(
-        ["env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m", "zerotrain.launch.node", *options,
-         tmp_path / "nothing.py"]
-    )  # fmt: skip
+    options = [*OPTIONS, "--ranks_per_node=1", "--master_addr=nosuch.invalid"]
+    script = tmp_path / "nothing.py"
+    script.touch()
+    finished = run(["env", "GLOO_SOCKET_IFNAME=eth0", *NODE, *options, script])
     assert finished.code == 0, finished.output
 
 
@@ -332,10 +319,6 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
 # Training: stop, resume, lose a host, restart
 
 
-def losses_of(folder):
-    return [(step["step"], step["loss"], step["grad_norm"]) for step in read_metrics(folder)]
-
-
 def at_step(folder, step):
     return (folder / "checkpoints" / f"step_{step:08d}" / "COMPLETE").exists
 
@@ -350,8 +333,7 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
         eval__every_steps=7, checkpoint={"every_steps": 5},
         ds_config="ds_configs/zero1.json",
     )  # fmt: skip
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert whole.code == 0, whole.output
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     log = tmp_path / "log"
     process = start(
         hosts, log, LAUNCH, "--hostfile", hostfile, "--", "train.py", "--config", config
@@ -359,7 +341,7 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
     wait_until(at_step(tmp_path / "run", 10), process, log)
     process.terminate()
     assert process.wait(200) == 75, log.read_text()
-    done = losses_of(tmp_path / "run")[-1][0]
+    done = read_metrics(tmp_path / "run")[-1]["step"]
     assert 10 <= done < 30 and at_step(tmp_path / "run", done)()
     assert not left_on(hosts, str(config))
 
@@ -376,7 +358,7 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
     resumed = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resuming from" in resumed.stdout
-    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole"), "bit for bit"
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole"), "bit for bit"
     assert not left_on(hosts, str(config))
 
 
@@ -388,8 +370,7 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
     other host and continues there alone; the lost host comes back, and the next restart uses both.
     """
     config = tiny_config(train__steps=90, checkpoint={"every_steps": 5})
-    whole = forks.train(config, "--output_dir", tmp_path / "whole", ranks=2)
-    assert whole.code == 0, whole.output
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     log, run = tmp_path / "log", tmp_path / "run"
     options = ["--heartbeat_seconds", "30", "--max_restarts", "1", "--restart_wait_seconds", "0"]
     process = start(
@@ -425,7 +406,7 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
     finally:
         process.kill()
     assert log.read_text().count("launch: restart from step_") == 2, "two, each after progress"
-    curves = [np.array(losses_of(tmp_path / name)) for name in ("run", "whole")]
-    assert curves[0].shape == curves[1].shape == (90, 3), "each step once"
-    np.testing.assert_allclose(curves[0][:40], curves[1][:40], rtol=1e-5)
+    assert_each_step_once(run)
+    assert len(curve(run)) == 90
+    np.testing.assert_allclose(curve(run)[:40], curve(tmp_path / "whole")[:40], rtol=1e-5)
     assert not left_on(hosts, str(config))

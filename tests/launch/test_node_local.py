@@ -3,51 +3,33 @@
 """
 
 import shutil
-import subprocess
 import sys
 
 import namespaces
 import numpy as np
 import pytest
 from harness.inputs import flip
-from harness.processes import environment, wait_until
+from harness.processes import wait_until
 from harness.repository import REPO
 from harness.runs import curve
+from namespaces import needs_hosts
 from test_per_node_checkpoints import Disks
 
-from scripts import gather_checkpoint
-from zerotrain.runtime.errors import UserError
 from zerotrain.tools.saved import checkpoint_problem
 
-WHY_NOT = namespaces.why_not()
-pytestmark = [
-    pytest.mark.launch,
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    made = namespaces.Hosts(tmp_path_factory.mktemp("hosts"), 2).up()
-    yield made
-    made.down()
+pytest_plugins = ["namespaces"]
 
 
 @pytest.fixture
-def disks(tmp_path):
-    return Disks(tmp_path)
+def disks(tmp_path, hosts):
+    """Each host sees its own disk in place of the run folder."""
+    made = Disks(tmp_path)
+    for i, disk in enumerate(made.each, start=1):
+        hosts.boot(i, {disk: made.at})
+    return made
 
 
-@pytest.fixture
-def hostfile(hosts, tmp_path, disks):
-    """A hostfile of the two hosts, each with its own disk."""
-    for i, disk in enumerate(disks.each, start=1):
-        hosts.boot(i, {disk: disks.at})
-    path = tmp_path / "hostfile"
-    path.write_text("node-1 slots=1\nnode-2 slots=1\n")
-    return path
-
-
+@needs_hosts
 def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
     hosts, hostfile, forks, tiny_config, tmp_path, disks, tiny_model_with_dropout
 ):
@@ -56,12 +38,10 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         eval__every_steps=4, checkpoint={"every_steps": 2},
     )  # fmt: skip
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
-    log, ssh_args = tmp_path / "log", f"-F {hosts.ssh_config}"
-    command = [REPO / "scripts/launch.sh", "--hostfile", hostfile, "--ssh_args", ssh_args,
-               "--max_restarts", "2", "--", "train.py", "--config", config]  # fmt: skip
-    process = subprocess.Popen(
-        [str(c) for c in command], cwd=REPO, env=environment(), stdout=log.open("w"),
-        stderr=subprocess.STDOUT, start_new_session=True,
+    log = tmp_path / "log"
+    process = namespaces.start(
+        hosts, log, REPO / "scripts/launch.sh", "--hostfile", hostfile, "--max_restarts", "2",
+        "--", "train.py", "--config", config,
     )  # fmt: skip
     try:
         wait_until(disks.step(2, 4).exists, process)
@@ -75,25 +55,25 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
     assert disks.names()[0][-2:] == ["step_00000010", "step_00000012"]
 
 
-def test_per_node_checkpoints_are_combined(
-    hosts, hostfile, forks, tiny_config, tmp_path, disks, monkeypatch
-):
+@needs_hosts
+def test_per_node_checkpoints_are_combined(hosts, hostfile, forks, tiny_config, tmp_path, disks):
     """The result is resumed with other world sizes, on one node and, copied to each, on two; and
     what cannot be combined is refused.
     """
     config = tiny_config(train__steps=6, checkpoint={"every_steps": 2})
     forks.finish(config, **disks.ranks(2, 1))
     expected = curve(disks.each[0])
-    ssh_args = f"-F {hosts.ssh_config}"
 
-    def gather(source, out, listed=hostfile):
-        arguments = ["gather", "--hostfile", listed, "--ssh_args", ssh_args, source, out]
-        monkeypatch.setattr(sys, "argv", [str(a) for a in arguments])
-        gather_checkpoint.main()
+    def gather(step, out, listed=hostfile):
+        source = disks.at / "checkpoints" / f"step_{step:08d}"
+        return namespaces.run(
+            hosts, tmp_path / "log", sys.executable, REPO / "scripts/gather_checkpoint.py",
+            "--hostfile", listed, source, out,
+        )  # fmt: skip
 
-    checkpoints, whole_at = disks.at / "checkpoints", tmp_path / "gathered"
-    gather(checkpoints / "step_00000004", whole_at)
-    assert checkpoint_problem(whole_at) is None
+    whole_at, out = tmp_path / "gathered", tmp_path / "out"
+    gathered = gather(4, whole_at)
+    assert gathered.code == 0 and checkpoint_problem(whole_at) is None, gathered.output
     # the last two steps once more, from the step before
     resume = ("--checkpoint.resume", whole_at, "--output_dir")
     forks.finish(config, *resume, tmp_path / "one")
@@ -101,17 +81,14 @@ def test_per_node_checkpoints_are_combined(
     for disk in disks.each:
         shutil.copytree(whole_at, disk / "gathered")
 
-    def refused(source, out, listed=hostfile):
-        with pytest.raises(UserError) as error:
-            gather(source, out, listed)
-        assert not [*tmp_path.glob("out*")], "nothing half-written"
-        return str(error.value)
-
-    newest, out = checkpoints / "step_00000006", tmp_path / "out"
-    (tmp_path / "first").write_text("node-1 slots=1\n")
-    assert "shards/rank_00002.pt cannot be read" in refused(newest, out, tmp_path / "first")
+    first = tmp_path / "first"
+    first.write_text("node-1 slots=1\n")
+    lacking = gather(6, out, first)
+    assert lacking.code == 2 and "shards/rank_00002.pt cannot be read" in lacking.error
     flip(next((disks.step(2, 6) / "shards").iterdir()))
-    assert "is damaged" in refused(newest, out)
+    damaged = gather(6, out)
+    assert damaged.code == 2 and "is damaged" in damaged.error
+    assert not [*tmp_path.glob("*out*")], "nothing half-written"
 
     for disk in disks.each:
         shutil.rmtree(disk / "checkpoints")

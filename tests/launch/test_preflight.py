@@ -9,13 +9,14 @@ import pytest
 from harness.repository import REPO, SAMPLE
 from namespaces import needs_hosts
 
-from zerotrain.launch.checks import check_clock, check_gpus, check_limits
+from zerotrain.launch.checks import differences
+from zerotrain.launch.report import machine_problems
 
 pytest_plugins = ["namespaces"]
 GOOD = {
     "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0, "throttle": []}] * 2,
-    "cores": 64, "shm_bytes": 8 << 30, "open_files": 1 << 20, "locked_bytes": -1,
-    "infiniband": True, "ahead_seconds": 0.01, "slots": 2,
+    "cores": 64, "ranks": 2, "shm_bytes": 8 << 30, "open_files": 1 << 20, "locked_bytes": -1,
+    "infiniband": True,
 }  # fmt: skip
 
 
@@ -24,21 +25,31 @@ def gpus(**changes):
 
 
 @pytest.mark.parametrize(
-    "check, changes",
+    "changes",
     [
-        (check_gpus, {"gpus": GOOD["gpus"][:1]}),
-        (check_gpus, gpus(used_bytes=4 << 30)),
-        (check_gpus, gpus(ecc_errors=2)),
-        (check_gpus, gpus(name="A100")),
-        (check_limits, {"shm_bytes": 64 << 20}),
-        (check_clock, {"ahead_seconds": -3.0}),
+        {"gpus": GOOD["gpus"][:1]},
+        {"gpus": [], "cores": 1},
+        gpus(used_bytes=4 << 30),
+        gpus(ecc_errors=2),
+        gpus(throttle=["heat"]),
+        {"shm_bytes": 64 << 20},
+        {"locked_bytes": 64 << 10},
+        {"open_files": 256},
     ],
 )
-def test_a_host_with_a_fault_is_named(check, changes):
-    reports = {"a": GOOD, "b": {**GOOD, **changes}, "c": GOOD}
-    found = list(check(reports))
-    assert found and {host for host, _ in found} == {"b"}, found
-    assert not list(check(dict.fromkeys(reports, GOOD)))
+def test_a_fault_of_a_machine_is_found(changes):
+    assert len([*machine_problems({**GOOD, **changes})]) == 1
+    assert not [*machine_problems(GOOD)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ahead_seconds": -3.0}, {"same": {"gpus": {"models": "A100"}}}]
+)
+def test_a_host_that_differs_is_named(changes):
+    good = {"same": {"gpus": {"models": "H100"}}, "ahead_seconds": 0.01}
+    reports = {"a": good, "b": {**good, **changes}, "c": good, "lost": {"problems": []}}
+    assert [finding.host for finding in differences(reports)] == ["b"]
+    assert not [*differences(dict.fromkeys(reports, good))]
 
 
 @needs_hosts
@@ -80,5 +91,5 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
         blocked = preflight("--timeout", "10")
     finally:
         hosts.unblock(1)
-    assert blocked.code == 1 and "error: ports: node-2 cannot connect to" in blocked.output
+    assert blocked.code == 1 and "error: ports: node-2: " in blocked.output
     assert not namespaces.left_on(hosts, "zerotrain.launch.bandwidth")

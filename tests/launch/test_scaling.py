@@ -10,7 +10,6 @@ from harness.processes import wait_until
 from harness.repository import REPO
 from namespaces import needs_hosts
 
-from zerotrain.launch.hostfile import Host
 from zerotrain.launch.job import Job
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import UserError
@@ -62,7 +61,7 @@ def test_ctrl_c_ends_it(hosts, hostfile, tmp_path, tiny_config):
 
 
 def test_a_launch_leaves_the_signal_handlers_as_they_were():
-    job = Job(hosts=[Host("nowhere", (0,))], command=["x.py"], environment={}, ssh=["false"])
+    job = Job(hosts={"nowhere": [0]}, command=["x.py"], environment={}, ssh=["false"])
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(UserError, match="nowhere"):
         launch(job)

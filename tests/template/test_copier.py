@@ -1,10 +1,8 @@
 """copier.yml: what the answers give, and `copier update`.
 pytest tests/template/test_copier.py"""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +16,7 @@ from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 
 from scripts import plan
-from zerotrain.launch.job import job_of, make_parser, split_command
+from zerotrain.launch.job import job_of, job_parser
 
 QUESTIONS = yaml.safe_load((REPO / "copier.yml").read_text())
 NO_GIT = "/nonexistent"
@@ -130,17 +128,15 @@ def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
 def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
     monkeypatch.chdir(copies / "hosts")
     line = re.search(r"scripts/preflight.py (.*)", Path("README.md").read_text())[1]
-    options, command = split_command(line.split())
-    given = make_parser("scripts/preflight.py").parse_args(options)
+    given = job_parser("scripts/preflight.py").parse_args(line.split())
     shutil.copy("hostfile.example", given.hostfile)
-    job = job_of(given, command)
+    job = job_of(given)
     assert len(job.hosts) == 2 and "recipes/hosts.yaml" in job.command
 
 
 @pytest.mark.launch
 def test_the_smallest_copy_trains_and_its_tests_are_found(copies, tmp_path, tiny_model):
     copy = copies / "small"
-    environment = {**os.environ, "PYTHONPATH": str(copy), "DS_ACCELERATOR": "cpu"}
     flags = [
         "--model.name_or_path", tiny_model, "--train.global_batch_size", "8", "--output_dir",
         tmp_path / "run", "--data.cache_dir", tmp_path / "cache", "--train.precision", "fp32",
@@ -152,41 +148,30 @@ def test_the_smallest_copy_trains_and_its_tests_are_found(copies, tmp_path, tiny
         ["-m", "ruff", "check", "--no-cache", "."],
         ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests", "-k", "test_layers"],
     ):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, *map(str, command)], cwd=copy, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
+        done = run([sys.executable, *command], cwd=copy)
+        assert done.code == 0, done.output
     assert [step["step"] for step in read_metrics(tmp_path / "run")] == [1, 2]
 
 
-def git(folder: Path, *args: str) -> None:
+def commit(folder: Path, message: str, *then: list[str]) -> None:
     options = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    done = run(["git", *options, *args], cwd=folder)
-    assert done.code == 0, done.output
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", message], *then):
+        done = run(["git", *options, *command], cwd=folder)
+        assert done.code == 0, done.output
 
 
 def test_an_update_keeps_edits_and_deletions(tmp_path):
     template, copy = tmp_path / "template", tmp_path / "copy"
-    for name in ("copier.yml", "train.py", "SECURITY.md", "LICENSE", "docs/copying.md"):
-        (template / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPO / name, template / name)
-    shutil.copytree(REPO / ".copier", template / ".copier")
-    shutil.copytree(REPO / "recipes", template / "recipes")
-    answers_file = ".copier-answers.yml.copier"
-    shutil.copy(REPO / answers_file, template / answers_file)
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "1"], ["tag", "v1"]):
-        git(template, *command)
+    copy_repository(template)
+    commit(template, "1", ["tag", "v1"])
     run_copy(str(template), copy, data={"project_name": "mine"}, defaults=True, quiet=True)
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "copied"]):
-        git(copy, *command)
+    commit(copy, "copied")
     train = copy / "train.py"
     train.write_text(train.read_text() + "# of the copy\n")
     (copy / "SECURITY.md").unlink()
-    git(copy, "commit", "-qam", "edited")
+    commit(copy, "edited")
     (template / "train.py").write_text("# of the template\n" + (REPO / "train.py").read_text())
-    git(template, "commit", "-qam", "2")
-    git(template, "tag", "v2")
+    commit(template, "2", ["tag", "v2"])
     run_update(copy, defaults=True, overwrite=True, quiet=True)
     text = train.read_text()
     assert text.startswith("# of the template\n") and text.endswith("# of the copy\n")

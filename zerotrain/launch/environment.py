@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.files import read_text
 
 PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "OMP_",
@@ -44,25 +45,22 @@ def environment_of_job(
     """
     job = {n: v for n, v in here.items() if n.startswith(PREFIXES) and n not in NEVER_SENT}
     for path in files:
-        try:
-            lines = path.read_text().splitlines()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot read it: {describe(error)}") from None
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(read_text(str(path)).splitlines(), start=1):
             text = line.strip().removeprefix("export ")
             if not text or text.startswith("#"):
                 continue
             name, equals, value = text.partition("=")
-            if not equals or not _is_name(name):
+            if not equals or not name.isidentifier():
                 raise UserError(f"{path}:{number}: not a line of the form NAME=VALUE")
             job[name] = value
     for item in added:
         name, equals, value = item.partition("=")
-        if not _is_name(name):
-            raise UserError(f"--env {name}: not the name of a variable")
-        if name == "CUDA_VISIBLE_DEVICES":
-            raise UserError(f"--env {name}: select devices with --include, as node-1:0,2")
-        if equals and _is_secret(name, value):
+        if not name.isidentifier() or name in NEVER_SENT:
+            raise UserError(
+                f"--env {name}: not the name of a variable that can be sent; devices are selected "
+                "with --include node-1:0,2"
+            )
+        if equals and (SECRET_NAME.search(name) or SECRET_TEXT.search(value)):
             raise UserError(
                 f"--env {name}=...: everyone on this machine can read command lines; set {name} in "
                 f"the environment and give --env {name}"
@@ -77,12 +75,3 @@ def deepspeed_env_files() -> list[Path]:
     """The environment files that `deepspeed` itself would read, in its order."""
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     return [path for path in dict.fromkeys((Path.home() / name, Path(name))) if path.exists()]
-
-
-def _is_name(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_]\w*", text) is not None
-
-
-def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable is a secret, by its name, or holds one."""
-    return bool(SECRET_NAME.search(name) or SECRET_TEXT.search(value))

@@ -4,14 +4,14 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.launch.environment import PREFIXES, deepspeed_env_files, environment_of_job
-from zerotrain.launch.hostfile import Host, between, read_hostfile, select_hosts, world_size
+from zerotrain.launch.hostfile import Hosts, between, read_hosts, world_size
 from zerotrain.runtime.errors import UserError
 
 
@@ -19,7 +19,7 @@ from zerotrain.runtime.errors import UserError
 class Job:
     """A command and the hosts to run it on."""
 
-    hosts: list[Host]
+    hosts: Hosts
     command: list[str]
     """The script and its arguments, without `python`."""
     environment: dict[str, str]
@@ -44,29 +44,38 @@ def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
     interval = max(1, heartbeat_seconds // 5)  # ssh ends after three intervals
     options = ("BatchMode=yes", "ConnectTimeout=10", "ControlPath=none",
                f"ServerAliveInterval={interval}", "ServerAliveCountMax=2")  # fmt: skip
-    return ["ssh", "-T", *given, *(word for text in options for word in ("-o", text))]
+    return ["ssh", "-T", *given, *(f"-o{option}" for option in options)]
 
 
-def remote_command(ssh: Sequence[str], host: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs Python on a host, in the folder that this process is in."""
-    python = shlex.join([sys.executable, "-u", *arguments])
-    return [*ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
+def remote_command(job: Job, host: str, module: str) -> list[str]:
+    """The command that runs a module on a host, in the folder that this process is in."""
+    python = shlex.join([sys.executable, "-u", "-m", module])
+    return [*job.ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
 
 
-def make_parser(program: str) -> argparse.ArgumentParser:
-    """A parser of the options that launch.sh and preflight.py share."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage=f"{program} --hostfile FILE [options] -- train.py --config FILE ...",
-        allow_abbrev=False,
-    )
+def host_parser(**settings: Any) -> argparse.ArgumentParser:
+    """A parser of the options that say which hosts there are and how to reach them.
+
+    Args:
+        settings: of the parser.
+    """
+    parser = argparse.ArgumentParser(**settings, allow_abbrev=False)
     add = parser.add_argument
-    add("--hostfile", required=True, help="a file of `NAME slots=N` lines; see hostfile.example")
+    add("--hostfile", help="a file of `NAME slots=N` lines; see hostfile.example")
     add("--include", default="", metavar="SPEC", help="only these: node-1@node-2:0,2")
     add("--exclude", default="", metavar="SPEC", help="all but these")
+    add("--ssh_args", default="", metavar="ARGS", help='options of ssh: "-F my_ssh_config"')
+    return parser
+
+
+def job_parser(program: str) -> argparse.ArgumentParser:
+    """A parser of the options that launch.sh, preflight.py and scaling_test.py share."""
+    usage = "%(prog)s --hostfile FILE [options] -- train.py --config FILE ..."
+    parser = host_parser(prog=program, usage=usage)
+    add = parser.add_argument
+    add("command", nargs="*", help="after --, the script to run and its arguments")
     add("--master_addr", metavar="ADDRESS", help="of the first host; default: as ssh reaches it")
     add("--master_port", type=between(1, 65535), metavar="PORT", help="default: a free port")
-    add("--ssh_args", default="", metavar="ARGS", help='options of ssh: "-F my_ssh_config"')
     add(
         "--env",
         action="append",
@@ -85,26 +94,19 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options before `--`, and the command after it."""
-    if "--" not in argv:
-        return list(argv), []
-    end = list(argv).index("--")
-    return list(argv[:end]), list(argv[end + 1 :])
-
-
-def job_of(arguments: argparse.Namespace, command: list[str]) -> Job:
+def job_of(arguments: argparse.Namespace) -> Job:
     """The job described by the command line.
 
     Raises:
         UserError: the command, the hostfile, an option or the run config is wrong.
     """
-    if not command or command[0].startswith("-") or not Path(command[0]).is_file():
+    command = arguments.command
+    if not arguments.hostfile or not command or not Path(command[0]).is_file():
         raise UserError(
-            f"no script to run{f': {command[0]}' if command else ''}; give it after --, as in "
-            f"`-- train.py {' '.join(command) or '--config FILE'}`"
+            "a hostfile, and after -- a script that exists, are needed: --hostfile "
+            f"{arguments.hostfile or 'FILE'} -- train.py {' '.join(command) or '--config FILE'}"
         )
-    hosts = select_hosts(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
+    hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None
     if Path(command[0]).name == "train.py":
         config = parse_command_line(command[1:]).config

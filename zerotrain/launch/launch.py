@@ -14,12 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from zerotrain.launch.hostfile import Host, between, world_size
-from zerotrain.launch.job import Job, job_of, make_parser, remote_command, split_command
+from zerotrain.launch.hostfile import between, world_size
+from zerotrain.launch.job import Job, job_of, job_parser, remote_command
 from zerotrain.launch.node import EVENT, FORWARDED, GRACE_SECONDS
 from zerotrain.launch.restart import prepare_restart
 from zerotrain.runtime.errors import (
@@ -50,13 +50,13 @@ class Connection:
     `events` as (connection, line).
     """
 
-    def __init__(self, host: Host, ssh: Sequence[str], events: queue.SimpleQueue) -> None:
+    def __init__(self, host: str, job: Job, events: queue.SimpleQueue) -> None:
         self.host = host
         self.greeting: dict | None = None
         self.last_line = ""
         self.last_error = ""
         self.process = subprocess.Popen(
-            remote_command(ssh, host.name, ["-m", "zerotrain.launch.node"]),
+            remote_command(job, host, "zerotrain.launch.node"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -87,14 +87,15 @@ class Attempt:
         self.job = job
         self.events = events
         self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 6)
-        self.connections = [Connection(host, job.ssh, events) for host in job.hosts]
+        self.connections = [Connection(host, job, events) for host in job.hosts]
         self.running = set(self.connections)
-        self.failures: list[tuple[int, Outcome]] = []
-        """With the place of each among the causes: the lowest is the cause of the others."""
+        self.failures: list[tuple[int, int, int, str]] = []
+        """(kind, number, exit code, cause); the lowest is the cause of the others: a host that is
+        lost or a rank that is killed before a mistake, a mistake before anything else.
+        """
         self.stop_signal: int | None = None
         self.has_started = False
         self.next_ping = 0.0
-        self.mistakes: set[str] = set()  # lines that begin with `error: `
 
     def run(self) -> Outcome:
         """Run the job to its end.
@@ -102,36 +103,26 @@ class Attempt:
         Raises:
             UserError: a host cannot be reached.
         """
+        deadline = time.monotonic() + CONNECT_SECONDS
         try:
-            self.connect()
-            if self.stop_signal is not None:
-                return Outcome(exit_code_of_signal(self.stop_signal), "stopped", True)
-            self.start_ranks()
             while self.running and not self.failures:
                 self.handle_event(PING_SECONDS)
-                self.ping()
+                if self.has_started:
+                    self.ping()
+                elif self.stop_signal is not None:
+                    return Outcome(exit_code_of_signal(self.stop_signal), "stopped", True)
+                elif all(connection.greeting for connection in self.connections):
+                    self.start_ranks()
+                elif time.monotonic() > deadline:
+                    for connection in self.connections:
+                        if connection.greeting is None:
+                            connection.process.kill()
             return self.end()
         finally:
             for connection in self.connections:
                 connection.close()
                 if connection in self.running:
                     connection.process.kill()
-
-    def connect(self) -> None:
-        """Wait for the wrappers' greetings."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while time.monotonic() < deadline and not self.failures:
-            all_here = all(connection.greeting for connection in self.connections)
-            if all_here or self.stop_signal is not None:
-                return
-            self.handle_event(PING_SECONDS)
-        silent = [c for c in self.connections if c.greeting is None]
-        ended = [c for c in silent if c not in self.running]
-        what = "; ".join(f"{c.host.name}: {c.last_line or 'no answer'}" for c in ended or silent)
-        raise UserError(
-            f"{what}; every host needs an ssh login without a password (ssh -o BatchMode=yes), and "
-            "code and .venv at the same paths as here"
-        )
 
     def start_ranks(self) -> None:
         """Send each host its part of the job."""
@@ -141,23 +132,27 @@ class Attempt:
         if address.startswith("127.") and len(self.connections) > 1:
             # launch.sh runs on the first host: its address is the one that the second host sees
             address = self.connections[1].greeting["client"]
+        shared = self.job.environment | {
+            "MASTER_ADDR": self.job.master_addr or address,
+            "MASTER_PORT": str(self.job.master_port or first["port"]),
+            "WORLD_SIZE": str(world_size(self.job.hosts)),
+        }
         first_rank = 0
         for connection in self.connections:
-            slots = connection.host.slots
+            devices = self.job.hosts[connection.host]
+            own = {
+                "LOCAL_WORLD_SIZE": str(len(devices)),
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+            }
             part = {
                 "command": self.job.command,
-                "environment": self.job.environment,
-                "devices": slots,
-                "ranks": len(slots),
+                "environment": shared | own,
                 "first_rank": first_rank,
-                "world_size": world_size(self.job.hosts),
-                "master_addr": self.job.master_addr or address,
-                "master_port": self.job.master_port or first["port"],
                 "silence_seconds": 0.6 * self.job.heartbeat_seconds,
                 "grace_seconds": self.grace_seconds,
             }
             connection.send(json.dumps(part))
-            first_rank += len(slots)
+            first_rank += len(devices)
 
     def ping(self) -> None:
         """Show the wrappers that this process is there."""
@@ -167,29 +162,43 @@ class Attempt:
                 connection.send("")
 
     def handle_event(self, seconds: float) -> None:
-        """Wait for a line of a host, the end of a connection, or a signal, and act on it."""
+        """Wait for a line of a host, the end of a connection, or a signal, and act on it.
+
+        Raises:
+            UserError: a host cannot be reached.
+        """
         try:
             source, value = self.events.get(timeout=seconds)
         except queue.Empty:
             return
         if source is None:
             self.forward_signal(value)
-        elif source not in self.running:
-            return  # of an earlier start
+        elif source not in self.running or value == "":
+            return  # of an earlier start, or nothing
         elif value is None:
             self.running.discard(source)
             code = source.process.wait()
+            if source.greeting is None:
+                raise UserError(
+                    f"{source.host}: {source.last_line or 'no answer'}; every host needs an ssh "
+                    "login without a password (ssh -o BatchMode=yes), and code and .venv at the "
+                    "same paths as here"
+                )
             if code == 255:
-                why = "its ssh connection has ended, or its node wrapper was killed"
-                cause = f"{source.host.name} is lost: {why}"
-                self.failures.append((0, Outcome(EXIT_FAILURE, cause)))
-            elif code not in (0, EXIT_PREEMPTED):  # or the wrapper has printed the cause
-                cause = f"{source.host.name}: {source.last_line}"
-                self.failures.append((4, Outcome(code, cause)))
-        elif value.startswith(EVENT):
+                what = "is lost: its ssh connection has ended, or its node wrapper was killed"
+                self.fail(0, EXIT_FAILURE, f"{source.host} {what}")
+            elif code not in (0, EXIT_PREEMPTED):
+                self.fail(2, code, f"{source.host}: {source.last_line}")
+        elif not value.startswith(EVENT):
+            source.last_line = value
+            if error := ERROR.match(value):
+                source.last_error = f": {error[1][:500]}"
+            print(f"{source.host}: {value}", flush=True)
+        else:
             self.handle_said(source, json.loads(value.removeprefix(EVENT)))
-        elif value:
-            self.handle_line(source, value)
+
+    def fail(self, kind: int, code: int, cause: str) -> None:
+        self.failures.append((kind, len(self.failures), code, cause))
 
     def forward_signal(self, number: int) -> None:
         """The ranks save and exit after the first signal, and are killed by the second."""
@@ -205,24 +214,12 @@ class Attempt:
         if "failed" not in event:
             source.greeting = event
             return
-        source.last_line, code = event["failed"], event["code"]
-        print(f"{source.host.name}: {source.last_line}", flush=True)
-        by_signal = code > 128
-        because = f": {source.last_error}" if source.last_error and not by_signal else ""
-        cause = f"{source.host.name}: {source.last_line}{because}"
-        priority = 1 if by_signal else 2 if code == EXIT_USER_MISTAKE else 3
-        self.failures.append((priority, Outcome(code, cause)))
-
-    def handle_line(self, source: Connection, line: str) -> None:
-        """Print a line of a rank; a mistake, which every host names, once."""
-        source.last_line = line
-        if error := ERROR.match(line):
-            source.last_error = error[1][:500]
-            if source.last_error in self.mistakes:
-                return
-            if source.last_error.startswith("error: "):
-                self.mistakes.add(source.last_error)
-        print(f"{source.host.name}: {line}", flush=True)
+        code, cause = event["code"], f"{source.host}: {event['failed']}"
+        print(cause, flush=True)
+        if code > 128:  # by a signal
+            self.fail(0, code, cause)
+        else:
+            self.fail(1 if code == EXIT_USER_MISTAKE else 2, code, cause + source.last_error)
 
     def end(self) -> Outcome:
         """Stop what is left, and find the cause among the failures that arrive until then."""
@@ -233,9 +230,9 @@ class Attempt:
             self.handle_event(0.2)
         stopped = self.stop_signal is not None
         if self.failures:
-            _, outcome = min(self.failures, key=lambda failure: failure[0])
-            code = exit_code_of_signal(self.stop_signal) if stopped else outcome.code
-            return Outcome(code, outcome.cause, stopped)
+            *_, code, cause = min(self.failures)
+            code = exit_code_of_signal(self.stop_signal) if stopped else code
+            return Outcome(code, cause, stopped)
         if any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
             cause = "preempted and saved; the same command resumes"
             return Outcome(EXIT_PREEMPTED, cause, stopped)
@@ -281,8 +278,11 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
                     raise
                 outcome = Outcome(EXIT_FAILURE, str(error))
             if outcome.cause:
-                line = f"launch: {outcome.cause} (exit code {outcome.code})"
-                print(line, file=sys.stderr, flush=True)
+                print(
+                    f"launch: {outcome.cause} (exit code {outcome.code})",
+                    file=sys.stderr,
+                    flush=True,
+                )
             is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
             if is_over or max_restarts == 0:
                 return outcome
@@ -295,7 +295,7 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
 
 
 def main() -> int:
-    parser = make_parser("scripts/launch.sh")
+    parser = job_parser("scripts/launch.sh")
     parser.add_argument(
         "--max_restarts",
         type=between(0, 1_000_000),
@@ -311,10 +311,8 @@ def main() -> int:
         metavar="N",
         help="wait this long for all hosts before a restart without some of them (120)",
     )
-    options, command = split_command(sys.argv[1:])
-    arguments = parser.parse_args(options)
-    job = job_of(arguments, command)
-    return launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
+    arguments = parser.parse_args()
+    return launch(job_of(arguments), arguments.max_restarts, arguments.restart_wait_seconds).code
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from zerotrain.launch.hostfile import MAX_SLOTS, between
+from zerotrain.launch.hostfile import between
 from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
     EnvironmentFailure,
@@ -72,31 +72,24 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
     """Run the ranks of this host until they have ended. Returns the host's exit code.
 
     Args:
-        job: command, environment, ranks (their number), first_rank, world_size, devices (None:
-            leave them), master_addr, master_port, grace_seconds.
+        job: command, first_rank, grace_seconds and environment, what the ranks have more than
+            this process, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and LOCAL_WORLD_SIZE.
         requests: names of signals to forward, and "close".
 
     Raises:
         UserError: master_addr cannot be reached.
     """
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
-    environment = {**os.environ, **job["environment"]}
+    environment = os.environ | job["environment"]
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
-    environment |= {
-        "MASTER_ADDR": job["master_addr"],
-        "MASTER_PORT": str(job["master_port"]),
-        "WORLD_SIZE": str(job["world_size"]),
-        "LOCAL_WORLD_SIZE": str(job["ranks"]),
-    }
-    if job["devices"] is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job["devices"]))
-    if job["world_size"] > job["ranks"] and "GLOO_SOCKET_IFNAME" not in environment:
-        interface = interface_towards(job["master_addr"], requests)
+    ranks = int(environment["LOCAL_WORLD_SIZE"])
+    if int(environment["WORLD_SIZE"]) > ranks and "GLOO_SOCKET_IFNAME" not in environment:
+        interface = interface_towards(environment["MASTER_ADDR"], requests)
         if interface != "lo":  # gloo's default is the address of the host's own name
             environment["GLOO_SOCKET_IFNAME"] = interface
     running = {}
     try:
-        for local_rank in range(job["ranks"]):
+        for local_rank in range(ranks):
             rank = job["first_rank"] + local_rank
             variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             running[rank] = start_rank(job["command"], environment | variables)
@@ -120,13 +113,12 @@ def wait_for_ranks(
                 continue
             del running[rank]
             code = exit_code_of_signal(-status) if status < 0 else status
-            if code not in (0, EXIT_PREEMPTED) and deadline == float("inf") and not stop:
+            if code not in (0, EXIT_PREEMPTED) and not stop:
+                stop = True
+                exit_code = code
                 text = f"rank {rank} ended with exit code {code}{explain(status)}"
                 say({"failed": text, "code": code})
-                exit_code = code
-                stop = True
-            elif exit_code == 0:
-                exit_code = code
+            exit_code = exit_code or code
         while not requests.empty():
             request = requests.get()
             if request == "close":
@@ -224,21 +216,17 @@ def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) ->
     requests.put("close")
 
 
-def read_job() -> dict:
-    """The first line of standard input; unbuffered, because a buffer would hide later lines."""
-    line = sys.stdin.buffer.raw.readline()
-    if not line.endswith(b"\n"):
-        sys.exit(0)  # launch.sh could not reach all hosts
-    return json.loads(line)
-
-
 def main() -> int:
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: requests.put(signal.Signals(number).name))
     if len(sys.argv) == 1:
         say(greeting())
-        job = read_job()
+        # unbuffered, because a buffer would hide later lines
+        line = sys.stdin.buffer.raw.readline()
+        if not line:
+            return 0  # launch.sh could not reach all hosts
+        job = json.loads(line)
         threading.Thread(
             target=read_requests, args=(requests, job["silence_seconds"]), daemon=True
         ).start()
@@ -247,22 +235,23 @@ def main() -> int:
     add = parser.add_argument
     add("--nodes", type=between(1, 100_000), required=True)
     add("--node_rank", type=between(0, 99_999), required=True)
-    add("--ranks_per_node", type=between(1, MAX_SLOTS), required=True)
+    add("--ranks_per_node", type=between(1, 1024), required=True)
     add("--master_addr", required=True, help="of the first node")
     add("--master_port", type=between(1, 65535), default=29500)
     add("command", nargs=argparse.REMAINDER, help="train.py --config ...")
     arguments = parser.parse_args()
     if arguments.node_rank >= arguments.nodes:
         parser.error(f"--node_rank {arguments.node_rank}: nodes are 0 to {arguments.nodes - 1}")
+    ranks = arguments.ranks_per_node
     job = {
         "command": arguments.command,
-        "environment": {},
-        "devices": None,
-        "ranks": arguments.ranks_per_node,
-        "first_rank": arguments.node_rank * arguments.ranks_per_node,
-        "world_size": arguments.nodes * arguments.ranks_per_node,
-        "master_addr": arguments.master_addr,
-        "master_port": arguments.master_port,
+        "environment": {
+            "MASTER_ADDR": arguments.master_addr,
+            "MASTER_PORT": str(arguments.master_port),
+            "WORLD_SIZE": str(arguments.nodes * ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        },
+        "first_rank": arguments.node_rank * ranks,
         "grace_seconds": GRACE_SECONDS,
     }
     return run_ranks(job, requests)

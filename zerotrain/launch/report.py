@@ -1,8 +1,8 @@
-"""What preflight wants to know about a host, collected there: python -m zerotrain.launch.report
+"""What a host says of itself to preflight: python -m zerotrain.launch.report
 
-Standard input has the arguments of train.py as JSON, or null for another script; the last line
-printed is the report, as JSON. Nothing on the host is changed, except for a file that is made and
-removed in the run folder.
+Standard input has [the arguments of train.py, or null for another script, the number of ranks on
+this host] as JSON; the last line printed is the report, as JSON. Nothing on the host is changed,
+except for a file that is made and removed in the run folder.
 """
 
 import json
@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,88 +21,61 @@ from typing import Any
 import xxhash
 
 from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
-from zerotrain.config.parse import parse_command_line
+from zerotrain.config.parse import dump_config, parse_command_line
 from zerotrain.config.schema import Config, chat_template_file
 from zerotrain.data.sources import local_files
 from zerotrain.runtime.errors import UserError, describe
 
 MARK = "REPORT "
-PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy", "accelerate")
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy")
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64
+GIB = 1 << 30
+MIN_FREE_BYTES = 10 * GIB
+MIN_OPEN_FILES = 1024
+Problems = Iterator[tuple[str, str]]
+"""(check, what is wrong and what to do); a warning ends with a question mark."""
 
 
-def versions() -> dict[str, str]:
-    """Version of Python and of each package; torch's names the CUDA that it was built for."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
-
-
-def code() -> dict[str, str]:
-    """Checksum of every Python file that a run may import."""
-    files = [Path("train.py"), *sorted(Path("zerotrain").rglob("*.py"))]
-    return {str(file): checksum(str(file)) for file in files}
-
-
-def fingerprint(file: Path) -> str:
-    """Checksum of a file's size and of up to 64 evenly spaced blocks of 1 MiB: all of a file of up
+def fingerprint(file: str) -> str:
+    """Checksum of a file's size and of up to 65 evenly spaced blocks of 1 MiB: all of a file of up
     to 64 MiB; strong evidence, but no proof, for a larger one.
     """
-    size = file.stat().st_size
-    checksum = xxhash.xxh3_64(str(size).encode())
-    count = min(BLOCKS, -(-size // BLOCK_BYTES))
-    with file.open("rb") as stream:
-        for block in range(count):
-            if size > BLOCKS * BLOCK_BYTES:
-                stream.seek((size - BLOCK_BYTES) * block // (BLOCKS - 1))
-            checksum.update(stream.read(BLOCK_BYTES))
-    return checksum.hexdigest()
-
-
-def files_of(config: Config, argv: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Checksums of the files that the run reads, or what is wrong, by check and path."""
-    config_files = [word.partition("=")[2] or argv[i + 1] for i, word in enumerate(argv)
-                    if word == "--config" or word.startswith("--config=")]  # fmt: skip
-    named = {"config": [*config_files, config.ds_config], "model": [], "data": []}
-    if config.model.chat_template:
-        named["config"].append(str(chat_template_file(config.model.chat_template)))
-    if Path(config.model.name_or_path).is_dir():
-        folder = Path(config.model.name_or_path)
-        named["model"] = [str(file) for file in sorted(folder.iterdir()) if file.is_file()]
-    problems = {}
-    sources = [*config.data.sources("train_sources"), *config.data.sources("eval_sources")]
-    for source in sources:
-        try:
-            named["data"] += local_files(source.path) if source.path else []
-        except UserError as error:
-            problems[str(source.path)] = str(error)
-    found = {check: {name: checksum(name) for name in names} for check, names in named.items()}
-    found["data"] |= problems
-    return found
-
-
-def checksum(name: str) -> str:
     try:
-        return fingerprint(Path(name))
+        size = Path(file).stat().st_size
+        checksum = xxhash.xxh3_64(str(size).encode())
+        with Path(file).open("rb") as stream:
+            for start in range(0, size, max(BLOCK_BYTES, size // BLOCKS)):
+                stream.seek(start)
+                checksum.update(stream.read(BLOCK_BYTES))
+        return checksum.hexdigest()
     except OSError as error:
         return f"cannot be read: {describe(error)}"
 
 
-def disk(folder: Path) -> dict[str, Any]:
-    """Whether the run folder, or the nearest parent that exists, can be written to; free bytes."""
+def fingerprints(files: Sequence[str | Path]) -> dict[str, str]:
+    """Checksum of each file, or why it cannot be read."""
+    return {str(file): fingerprint(str(file)) for file in files}
+
+
+def config_files(config: Config) -> list[str]:
+    """The files beside its YAML that a run config names."""
+    template = config.model.chat_template
+    return [config.ds_config, *([str(chat_template_file(template))] if template else [])]
+
+
+def disk_problems(folder: Path) -> Problems:
+    """The run folder, or its nearest parent, cannot be written to, or is nearly full."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    problem = ""
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight-"):
             pass
     except OSError as error:
-        problem = str(error.strerror)
-    return {"folder": str(folder), "free_bytes": shutil.disk_usage(there).free, "problem": problem}
+        yield "disk", f"output_dir {folder} cannot be written to ({error.strerror})"
+        return
+    free = shutil.disk_usage(there).free
+    if free < MIN_FREE_BYTES:
+        yield "disk", f"output_dir {folder} has {free / GIB:.1f} GiB free; is that enough?"
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -143,31 +116,85 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def report(argv: Sequence[str] | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "same": {"versions": versions(), "code": code()},
-        "gpus": gpus(),
+def machine_problems(facts: Mapping[str, Any]) -> Problems:
+    """What is wrong with the GPUs and the limits of a host.
+
+    Args:
+        facts: the ones that `report` collects.
+    """
+    devices = facts["gpus"]
+    count, what = (len(devices), "GPUs") if devices else (facts["cores"], "cores and no GPU")
+    if facts["ranks"] > count:
+        yield "gpus", f"{facts['ranks']} slots, but {count} {what}; lower slots= in the hostfile"
+    for number, gpu in enumerate(devices):
+        if gpu["used_bytes"] > GIB:
+            used = gpu["used_bytes"] / GIB
+            yield "gpus", f"GPU {number}: {used:.1f} GiB in use; end that process (nvidia-smi)"
+        if gpu["ecc_errors"] or gpu["throttle"]:
+            what = ", ".join([f"{gpu['ecc_errors']} memory errors", *gpu["throttle"]])
+            yield "gpus", f"GPU {number}: {what}; see `nvidia-smi -q`, reset or replace it"
+    if devices and facts["shm_bytes"] < GIB:
+        yield "limits", "/dev/shm is under 1 GiB; docker run --shm-size=8g, or emptyDir in memory"
+    if facts["infiniband"] and 0 <= facts["locked_bytes"] < GIB:
+        yield "limits", "memlock is under 1 GiB, but RDMA pins memory; ulimit -l unlimited"
+    if 0 <= facts["open_files"] < MIN_OPEN_FILES:
+        yield "limits", f"{facts['open_files']} open files allowed; raise nofile in limits.conf"
+
+
+def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
+    """What this host says of itself.
+
+    Args:
+        argv: arguments of train.py, None for another script.
+        ranks: number of ranks on this host.
+
+    Returns:
+        `problems` of the host itself; `same`, what all hosts should have in common, by check and
+        name; and the name of the newest `checkpoint`.
+    """
+    devices = gpus()
+    facts = {
+        "gpus": devices,
         "cores": len(os.sched_getaffinity(0)),
+        "ranks": ranks,
         "shm_bytes": shutil.disk_usage("/dev/shm").total,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": Path("/sys/class/infiniband").is_dir(),
-        "mistake": "",
     }
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    same = {
+        "versions": {"python": platform.python_version(), **versions},
+        "code": fingerprints([Path("train.py"), *sorted(Path("zerotrain").rglob("*.py"))]),
+        "gpus": {"models": ", ".join(sorted({gpu["name"] for gpu in devices})) or "missing"},
+    }
+    problems = [*machine_problems(facts)]
+    found: dict[str, Any] = {"same": same, "problems": problems, "checkpoint": None}
     if argv is None:
-        return facts
+        return found
     try:
         config = parse_command_line(argv).config
     except UserError as error:
-        return {**facts, "mistake": str(error)}
+        problems.append(("config", str(error)))
+        return found
+    rows = []
+    for source in [*config.data.sources("train_sources"), *config.data.sources("eval_sources")]:
+        try:
+            rows += local_files(source.path) if source.path else []
+        except UserError as error:
+            problems.append(("data", str(error)))
+    settings = xxhash.xxh3_64(dump_config(config).encode()).hexdigest()
+    same["config"] = {"settings": settings, **fingerprints(config_files(config))}
+    model = [file for file in Path(config.model.name_or_path).glob("*") if file.is_file()]
+    same["model"] = fingerprints(model)
+    same["data"] = fingerprints(rows)
     folder = Path(config.output_dir).absolute()
-    saved = list_complete(checkpoints_folder(folder))
-    facts["disk"] = disk(folder)
-    facts["checkpoint"] = saved[-1].name if saved else None
-    facts["same"] |= files_of(config, argv)
-    return facts
+    problems += disk_problems(folder)
+    if saved := list_complete(checkpoints_folder(folder)):
+        found["checkpoint"] = saved[-1].name
+    return found
 
 
 if __name__ == "__main__":
-    facts = report(json.load(sys.stdin))
-    print(f"\n{MARK}{json.dumps({**facts, 'clock': time.time()})}", flush=True)
+    found = report(*json.load(sys.stdin))
+    print(f"\n{MARK}{json.dumps({**found, 'clock': time.time()})}", flush=True)
