@@ -7,10 +7,9 @@ that both runs have. Exit code 1 if it exceeds 1e-5, the effect of summing in an
 or if a step is missing or NaN in one run only.
 """
 
-import math
 import sys
-from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error, first_of
 from zerotrain.tracking.metrics import read_metrics
@@ -21,35 +20,28 @@ TOLERANCE = 1e-5
 def main() -> None:
     if len(sys.argv) != 3:
         raise UserError("give two run folders: compare_runs.py runs/before runs/after")
-    a, b = ({r["step"]: r for r in read_metrics(Path(run), "train")} for run in sys.argv[1:])
-    first = max(min(run, default=1) for run in (a, b))
-    last = min(max(run, default=0) for run in (a, b))
-    steps = [k for k in sorted({*a, *b}) if first <= k <= last]
+    runs = [{record["step"]: record for record in read_metrics(run)} for run in sys.argv[1:]]
+    first, last = max(min(run, default=1) for run in runs), min(max(run, default=0) for run in runs)
+    steps = np.array([step for step in sorted({*runs[0], *runs[1]}) if first <= step <= last])
     is_same = True
     for name in ("loss", "grad_norm"):
-        differences = {}
-        in_one = []
-        for k in steps:
-            before, after = (number(run.get(k, {}).get(name)) for run in (a, b))
-            if math.isfinite(before) != math.isfinite(after):
-                in_one.append(k)
-            elif math.isfinite(before):
-                differences[k] = abs(after - before) / max(before, 1e-30)
-        if not differences:
+        # None, of a step that is missing, becomes NaN
+        curves = np.array([[run.get(k, {}).get(name) for k in steps] for run in runs], float)
+        is_number = np.isfinite(curves)
+        in_both = is_number.all(0)
+        if not in_both.any():
             raise UserError(f"the runs have no steps with {name} in common")
-        worst = max(differences, key=differences.get)
-        is_same &= differences[worst] <= TOLERANCE and not in_one
-        print(f"{name}: largest relative difference {differences[worst]:.1e}, at step {worst} of "
-              f"{len(steps)}")  # fmt: skip
-        if in_one:
+        before, after = curves[:, in_both]
+        differences = np.abs(after - before) / np.maximum(before, 1e-30)
+        worst = differences.argmax()
+        print(f"{name}: largest relative difference {differences[worst]:.1e}, at step "
+              f"{steps[in_both][worst]} of {len(steps)}")  # fmt: skip
+        in_one = steps[is_number.any(0) & ~in_both]
+        if len(in_one):
             print(f"{name}: missing or NaN in one run only: steps {first_of(in_one)}")
+        is_same &= bool(differences[worst] <= TOLERANCE) and not len(in_one)
     print("the same curve" if is_same else f"NOT the same within {TOLERANCE:.0e}")
     sys.exit(0 if is_same else EXIT_FAILURE)
-
-
-def number(value: Any) -> float:
-    """A value of a record as a float, NaN if it is no number."""
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 if __name__ == "__main__":

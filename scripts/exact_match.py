@@ -28,14 +28,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
     parser.add_argument("rows", type=Path)
     parser.add_argument("--show", type=int, default=0, help="number of answers to print")
     args = parser.parse_args()
-    if not args.model.is_dir():
+    if not Path(args.model).is_dir():
         raise UserError(f"{args.model} is not the folder of a model, which comes before the rows")
-    if not args.rows.is_file():
-        raise UserError(f"{args.rows} is not a file of rows, which come after the model's folder")
     config = DataConfig(train_sources=[str(args.rows)])
     conversations = []
     source = Source(path=str(args.rows), format="messages")

@@ -27,6 +27,7 @@ from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zerotrain.checkpoint.state import TrainerState
     from zerotrain.config.schema import Config
 
 MAX_CONFIG_BYTES = 256 * 1024  # thousands of sources; to parse more takes many seconds
@@ -45,8 +46,6 @@ def main() -> None:
     only.add_argument("--adapter", action="store_true", help="only the adapters of model.lora")
     only.add_argument("--verify", action="store_true", help="compare the result with the run")
     args = parser.parse_args()
-    if not args.checkpoint.is_dir():
-        raise UserError(f"no such folder: {args.checkpoint}")
 
     # slow to import, so after the arguments are checked
     from zerotrain.checkpoint.state import read_state
@@ -58,11 +57,12 @@ def main() -> None:
     quieten_libraries(is_first=True)
     checkpoint = choose_checkpoint(args.checkpoint, args.best)
     config = read_run_config(checkpoint, is_needed=args.verify)
-    verify = verification(checkpoint, config) if args.verify else None
+    state = read_state(checkpoint)
+    verify = verification(state, config) if args.verify else None
 
     def finish(draft: Path) -> None:
         if config is not None:
-            card = model_card(config, read_state(checkpoint), args.adapter)
+            card = model_card(config, state, args.adapter)
             (draft / "README.md").write_text(card, encoding="utf-8")
         if verify is not None:
             verify(draft)
@@ -102,18 +102,16 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
         return None
 
 
-def verification(checkpoint: Path, config: "Config") -> "Callable[[Path], None]":
+def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], None]":
     """A function that compares an exported folder with the run, and prints what it has compared.
 
     Raises:
-        UserError: the checkpoint or the run's data cannot be read, or the data have changed.
+        UserError: the run's data cannot be read, or have changed.
     """
-    from zerotrain.checkpoint.state import read_state
     from zerotrain.runtime.progress import show_rows
     from zerotrain.tools.open_plans import open_plans
     from zerotrain.tools.verify import verify_export
 
-    state = read_state(checkpoint)
     try:
         config, tokenizer, plan, eval_plans = open_plans(config, state.run.world_size)
     except UserError as error:

@@ -15,11 +15,12 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from zerotrain.launch.hostfile import between, world_size
-from zerotrain.launch.job import Job, job_of, make_parser, split_command
+from zerotrain.launch.hostfile import Hosts, between, world_size
+from zerotrain.launch.job import Job, job_of, job_parser
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 from zerotrain.tools.new_folder import own_folder
@@ -30,29 +31,27 @@ WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, conn
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
-def short_job(job: Job, nodes: int, growth: float, steps: int, folder: Path) -> Job:
-    """The job on its first hosts, for a few steps."""
+def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -> Job:
+    """The job on some hosts, for a few steps."""
     train = job.config.train
     key = "global_batch_size" if train.global_batch_tokens is None else "global_batch_tokens"
     batch = max(1, round(growth * getattr(train, key)))
     words = [*short_run(steps), f"--output_dir={folder.absolute()}", f"--train.{key}={batch}"]
-    return replace(job, hosts=job.hosts[:nodes], command=[*job.command, *words])
+    return replace(job, hosts=hosts, command=[*job.command, *words])
 
 
-def measure(folder: Path) -> dict[str, float]:
-    """Tokens per second, and seconds per step by phase, after the warm-up."""
-    steps = read_metrics(folder, "train")[WARM_UP_STEPS:]
-    seconds = sum(step["step_seconds"] for step in steps)
-    measured = {"tokens/s": sum(step["tokens"] for step in steps) / seconds}
-    for phase in PHASES:
-        if f"{phase}_seconds" in steps[0]:
-            measured[phase] = fmean(step[f"{phase}_seconds"] for step in steps)
-    return measured
+def measure(folder: Path, ranks: int) -> dict[str, float]:
+    """Ranks, tokens per second and rank, and seconds per step by phase, after the warm-up."""
+    steps = read_metrics(folder)[WARM_UP_STEPS:]
+    seconds = {phase: fmean(step[f"{phase}_seconds"] for step in steps) for phase in PHASES}
+    tokens = sum(step["tokens"] for step in steps)
+    speed = tokens / sum(step["step_seconds"] for step in steps) / ranks
+    return {"ranks": ranks, "speed": speed, **seconds}
 
 
 def main() -> None:
     os.chdir(Path(__file__).resolve().parent.parent)  # as scripts/launch.sh does
-    parser = make_parser("scripts/scaling_test.py")
+    parser = job_parser("scripts/scaling_test.py")
     add = parser.add_argument
     add("--nodes", required=True, metavar="N,N,...", help="numbers of hosts")
     add("--strong", action="store_true", help="the same global batch on all sizes")
@@ -63,43 +62,43 @@ def main() -> None:
         help=f"{WARM_UP_STEPS} are not measured",
     )
     add("--output", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
-    options, command = split_command(sys.argv[1:])
-    arguments = parser.parse_args(options)
-    job = job_of(arguments, command)
+    arguments = parser.parse_args()
+    job = job_of(arguments)
     if job.config is None:
-        raise UserError(f"{command[0]}: only train.py can be measured")
+        raise UserError(f"{job.command[0]}: only train.py can be measured")
     sizes = sorted({int(word) if word.isdigit() else 0 for word in arguments.nodes.split(",")})
     if not 1 <= sizes[0] <= sizes[-1] <= len(job.hosts):
         raise UserError(f"--nodes {arguments.nodes}: numbers from 1 to {len(job.hosts)} are needed")
 
     own_folder(arguments.output)
     found = {}
+    smallest = world_size(dict(islice(job.hosts.items(), sizes[0])))
     for nodes in sizes:
-        ranks = world_size(job.hosts[:nodes])
-        growth = 1 if arguments.strong else ranks / world_size(job.hosts[: sizes[0]])
+        hosts = dict(islice(job.hosts.items(), nodes))
+        ranks = world_size(hosts)
+        growth = 1 if arguments.strong else ranks / smallest
         folder = arguments.output / f"nodes_{nodes}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            outcome = launch(short_job(job, nodes, growth, arguments.steps, folder))
+            outcome = launch(short_job(job, hosts, growth, arguments.steps, folder))
         except UserError as error:
             print(f"{nodes} nodes: {error}", file=sys.stderr, flush=True)
             continue
         if outcome.code == 0:
-            found[nodes] = {"ranks": ranks, **measure(folder)}
+            found[nodes] = measure(folder, ranks)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if outcome.stopped_by_user:
             break
     print(f"{'strong' if arguments.strong else 'weak'} scaling, seconds per step by phase")
     for nodes, measured in found.items():
         base = found[min(found)]
-        speed, base_speed = (size["tokens/s"] / size["ranks"] for size in (measured, base))
-        phases = [phase for phase in PHASES if phase in measured and phase in base]
-        cells = "  ".join(f"{phase} {measured[phase]:.4f}" for phase in phases)
-        grown = max(phases, key=lambda phase: measured[phase] - base[phase])
+        cells = "  ".join(f"{phase} {measured[phase]:.4f}" for phase in PHASES)
+        grown = max(PHASES, key=lambda phase: measured[phase] - base[phase])
         end = f"  grown most: {grown}" if nodes > min(found) else ""
         print(
-            f"{nodes} nodes  {measured['ranks']} ranks  {measured['tokens/s']:,.0f} tokens/s  "
-            f"efficiency {speed / base_speed:.1%}  {cells}{end}"
+            f"{nodes} nodes  {measured['ranks']} ranks  "
+            f"{measured['speed'] * measured['ranks']:,.0f} tokens/s  "
+            f"efficiency {measured['speed'] / base['speed']:.1%}  {cells}{end}"
         )
     if len(found) < len(sizes):
         sys.exit(EXIT_FAILURE)
