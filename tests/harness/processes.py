@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,6 +72,14 @@ def run(command, timeout=500, cwd=REPO):
         output, _ = process.communicate()
         pytest.fail(f"still running after {timeout} s: {command}\n{output[-4000:]}")
     return Finished(process.returncode, output)
+
+
+def lacking(programs, packages):
+    """Why a test that needs root and some programs cannot run here; None if it can."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if os.geteuid() == 0 and not missing:
+        return None
+    return f"needs root and {', '.join(programs)}: apt install {packages}"
 
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount disks")

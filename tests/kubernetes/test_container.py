@@ -6,13 +6,12 @@ CONTAINER_BASE=debian:12 pytest test_container.py    also builds it, which takes
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from harness.processes import free_port, wait_until
-from harness.repository import REPO
+from harness.processes import free_port, lacking, wait_until
+from harness.repository import REPO, copy_repository, repository_files
 
 DOCKERFILE = REPO / "deploy" / "Dockerfile"
 LEFT_OUT = {"benchmarks", "docs", "tests"}
@@ -27,18 +26,11 @@ SECRETS = (
 """Where a checkout may hold secrets, data or what only this machine needs."""
 
 
-def tracked():
-    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True)
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout: cannot tell the repository's files from others")
-    return listed.stdout.split()
-
-
 @pytest.fixture
 def buildah(tmp_path):
     """A function that runs buildah with a storage of its own and returns what it prints."""
-    if not shutil.which("buildah") or os.geteuid() != 0:
-        pytest.skip("needs root and buildah: apt install buildah")
+    if reason := lacking(["buildah"], "buildah"):
+        pytest.skip(reason)
     storage = "--root", tmp_path / "root", "--runroot", tmp_path / "runroot"
     options = ["--storage-driver", "vfs", *storage]
 
@@ -55,10 +47,8 @@ def buildah(tmp_path):
 
 def test_the_image_gets_the_code_and_no_secrets(buildah, tmp_path):
     """Of a checkout with everything that it may hold, by .dockerignore as the builder reads it."""
-    files, context = tracked(), tmp_path / "context"
-    for name in files:
-        (context / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPO / name, context / name, follow_symlinks=False)
+    files, context = repository_files(), tmp_path / "context"
+    copy_repository(context)
     for name in SECRETS:
         (context / name).parent.mkdir(parents=True, exist_ok=True)
         (context / name).write_text(SECRET)
@@ -69,8 +59,8 @@ def test_the_image_gets_the_code_and_no_secrets(buildah, tmp_path):
     files_inside = (path for path in image.rglob("*") if path.is_file() or path.is_symlink())
     inside = {str(path.relative_to(image)) for path in files_inside}
     buildah("umount", container)
-    code = {name for name in files if "/" in name and name[0] != "."}
-    code = {name for name in code if name.split("/")[0] not in LEFT_OUT}
+    folders = {name: name.split("/")[0] for name in files if "/" in name and name[0] != "."}
+    code = {name for name, folder in folders.items() if folder not in LEFT_OUT}
     top = {name for name in inside if "/" not in name}
     assert inside - top == code, sorted((inside - top) ^ code)
     assert {"train.py", "requirements.txt", "requirements.lock"} <= top <= set(files), top
@@ -95,11 +85,11 @@ def keys(tmp_path):
     return tmp_path / "home" / ".ssh"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: /run/sshd")
-@pytest.mark.skipif(not shutil.which("sshd", path="/usr/sbin"), reason="apt install openssh-server")
 def test_ssh_on_a_port_of_its_own_with_the_image_s_environment(keys):
     """With the documented keys and config; without a key that it has not, nobody enters."""
-    Path("/run/sshd").mkdir(exist_ok=True)  # for root only
+    if reason := lacking(["/usr/sbin/sshd"], "openssh-server"):
+        pytest.skip(reason)
+    Path("/run/sshd").mkdir(exist_ok=True)
     port = free_port()
     (keys / "config").write_text((keys / "config").read_text().replace("2222", port))
     env = {"HOME": str(keys.parent), "PATH": f"/here:{os.environ['PATH']}", "SSH_PORT": port,

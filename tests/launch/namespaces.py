@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.processes import Finished, environment, wait_until
+from harness.processes import Finished, environment, lacking, wait_until
 from harness.repository import REPO
 
 # Test runs at the same time have names and addresses of their own.
@@ -20,17 +20,12 @@ NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "nft", "/usr/sb
 
 def why_not() -> str | None:
     """Why such hosts cannot be made here; None if they can."""
-    if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
-    missing = [name for name in NEEDED if shutil.which(name) is None]
-    if missing:
-        return (
-            f"needs {', '.join(missing)}: apt install pdsh rsync openssh-server iproute2 nftables"
-        )
     probe = f"probe-{os.getpid()}"  # several test processes ask at the same time
+    if reason := lacking(NEEDED, "pdsh rsync openssh-server iproute2 nftables"):
+        return reason
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
-    return None if made.returncode == 0 else f"cannot make namespaces: {made.stderr.strip()}"
+    return made.stderr or None
 
 
 class Hosts:

@@ -5,12 +5,11 @@ munge; a SLURM or munge that runs on the machine itself is not touched.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
 
-from harness.processes import wait_until
+from harness.processes import lacking, wait_until
 
 from zerotrain.launch.node import LIBC, PR_SET_PDEATHSIG
 
@@ -59,13 +58,9 @@ wait
 
 def why_not() -> str | None:
     """Why such a cluster cannot be started here; None if it can."""
-    if os.geteuid() != 0:
-        return "needs root, to run slurmd and to make namespaces"
-    missing = [name for name in NEEDED if shutil.which(name) is None]
-    if missing:
-        return f"needs {', '.join(missing)}: apt install slurm-wlm munge"
-    made = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True)
-    return None if made.returncode == 0 else f"cannot make namespaces: {made.stderr.strip()}"
+    if reason := lacking(NEEDED, "slurm-wlm munge"):
+        return reason
+    return subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True).stderr or None
 
 
 class Cluster:
@@ -78,18 +73,17 @@ class Cluster:
         self._daemons: subprocess.Popen | None = None
 
     def up(self) -> "Cluster":
-        (self.folder / "state").mkdir()
-        for node in ("n1", "n2"):
-            (self.folder / f"spool-{node}").mkdir()
-        (self.folder / "slurm.conf").write_text(
-            SLURM_CONF.format(folder=self.folder, ports=self.ports)
-        )
-        (self.folder / "gres.conf").write_text(GRES_CONF)
-        hosts = "127.0.0.1 localhost controller\n127.0.0.11 n1\n127.0.0.12 n2\n"
-        (self.folder / "hosts").write_text(hosts)
-        key = self.folder / "munge.key"
-        key.touch(mode=0o600)
-        key.write_bytes(os.urandom(1024))
+        for name in ("state", "spool-n1", "spool-n2"):
+            (self.folder / name).mkdir()
+        files = {
+            "slurm.conf": SLURM_CONF.format(folder=self.folder, ports=self.ports),
+            "gres.conf": GRES_CONF,
+            "hosts": "127.0.0.1 localhost controller\n127.0.0.11 n1\n127.0.0.12 n2\n",
+            "munge.key": os.urandom(512).hex(),
+        }
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+        (self.folder / "munge.key").chmod(0o600)
         with (self.folder / "daemons.log").open("w") as log:
             self._daemons = subprocess.Popen(
                 [*NAMESPACES, "bash", "-euc", START.format(folder=self.folder)],

@@ -14,7 +14,7 @@ from zerotrain.launch.report import machine_problems
 
 pytest_plugins = ["namespaces"]
 GOOD = {
-    "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0, "throttle": []}] * 2,
+    "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0, "is_throttled": False}] * 2,
     "cores": 64, "ranks": 2, "shm_bytes": 8 << 30, "open_files": 1 << 20, "locked_bytes": -1,
     "infiniband": True,
 }  # fmt: skip
@@ -31,7 +31,7 @@ def gpus(**changes):
         {"gpus": [], "cores": 1},
         gpus(used_bytes=4 << 30),
         gpus(ecc_errors=2),
-        gpus(throttle=["heat"]),
+        gpus(is_throttled=True),
         {"shm_bytes": 64 << 20},
         {"locked_bytes": 64 << 10},
         {"open_files": 256},

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ class Job:
     command: list[str]
     """The script and its arguments, without `python`."""
     environment: dict[str, str]
-    ssh: list[str] = field(default_factory=lambda: ["ssh"])
+    ssh: list[str]
+    """The ssh command with its options."""
     heartbeat_seconds: int = 60
     master_addr: str | None = None
     master_port: int | None = None

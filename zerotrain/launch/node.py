@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
@@ -81,7 +80,6 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
     """
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
     environment = os.environ | job["environment"]
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     ranks = int(environment["LOCAL_WORLD_SIZE"])
     if int(environment["WORLD_SIZE"]) > ranks and "GLOO_SOCKET_IFNAME" not in environment:
         interface = interface_towards(environment["MASTER_ADDR"], requests)

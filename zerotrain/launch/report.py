@@ -79,8 +79,8 @@ def disk_problems(folder: Path) -> Problems:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """name, used_bytes, ecc_errors (uncorrected, since the driver was loaded) and throttle (why its
-    clock is throttled) of each GPU; empty without a driver.
+    """name, used_bytes, ecc_errors (uncorrected, since the driver was loaded) and is_throttled (its
+    clock, by heat or power) of each GPU; empty without a driver.
     """
     import pynvml
 
@@ -95,11 +95,11 @@ def gpus() -> list[dict[str, Any]]:
     except pynvml.NVMLError:
         return []
     ecc = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    faults = {
-        "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
-        "heat": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
-        "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
-    }
+    faults = (
+        pynvml.nvmlClocksThrottleReasonHwSlowdown
+        | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+        | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    )
     found = []
     for number in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
@@ -110,7 +110,7 @@ def gpus() -> list[dict[str, Any]]:
                 "name": str(pynvml.nvmlDeviceGetName(gpu)),
                 "used_bytes": memory.used if memory else 0,
                 "ecc_errors": query(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *ecc) or 0,
-                "throttle": [name for name, mask in faults.items() if reasons & mask],
+                "is_throttled": reasons & faults != 0,
             }
         )
     return found
@@ -130,9 +130,10 @@ def machine_problems(facts: Mapping[str, Any]) -> Problems:
         if gpu["used_bytes"] > GIB:
             used = gpu["used_bytes"] / GIB
             yield "gpus", f"GPU {number}: {used:.1f} GiB in use; end that process (nvidia-smi)"
-        if gpu["ecc_errors"] or gpu["throttle"]:
-            what = ", ".join([f"{gpu['ecc_errors']} memory errors", *gpu["throttle"]])
-            yield "gpus", f"GPU {number}: {what}; see `nvidia-smi -q`, reset or replace it"
+        if gpu["ecc_errors"]:
+            yield "gpus", f"GPU {number}: {gpu['ecc_errors']} memory errors; reset or replace it"
+        if gpu["is_throttled"]:
+            yield "gpus", f"GPU {number}: slowed down by heat or power; see `nvidia-smi -q`"
     if devices and facts["shm_bytes"] < GIB:
         yield "limits", "/dev/shm is under 1 GiB; docker run --shm-size=8g, or emptyDir in memory"
     if facts["infiniband"] and 0 <= facts["locked_bytes"] < GIB:
