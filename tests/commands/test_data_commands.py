@@ -11,8 +11,8 @@ from harness.runs import read_metrics
 
 
 def test_ranks_with_different_plans_are_refused(forks, tiny_config):
-    finished = forks.train(tiny_config(), ranks=2, module="different_plans")
-    assert finished.code == 2 and "error: the data plan: 'b' on rank 1 (" in finished.output
+    refused = forks.refusal(tiny_config(), ranks=2, module="different_plans")
+    assert "the data plan: 'b' on rank 1 (" in refused
 
 
 def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
@@ -24,16 +24,14 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
     ]}  # fmt: skip
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     inspect = ["scripts/inspect_data.py", "--config", tiny_config(data__train_sources=[str(rows)])]
-    finished = forks.script(*inspect, "--ranks", "2,4,64", "--color", "always")
-    assert finished.code == 0, finished.output
+    finished = forks.script(*inspect, "--ranks", "2,4,64", "--color", "always", code=0)
     assert "examples              70, of 70 rows read from" in finished.output
     assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output
     assert "\033[31m" not in finished.output, "control characters of a row reach no terminal"
     plain = forks.script(*inspect, "--ranks", "2")
     assert "<|assistant|>[[1 < 2 & 3]]{{<|end|>}}<|user|>" in plain.output
     assert "\033[" not in plain.output
-    refused = forks.script(*inspect, "--ranks", "eight")
-    assert refused.code == 2 and len(refused.errors) == 1 and "--ranks" in refused.errors[0]
+    assert "--ranks" in forks.script(*inspect, "--ranks", "eight", code=2).error
 
 
 def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):
@@ -49,9 +47,7 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
         train__global_batch_tokens=900, train__warmup_examples=0,
         train__steps=12,
     )  # fmt: skip
-    finished = forks.train(config, ranks=2)
-    assert finished.code == 0, finished.output
-    table = finished.output
+    table = forks.finish(config, ranks=2).output
     assert "first.jsonl, read as messages: 40 examples" in table, table
     assert "second.json, read as messages: 30 examples" in table, table
     assert table.count("model states ") == 1, table

@@ -40,14 +40,13 @@ MODELS = {
 def trained(forks, tiny_config, tmp_path):
     """Trains a model for two steps; its checkpoint, and the logits of the trained engine."""
 
-    def start(folder, stage, ranks=2, flags=(), module="engine_logits", **changes):
+    def start(folder, stage, ranks=2, **changes):
         config = tiny_config(
             model=folder, ds_config=str(strategy(tmp_path, stage)), train__steps=2,
             train__global_batch_size=4, data__eval_sources=None,
             train__learning_rate=1e-2, **changes,
         )  # fmt: skip
-        finished = forks.train(config, *flags, ranks=ranks, module=module)
-        assert finished.code == 0, finished.output
+        forks.finish(config, ranks=ranks, module="engine_logits")
         checkpoint = list_complete(tmp_path / "run" / "checkpoints")[-1]
         return checkpoint, torch.load(tmp_path / "run" / "logits.pt")
 
@@ -176,8 +175,7 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
         model=folder, data__train_sources=[str(file)], data__eval_sources=None,
         train__global_batch_size=4, train__steps=25, train__learning_rate=0.02,
     )  # fmt: skip
-    finished = forks.train(config)
-    assert finished.code == 0, finished.output
+    forks.finish(config)
     export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [stop, end] and generation["temperature"] == 0.7
@@ -220,8 +218,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     (checkpoint / "manifest.json").write_text(json.dumps(values))
     export_checkpoint(checkpoint, tmp_path / "without_code")
     assert not [*(tmp_path / "without_code").glob("*.py")]
-    nothing = forks.script("scripts/export.py", base, out)
-    assert nothing.code == 2 and "output_dir of a run" in nothing.errors[0], nothing.output
+    assert "output_dir of a run" in forks.script("scripts/export.py", base, out, code=2).error
 
     # a config that says that a model's code may run, and a model that has some
     evil = copy_with_code(base, tmp_path / "evil", tmp_path / "ran")
@@ -230,9 +227,8 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     for trusted in (True, False):
         values["model"] |= {"name_or_path": str(evil), "trust_remote_code": trusted}
         config.write_text(yaml.safe_dump(values))
-        finished = forks.script("scripts/export.py", tmp_path / "run", out, "--verify")
-        assert finished.code == 2 and len(finished.errors) == 1, finished.output
+        assert forks.script("scripts/export.py", tmp_path / "run", out, "--verify", code=2).error
     assert not (tmp_path / "ran").exists() and not out.exists()
     config.write_text("".join(f"key_{i}: {i}\n" for i in range(60_000)))
-    finished = forks.script("scripts/export.py", tmp_path / "run", out)
-    assert finished.code == 0 and "no model card: resolved_config.yaml is larger" in finished.output
+    finished = forks.script("scripts/export.py", tmp_path / "run", out, code=0)
+    assert "no model card: resolved_config.yaml is larger" in finished.output

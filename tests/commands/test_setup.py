@@ -58,9 +58,9 @@ def test_every_imported_package_is_pinned():
     imported = {}
     for file in code:
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            imported.update({name.split(".")[0]: file for name in names})
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = getattr(node, "module", node.names[0].name)
+                imported[module.split(".")[0]] = file
     assert {"torch", "yaml", "numpy"} <= imported.keys()
     # installed in environments of their own
     elsewhere = {"vllm", "trl"}
@@ -94,66 +94,59 @@ def test_the_lock_has_the_pinned_versions_with_hashes_and_no_index():
 # setup.sh, in a folder with requirements of its own
 
 
-def wheel(folder: Path, name: str, version: str) -> str:
-    """Write a wheel with an empty module, and return its entry of a lock."""
+def wheel(folder: Path, name: str, version: str, files: dict | None = None) -> str:
+    """Write a wheel, by default with an empty module, and return its entry of a lock."""
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
-    files = {
+    files = files or {
         f"{name}.py": "",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n",
     }
-    record = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
-        for file, content in {**files, f"{info}/RECORD": record}.items():
+        for file, content in files.items():
             archive.writestr(file, content)
     return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
-
-
-def installed_wheel(folder: Path, name: str) -> str:
-    """The same of a package that is installed here."""
-    found = importlib.metadata.distribution(name)
-    path = folder / f"{name}-{found.version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in found.files:
-            if ".." not in file.parts and "__pycache__" not in file.parts:
-                archive.write(file.locate(), str(file))
-    return (
-        f"{name}=={found.version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
-    )
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A folder with setup.sh, a package, and requirements that the folder wheels has."""
-    folder = tmp_path / "checkout"
+    folder, wheels = tmp_path / "checkout", tmp_path / "checkout" / "wheels"
     (folder / "scripts").mkdir(parents=True)
-    (folder / "wheels").mkdir()
+    wheels.mkdir()
     shutil.copy(REPO / "scripts" / "setup.sh", folder / "scripts")
     shutil.copy(REPO / "pyproject.toml", folder)
     (folder / "zerotrain").mkdir()
     (folder / "zerotrain" / "__init__.py").touch()
-    wheel(folder / "wheels", "torch", "2.0")
-    builder = installed_wheel(folder / "wheels", "setuptools")
-    (folder / "requirements.lock").write_text(wheel(folder / "wheels", "locked", "1.0") + builder)
+    wheel(wheels, "torch", "2.0")
+    setuptools = importlib.metadata.distribution("setuptools")  # the one that is installed here
+    inside = [f for f in setuptools.files if not {"..", "__pycache__"} & {*f.parts}]
+    builder = wheel(
+        wheels, "setuptools", setuptools.version, {str(f): f.read_binary() for f in inside}
+    )
+    (folder / "requirements.lock").write_text(wheel(wheels, "locked", "1.0") + builder)
     (folder / "requirements.txt").write_text("torch==2.0   # first\nlocked==1.0\n")
     return folder
 
 
 def set_up(folder: Path, uv: bool = False, **variables: str):
     """Source setup.sh as test.sh does, then import what it should have installed."""
-    tools = {"pip": "PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1", "uv": "UV_NO_CONFIG=1 UV_OFFLINE=1"}
     settings = {
+        "PYTHON": sys.executable,
+        "PATH": os.environ["PATH"] if uv else "/usr/bin:/bin",
+        "PIP_CONFIG_FILE": "/dev/null",
+        "PIP_NO_INDEX": "1",
+        "UV_NO_CONFIG": "1",
+        "UV_OFFLINE": "1",
         "PIP_FIND_LINKS": folder / "wheels",
         "UV_FIND_LINKS": folder / "wheels",
         "UV_CACHE_DIR": folder / "cache",
         **variables,
     }
-    path = os.environ["PATH"] if uv else "/usr/bin:/bin"
     command = "set -euo pipefail; source scripts/setup.sh; python -c 'import locked, torch'"
-    assign = [f"{k}={v}" for k, v in {"PYTHON": sys.executable, "PATH": path, **settings}.items()]
-    return run(
-        ["env", *" ".join(tools.values()).split(), *assign, "bash", "-c", command], cwd=folder
-    )
+    assign = [f"{name}={value}" for name, value in settings.items()]
+    return run(["env", *assign, "bash", "-c", command], cwd=folder)
 
 
 def contents(folder: Path) -> list[tuple[str, int]]:

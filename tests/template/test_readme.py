@@ -4,11 +4,10 @@ pytest tests/template/test_readme.py
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from harness.processes import environment
+from harness.processes import run
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 
@@ -55,10 +54,9 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
     (tmp_path / "home").mkdir()
     held_out = copy / "data" / "sample" / "eval.jsonl"
     held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:HELD_OUT]))
-    packages = [p for p in environment()["PYTHONPATH"].split(os.pathsep) if Path(p) != REPO]
-    env = {**environment(), "HOME": str(tmp_path / "home"), "PYTHONPATH": ":".join(packages)}
-    for name in ("DS_ACCELERATOR", "HF_HUB_OFFLINE"):
-        env.pop(name)
+    # of the checkout's own, which `run` sets, nothing but packages of a machine without a network
+    variables = ("-uDS_ACCELERATOR", "-uHF_HUB_OFFLINE", f"HOME={tmp_path / 'home'}",
+                 f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}")  # fmt: skip
     blocks = re.findall(r"^```bash\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2
     for block in blocks:
@@ -66,13 +64,11 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
         if not WHOLE_DEMO:
             command = re.sub(r"^.* --dry_run\n", "", block, flags=re.MULTILINE)
             command = command.replace("demo.sh", "demo.sh --train.steps 25")
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command], cwd=copy, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1200,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}"
+        shell = ("env", *variables, "bash", "-euo", "pipefail", "-c", command)
+        done = run(shell, timeout=1200, cwd=copy)
+        assert done.code == 0, f"{block}\n{done.output[-3000:]}"
         if "demo.sh" in block:
-            check_demo(done.stdout, copy)
+            check_demo(done.output, copy)
     assert (copy / "runs" / "mine" / "model" / "model.safetensors").exists()
 
 

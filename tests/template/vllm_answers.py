@@ -18,19 +18,11 @@ def answers(conversations, adapter=None, **options):
     greedy = SamplingParams(temperature=0, max_tokens=64)
     llm = LLM(dtype="float32", enforce_eager=True, max_model_len=256, **options)
     lora = LoRARequest("adapter", 1, adapter) if adapter else None
-    outputs = llm.chat(conversations, greedy, lora_request=lora, use_tqdm=False)
-    found = []
-    for output in outputs:
+    for output in llm.chat(conversations, greedy, lora_request=lora, use_tqdm=False):
         [answer] = output.outputs
-        found.append({
-            "prompt": list(output.prompt_token_ids),
-            "answer": list(answer.token_ids),
-            "ended_by": answer.finish_reason,
-        })  # fmt: skip
-    return found
+        yield [*output.prompt_token_ids], [*answer.token_ids], answer.finish_reason
 
 
 if __name__ == "__main__":
-    requests = json.loads(Path(sys.argv[1]).read_text())
-    found = {name: answers(**request) for name, request in requests.items()}
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    request = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps([*answers(**request)]))
