@@ -88,8 +88,8 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     assert other_script.code == 0, other_script.output
     hosts.block(1, "tcp dport 1024-65535 drop")
     try:
-        blocked = preflight("--timeout", "10")
+        blocked = preflight("--timeout", "10", "--links", links)
     finally:
         hosts.unblock(1)
     assert blocked.code == 1 and "error: ports: node-2: " in blocked.output
-    assert not namespaces.left_on(hosts, "zerotrain.launch.bandwidth")
+    assert not namespaces.left_on(hosts, str(links))

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
+from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, exit_on_error
 from zerotrain.runtime.process_group import Ranks, process_group
 
 REPEATS = 5
@@ -91,10 +91,10 @@ def main(seconds: str, file: str, *hosts: str) -> None:
             if total.item() != math.comb(len(hosts) + 1, 2):
                 raise UserError(f"rank {rank} on {hosts[rank]}: an all-reduce gives a wrong sum")
             measured = measure(ranks, list(hosts))
-    except EnvironmentFailure as failure:
+    except (EnvironmentFailure, dist.DistStoreError) as failure:
         raise UserError(
-            f"ports: {hosts[rank]}: {failure}; allow all traffic between the hosts, or name the "
-            "right interface in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+            f"ports: {hosts[rank]}: {describe(failure)[:200]}; allow all traffic between the "
+            "hosts, or name the right interface in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         ) from None
     if rank == 0:
         show(measured)
