@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COMPRESSIONS = (".gz", ".zst", ".bz2")  # of text files
 MAX_ROW_CHARACTERS = 8_000_000
 MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # of Arrow, each of which takes over 100 bytes
-MAX_LINE_BYTES = 4 * MAX_ROW_CHARACTERS + 4  # UTF-8 has at most 4 bytes per character
+MAX_LINE_CHARACTERS = MAX_ROW_CHARACTERS + 1  # so that a line that was cut is still too long
 MAX_CHUNK_VALUES = 1 << 26  # of a column in a row group: a few bytes of Parquet can stand for any
 TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
 JSON = json.JSONDecoder()
@@ -39,62 +39,61 @@ def reader_of(file: str) -> "Reader | None":
     return READERS.get(path.suffix)
 
 
-def _read_text(file: str, at_once: int | None = None) -> Iterator[str]:
-    """The lines of a text file, or pieces of `at_once` characters, decompressed according to its
-    extension.
-    """
+def _open_text(file: str) -> io.TextIOWrapper:
+    """A text file, decompressed according to its extension."""
     import pyarrow
 
-    with io.BufferedReader(pyarrow.input_stream(file)) as stream:
-        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise ValueError("it is UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts it")
-        if at_once:
-            decoded = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape")
-            yield from iter(lambda: decoded.read(at_once), "")
-            return
-        while line := stream.readline(MAX_LINE_BYTES):
+    stream = io.BufferedReader(pyarrow.input_stream(file))
+    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise ValueError("it is UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts it")
+    return io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
+
+
+def _lines(file: str) -> Iterator[str]:
+    """The lines of a text file, each cut to MAX_LINE_CHARACTERS."""
+    with _open_text(file) as stream:
+        while line := stream.readline(MAX_LINE_CHARACTERS):
             rest = line
-            while rest and not rest.endswith(b"\n"):
-                rest = stream.readline(MAX_LINE_BYTES)
-            yield line.decode("utf-8-sig", "surrogateescape")
+            while rest and not rest.endswith("\n"):
+                rest = stream.readline(MAX_LINE_CHARACTERS)
+            yield line
 
 
 def _read_lines(file: str) -> Iterator[Row]:
-    for number, line in enumerate(_read_text(file), start=1):
+    for number, line in enumerate(_lines(file), start=1):
         if text := line.strip():
             yield number, text
 
 
 def _read_json(file: str) -> Iterator[Row]:
     """A list of objects or, despite the extension, one object per line."""
-    first = next(_read_lines(file), None)
-    if first is None or not first[1].startswith("["):
-        yield from _read_lines(file)
-        return
-    pieces = _read_text(file, TEXT_AT_ONCE)
-    text = next(pieces)
-    position = text.index("[") + 1
-    number = 0
-    while True:
-        between = BETWEEN_ROWS.match(text, position)
-        start = between.end()
-        if text[start : start + 1] == "]":
-            break
-        try:
-            if bool(number) != bool(between[1]):
-                raise ValueError("Expecting ',' delimiter")
-            _, end = JSON.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            rest = text[position:]
-            if len(rest) > MAX_ROW_CHARACTERS or not (more := next(pieces, "")):
-                what = f"row {number + 1} of the list is not JSON, or too long"
-                raise ValueError(f"{what}: {error}") from None
-            text = rest + more
-            position = 0
-            continue
-        number += 1
-        yield number, text[start:end]
-        position = end
+    with _open_text(file) as stream:
+        text = stream.read(TEXT_AT_ONCE)
+        if not text.lstrip().startswith("["):
+            yield from _read_lines(file)
+            return
+        position = text.index("[") + 1
+        number = 0
+        while True:
+            between = BETWEEN_ROWS.match(text, position)
+            start = between.end()
+            if text[start : start + 1] == "]":
+                break
+            try:
+                if bool(number) != bool(between[1]):
+                    raise ValueError("Expecting ',' delimiter")
+                _, end = JSON.raw_decode(text, start)
+            except (ValueError, RecursionError) as error:
+                text = text[position:]
+                position = 0
+                if len(text) > MAX_ROW_CHARACTERS or not (more := stream.read(TEXT_AT_ONCE)):
+                    what = f"row {number + 1} of the list is not JSON, or too long"
+                    raise ValueError(f"{what}: {error}") from None
+                text += more
+                continue
+            number += 1
+            yield number, text[start:end]
+            position = end
 
 
 def _read_csv(file: str) -> Iterator[Row]:
@@ -104,10 +103,10 @@ def _read_csv(file: str) -> Iterator[Row]:
 
     def lines() -> Iterator[str]:
         nonlocal characters
-        for line in _read_text(file):
+        for line in _lines(file):
             characters += len(line)
-            if characters > MAX_LINE_BYTES:
-                raise csv.Error(f"the row has over {MAX_LINE_BYTES:,} characters")
+            if characters > MAX_LINE_CHARACTERS:
+                raise csv.Error(f"the row has over {MAX_ROW_CHARACTERS:,} characters")
             yield line
 
     # strict: otherwise an unclosed quote would turn the rest of the file into one cell
