@@ -76,13 +76,13 @@ def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> di
     """
     kind = source.format
     required = FORMAT_KEYS[kind]
-    missing = [key for key in required if row.get(key) is None]
-    if missing:
-        raise BadRow(
-            "missing key",
-            f"key {missing[0]!r} is missing, which {kind} rows need; rows of another format belong "
-            "into another file, as a source of its own",
-        )
+    for key in required:
+        if row.get(key) is None:
+            raise BadRow(
+                "missing key",
+                f"key {key!r} is missing, which {kind} rows need; rows of another format belong "
+                "into another file, as a source of its own",
+            )
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
     if uses_template(kind, config):
         known |= {"system", "tools"}
@@ -211,13 +211,15 @@ def _known(
         BadRow: there are other keys that are not meta-data.
     """
     found = {
-        k: v
-        for k, v in found.items()
-        if k not in config.ignore_keys and v not in (None, "", [], {})
+        key: value
+        for key, value in found.items()
+        if value not in (None, "", [], {})
+        and key not in config.ignore_keys
+        and (key in known or key.lower() not in METADATA)
     }
-    if extra := [key for key in found if key not in known and key.lower() not in METADATA]:
+    if extra := sorted(found.keys() - known):
         raise BadRow("unknown key", _cure(extra, is_row))
-    return {key: value for key, value in found.items() if key in known}
+    return found
 
 
 def _cure(extra: list[str], is_row: bool) -> str:

@@ -49,7 +49,7 @@ from zerotrain.runtime.progress import report_progress
 
 T = TypeVar("T")
 R = TypeVar("R")
-CACHE_VERSION = 14  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 15  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
@@ -242,16 +242,13 @@ def _tokenized(
     """The batches in their order, from a process per core if there are enough, else from here."""
     global _tokenize
     _tokenize = tokenize
-    workers = len(os.sched_getaffinity(0))
     read = list(islice(batches, MIN_POOL_BATCHES))
     if len(read) < MIN_POOL_BATCHES:
         yield from map(tokenize, read)
         return
-    pool = ProcessPoolExecutor(workers, get_context("fork"))
-    try:
-        yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 4 * workers)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    workers = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
 
 
 def map_ahead(
