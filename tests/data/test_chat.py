@@ -197,14 +197,6 @@ FAMILIES = {
         ["<|im_start|>", "<|im_end|>"],
         ["2<|im_end|>", "4<|im_end|>"],
     ),
-    "marks, no end before the next": (  # as TRL's for DeepSeek-V3
-        LOOP % "{% if m.role == 'assistant' %}<｜Assistant｜>{% generation %}{{ m.content }}"
-        "<｜end▁of▁sentence｜>{% endgeneration %}{% else %}<｜User｜>{{ m.content }}{% endif %}"
-        + "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}",
-        "<｜end▁of▁sentence｜>",
-        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
-        ["2<｜end▁of▁sentence｜>", "4<｜end▁of▁sentence｜>"],
-    ),
     "words": (
         LOOP % "{{ m.role | title }}: {{ m.content }}\n"
         + "{% if add_generation_prompt %}Assistant:{% endif %}",
@@ -315,14 +307,9 @@ def test_reasoning_of_another_key_is_supervised():
     assert supervised_turns(tokenizer, early, "last") == ["<think>\n\n</think>\n\n4<|im_end|>"]
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_a_turn_of_weight_0_is_context(marked):
-    content = "{{ m.content }}<|im_end|>"
-    with_marks = (
-        f"{{% if m.role == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
-        f"{{% else %}}{content}{{% endif %}}{{{{ m.weight }}}}"
-    )
-    tokenizer = family("chatml", lambda t: t.replace(content, with_marks) if marked else t)
+def test_a_turn_of_weight_0_is_context():
+    """Templates are not given the weights."""
+    tokenizer = family("chatml", lambda t: t.replace("m.content", "m.content ~ m.weight"))
     for weight, expected in ((0, ["4<|im_end|>"]), (1, ["2<|im_end|>", "4<|im_end|>"])):
         row = [CHAT[0], {**CHAT[1], "weight": weight}, *CHAT[2:]]
         assert supervised_turns(tokenizer, row) == expected
@@ -333,72 +320,43 @@ def test_a_turn_of_weight_0_is_context(marked):
     assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
 
-MARKED = FAMILIES["chatml"][0].replace(
-    "{{ m.content }}<|im_end|>\n",
-    "{% if m.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}{{ m.content }}"
-    "<|im_end|>\n{% endif %}",
-)
-
-
 def test_marks_that_leave_out_part_of_an_answer_are_refused():
-    body = "{% endgeneration %}{{ m.reasoning_content }}{% generation %}{{ m.content }}<|im_end|>"
-    tokenizer = family("chatml", lambda _: MARKED.replace("BODY", body))
+    content = "{{ m.reasoning_content }}{% generation %}{{ m.content }}{% endgeneration %}"
+    tokenizer = family("chatml", lambda t: t.replace("{{ m.content }}", content))
     thought = {**CHAT[1], "reasoning_content": "easy"}
-    with pytest.raises(BadRow, match=r"message 2 .*is not what the generation marks cover"):
+    with pytest.raises(BadRow, match=r"message 2 .*is not complete"):
         supervised_turns(tokenizer, [CHAT[0], thought, *CHAT[2:]])
 
 
-def test_every_generation_block_is_supervised():
-    """Also those without text of the row, such as TRL's diffusion_gemma_training has."""
-    body = (
-        "{% generation %}{{ '<think>\n' }}{% endgeneration %}{% generation %}"
-        "{{ m.reasoning_content }}{% endgeneration %}{% generation %}{{ '\n</think>\n\n' }}"
-        "{% endgeneration %}{{ '(not said)' }}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% generation %}{{ '<|im_end|>\n' }}{% endgeneration %}"
-    )
-    template = MARKED.replace("{% generation %}BODY{% endgeneration %}", body)
-    thought = {**CHAT[1], "reasoning_content": "easy"}
-    chat = [CHAT[0], thought, CHAT[2], thought]
-    assert_supervised(
-        family("chatml", lambda _: template), chat, ["<think>easy</think>", "2<|im_end|>"] * 2
-    )
-
-
 def test_the_next_users_header_is_not_supervised():
-    """TRL's glm4moe_training writes nothing else after an answer, so there it is the end mark."""
-    header = "{{ '<|im_start|>user\n' }}"
-    ended = MARKED.replace("BODY", "{{ m.content }}<|im_end|>{{ '\n' }}" + header)
-    special = FAMILIES["chatml"][2]
-    for template, expected in (
-        (ended, ["2<|im_end|>", "4<|im_end|>"]),
-        (ended.replace("<|im_end|>{{ '\n' }}" + header, header), None),
-        (
-            LOOP % "{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}{{ '\n' ~ "
-            "m.content }}{% else %}<|assistant|>{% generation %}{{ '\n' ~ m.content }}<|user|>"
-            "{% endgeneration %}{% endif %}"
-            + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-            ["2<|user|>", "4<|user|>"],
-        ),
-    ):
-        tokenizer = tokenizer_with(WORDS, template, [*special, "<|user|>", "<|assistant|>"])
-        if expected is None:
-            with pytest.raises(BadRow, match="ends with the header of the user's next turn"):
-                supervised_turns(tokenizer, CHAT)
-        else:
-            assert_supervised(tokenizer, CHAT, expected)
+    """GLM's templates write nothing else after an answer, so there it is the end mark."""
+    special = [*FAMILIES["chatml"][2], "<|user|>", "<|assistant|>"]
+    for end in ("", "<|im_end|>\n"):
+        ends = (
+            "{% if m.role == 'assistant' %}END<|im_start|>user\n{% else %}<|im_end|>\n{% endif %}"
+        )
+        template = FAMILIES["chatml"][0].replace("<|im_end|>\n", ends.replace("END", end))
+        with pytest.raises(BadRow, match="ends with the header of the user's next turn"):
+            supervised_turns(tokenizer_with(WORDS, template, special), CHAT)
+    template = (
+        LOOP
+        % "{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}{{ '\n' ~ m.content }}"
+        "{% else %}<|assistant|>{{ '\n' ~ m.content }}<|user|>{% endif %}"
+        + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = tokenizer_with(WORDS, template, special)
+    assert_supervised(tokenizer, CHAT, ["2<|user|>", "4<|user|>"])
 
 
 def test_a_block_of_thoughts_beside_another_generation_prompt_begins_after_the_header():
     """As Laguna's: the prompt ends with </think>, answers begin with <think>."""
-    template = MARKED.replace(
-        "<|im_start|>{{ m.role }}\n",
-        "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n<think>"
-        "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{% endif %}",
-    ).replace("BODY", "{{ m.content }}<|im_end|>")
-    template = template.replace(
-        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n</think>{% endif %}"
+    role = "{{ m.role }}\n{% if m.role == 'assistant' %}<think>{% endif %}"
+    tokenizer = family(
+        "chatml",
+        lambda t: t.replace("{{ m.role }}\n", role).replace(
+            "assistant\n{%", "assistant\n</think>{%"
+        ),
     )
-    tokenizer = family("chatml", lambda _: template)
     assert_supervised(tokenizer, CHAT, ["<think>2<|im_end|>", "<think>4<|im_end|>"])
 
 
@@ -430,7 +388,7 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
 
 
 # --------------------------------------------------------------------------------------------------
-# Special tokens in text, rows without a template
+# Special tokens in text
 
 
 @pytest.mark.parametrize("role", range(3))
@@ -439,15 +397,6 @@ def test_special_tokens_in_a_row_are_refused(role):
     messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
     with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
         supervised_turns(family("chatml"), messages)
-
-
-def test_rows_without_a_template():
-    tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
-    row = {"prompt": "1+1? ", "completion": "2"}
-    source = Source("rows", format="prompt_completion")
-    ids, mask, _ = tokenize_row(row, tokenizer, source, CONFIG)
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
-    assert tokenizer.decode(ids) == "1+1? 2</s>"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,7 +416,6 @@ class Style:
     prompts: str
     trims: bool
     cuts_thoughts: bool
-    marks: bool
 
     def header(self, role):
         return self.opener.replace("ROLE", role)
@@ -485,14 +433,13 @@ class Style:
             "{% set c = c.split('</think>')[-1] %}{% endif %}"
         )
         content = "{{ c | trim }}" if self.trims else "{{ c }}"
-        start, stop = ("{% generation %}", "{% endgeneration %}") if self.marks else ("", "")
         prompt, thought = header("'assistant'"), text("<think>\n")
         return (
             f"{text(self.preamble)}{{% for m in messages %}}{{% set c = m.content %}}"
             f"{cut if self.cuts_thoughts else ''}{header('m.role')}"
-            f"{{% if m.role == 'assistant' %}}{start}{content}"
+            f"{{% if m.role == 'assistant' %}}{content}"
             f"{{% if loop.last %}}{text(self.end_of_row)}{{% else %}}{text(self.end_of_turn)}"
-            f"{{% endif %}}{stop}{{% else %}}{content}{text(self.end_of_user)}{{% endif %}}"
+            f"{{% endif %}}{{% else %}}{content}{text(self.end_of_user)}{{% endif %}}"
             f"{text(self.separator)}{{% endfor %}}"
             + {
                 "asked": f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}",
@@ -543,7 +490,6 @@ STYLES = st.builds(
     prompts=st.sampled_from(["asked", "always", "never", "thinking"]),
     trims=st.booleans(),
     cuts_thoughts=st.booleans(),
-    marks=st.booleans(),
 )
 SPECIAL = ["<|end|>", "</s>", "<|eot|>", "<|last|>", "<|return|>", "<|start|>", "<|user|>",
            "<|assistant|>", "<|h|>", "<|/h|>", "<think>", "</think>"]  # fmt: skip
@@ -551,7 +497,7 @@ SPECIAL = ["<|end|>", "</s>", "<|eot|>", "<|last|>", "<|return|>", "<|start|>", 
 
 @settings(max_examples=100, deadline=None)
 @example(  # whose first answer has no end as the last message, and a mark within the row
-    style=Style("<|ROLE|>\n", "", "<|end|>", "", "", "", "asked", False, True, False),
+    style=Style("<|ROLE|>\n", "", "<|end|>", "", "", "", "asked", False, True),
     contents=["yes.", '</think>yes."', "yes.", "yes."],
     as_tokens=False,
     base=WORDS,
@@ -581,7 +527,7 @@ def test_no_generated_template_supervises_another_turn(style, contents, as_token
             and style.opener.endswith("\n")
             and not any(special in content for content in contents for special in SPECIAL)
         )
-        assert not ordinary or style.marks
+        assert not ordinary
         return
     assert expected is not None, "a turn was cut"
     text, answers = expected

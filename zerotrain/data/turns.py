@@ -4,13 +4,12 @@ A template is a program: it may rewrite history, end the last turn differently f
 write a text that also occurs in another message. So the text is not searched. Instead, a
 conversation of the same shape is rendered once with labels, letters that occur nowhere else, in
 place of its strings. That shows the constant text between them. What of it belongs to a turn is
-what {% generation %} marks cover; or, in a template without them, what follows the prompt that a
-server would send at that point, up to what the template writes after the turn when it is the last.
-A row is then rendered once, and must equal that text with its own strings in the place of the
-labels. Any other row is refused.
+what follows the prompt that a server would send at that point, up to what the template writes after
+the turn when it is the last. A row is then rendered once, and must equal that text with its own
+strings in the place of the labels. Any other row is refused, also one with an answer of which
+{% generation %} marks leave out a part.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -58,34 +56,31 @@ FIXED_DATE = (
 )
 
 
-def label_messages(messages: list[Message]) -> tuple[list[Message], list[str], list[int]]:
+def label_messages(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
     """The messages with labels in place of their strings (of a string with thinking tags, in place
-    of the parts beside them), the strings, and the numbers of their messages.
+    of the parts beside them), and the string of each label.
     """
-    strings: list[str] = []
-    owners: list[int] = []
+    strings = {}
 
-    def labeled(value: Any, message: int) -> Any:
+    def label(text: str) -> str:
+        strings[chr(FIRST_LABEL + len(strings))] = text
+        return next(reversed(strings))
+
+    def labeled(value: Any) -> Any:
         if isinstance(value, dict):
             # The name of a tool's result repeats that of the call.
             is_result = value.get("role") == "tool"
             kept = {*UNLABELED_KEYS, "name"} if is_result else UNLABELED_KEYS
-            return {
-                k: inner if k in kept else labeled(inner, message) for k, inner in value.items()
-            }
+            return {k: inner if k in kept else labeled(inner) for k, inner in value.items()}
         if isinstance(value, list):
-            return [labeled(inner, message) for inner in value]
+            return [labeled(inner) for inner in value]
         if not isinstance(value, str) or not value.strip():
             return value
         parts = THOUGHTS.split(value)
-        for i in range(0, len(parts), 2):
-            if parts[i]:
-                strings.append(parts[i])
-                owners.append(message)
-                parts[i] = chr(FIRST_LABEL + len(strings) - 1)
+        parts[::2] = [text and label(text) for text in parts[::2]]
         return "".join(parts)
 
-    return [labeled(message, i) for i, message in enumerate(messages)], strings, owners
+    return labeled(messages), strings
 
 
 def forms_of(text: str) -> Iterator[str]:
@@ -130,8 +125,8 @@ def locate(
         changed = change(messages)
         try:
             text, _ = template.render(changed)
-            labeled, strings, owners = label_messages(changed)
-            layout = _layout(template, json.dumps(labeled), tuple(owners), tuple(wanted))
+            labeled, strings = label_messages(changed)
+            layout = _layout(template, json.dumps(labeled), tuple(wanted))
             return text, layout.spans(text, strings), layout.unprompted
         except BadRow as error:
             refusals.append(error)
@@ -144,9 +139,8 @@ def with_arguments_as_text(messages: list[Message]) -> list[Message]:
     """
 
     def changed(value: dict[str, Any]) -> dict[str, Any]:
-        arguments = value.get("arguments", "")
-        if "name" in value and not isinstance(arguments, str):
-            value["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        if "name" in value and isinstance(value.get("arguments"), dict | list):
+            value["arguments"] = json.dumps(value["arguments"], ensure_ascii=False)
         return value
 
     return json.loads(json.dumps(messages), object_hook=changed)
@@ -160,8 +154,8 @@ class Template(NamedTuple):
     tools: str
     """As JSON."""
 
-    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
-        """The text, and the spans of its {% generation %} blocks.
+    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, str]:
+        """The text; and its part within {% generation %} marks, if it has any, else all of it.
 
         Raises:
             BadRow: the template raises an exception.
@@ -175,7 +169,7 @@ class Template(NamedTuple):
                 return_assistant_tokens_mask="endgeneration" in self.source,
                 **self.tokenizer.special_tokens_map,
             )
-            return text, marks[0] if marks else []
+            return text, "".join(text[a:b] for spans in marks for a, b in spans) or text
         except TemplateSyntaxError as error:
             raise UserError(
                 f"the chat template of tokenizer {self.tokenizer.name_or_path} or of "
@@ -197,9 +191,11 @@ class Frame(NamedTuple):
 
     header: str | None
     """What a generation prompt begins an answer with, without thoughts that answers may lack. Empty
-    if a generation prompt follows answers in any case, or never; None if an answer has no header:
-    it follows the end of the user's turn.
+    if an answer has no header: it follows the end of the user's turn. None if a generation prompt
+    follows answers in any case, or never.
     """
+    thoughts: str
+    """What follows the header in a generation prompt."""
     opening: str
     """Before the first user's content."""
     user_end: str
@@ -211,7 +207,7 @@ def _frame(template: Template) -> Frame:
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
     opening, gap, following, *_ = LABEL.split(template.render(chat)[0])
-    end = template.tail(chat[:1])
+    user_end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
     end_mark = shared_pieces(answer_end, following)
@@ -219,16 +215,21 @@ def _frame(template: Template) -> Frame:
     prompts_always = rest not in ("", template.tokenizer.eos_token) and (
         end_mark.strip() or rest in gap
     )
-    header = OPEN_THOUGHTS.sub("", shared_pieces(prompt, gap).removeprefix(end))
-    if gap.strip() == prompt.strip() == end.strip() and not rest:
-        header = None
-    elif prompts_always or not header.strip():
+    shared = OPEN_THOUGHTS.sub("", shared_pieces(prompt, gap))
+    header = shared.removeprefix(user_end)
+    if gap.strip() == prompt.strip() == user_end.strip() and not rest:
         header = ""
-    return Frame(header, opening, end)
+    elif prompts_always or not header.strip():
+        header = None
+    return Frame(header, prompt.removeprefix(shared), opening, user_end)
 
 
 def shared_pieces(one: str, other: str, step: int = 1) -> str:
-    """The longest common prefix of whole pieces; with step -1 the longest common suffix."""
+    """The longest common prefix of whole pieces, or all of `one`; with step -1 the longest common
+    suffix.
+    """
+    if step == 1 and other.startswith(one):
+        return one
     pieces = [PIECE.findall(text)[::step] for text in (one, other)]
     return "".join(os.path.commonprefix(pieces)[::step])  # noqa: RUF071 - lists, not paths
 
@@ -237,36 +238,34 @@ class Layout:
     """A rendered conversation of labels, and where its turns are.
 
     Attributes:
-        text: the rendered text: constants[0], a label, constants[1], a label ... constants[-1].
-        labels: their numbers in the order of the text; a label may occur several times, or never.
-        places: the characters of `text` at which they are.
-        turns: spans of `text`, of the messages `wanted`.
-        unprompted: what the generation prompt ends with before the first or the last of these, and
-            the text there does not have: a block of thoughts, in most cases.
+        owners: of each label, the number of its message.
+        labels: the labels in the order of the text; one may occur several times, or never.
+        constants: the text before, between and after them.
+        turns: of each of the messages `wanted` the index in `labels` of its first label, with the
+            number of characters of the turn before it, and of its last label, with the number of
+            characters after it.
+        unprompted: what the generation prompt ends with before the first of these that lacks it, a
+            block of thoughts in most cases.
     """
 
-    def __init__(
-        self,
-        template: Template,
-        messages: str,
-        owners: tuple[int, ...],
-        wanted: tuple[int, ...],
-    ) -> None:
+    def __init__(self, template: Template, messages: str, wanted: tuple[int, ...]) -> None:
         self.template = template
         self.messages = json.loads(messages)
-        self.owners = owners
-        self.text, self.marks = template.render(self.messages)
-        self.constants = LABEL.split(self.text)
-        self.places = [found.start() for found in LABEL.finditer(self.text)]
-        self.labels = [ord(label) - FIRST_LABEL for label in LABEL.findall(self.text)]
-        self._check_complete(wanted)
-        self.turns = [span for number in wanted for span in self._turn(number)]
-        lacking = map(self._lacking, {*wanted[:1], *wanted[-1:]})
-        self.unprompted = next(filter(None, lacking), "")
+        self.owners = {
+            label: number
+            for number, message in enumerate(self.messages)
+            for label in LABEL.findall(json.dumps(message, ensure_ascii=False))
+        }
+        self.unprompted = ""
+        text, marked = template.render(self.messages)
+        self.constants = LABEL.split(text)
+        self.labels = LABEL.findall(text)
+        self._check_complete(text, marked, wanted)
+        self.turns = [self._turn(number) for number in wanted]
 
-    def _check_complete(self, wanted: tuple[int, ...]) -> None:
+    def _check_complete(self, text: str, marked: str, wanted: tuple[int, ...]) -> None:
         for tool in json.loads(self.template.tools) or []:
-            if str(tool.get("function", tool).get("name")) not in self.text:
+            if str(tool.get("function", tool).get("name")) not in text:
                 raise BadRow(
                     INCOMPLETE,
                     "the chat template leaves out the tools; set model.chat_template to one that "
@@ -275,25 +274,25 @@ class Layout:
         for number, message in enumerate(self.messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
-                if arguments and repr(arguments) in self.text:
+                if arguments and repr(arguments) in text:
                     raise self._refused(number, "is not written with its arguments as JSON")
-        for label, owner in enumerate(self.owners):
+        for label, owner in self.owners.items():
             is_needed = owner in wanted or self.messages[owner]["role"] != "assistant"
-            if is_needed and label not in self.labels:
+            written = marked if owner in wanted else text
+            if is_needed and label not in written:
                 raise self._refused(owner, "is not complete", INCOMPLETE)
 
-    def spans(self, text: str, strings: list[str]) -> list[Span]:
-        """The turns in the text of a row with these strings, which must be this layout's text with
-        the strings in place of the labels.
+    def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
+        """The turns in the text of a row, which must be this layout's text with the row's strings
+        in place of the labels.
         """
-        # by how much longer the row's text is than this one after 0, 1, 2 ... labels
-        shifts = [0]
+        places = []  # of the strings
         expected = self.constants[0]
         for label, following in zip(self.labels, self.constants[1:], strict=True):
-            forms = forms_of(strings[label]) if label < len(strings) else []
+            forms = forms_of(strings[label]) if label in strings else []
             at = len(expected)
             form = next((form for form in forms if text.startswith(form + following, at)), "")
-            shifts.append(shifts[-1] + len(form) - 1)
+            places.append((at, at + len(form)))
             expected += form + following
         if expected != text:
             raise BadRow(
@@ -302,111 +301,64 @@ class Layout:
                 "data.supervise: last may help where it rewrites earlier turns, else set "
                 "model.chat_template to another template",
             )
-        edges = np.array(self.turns, int)
-        return (edges + np.array(shifts)[np.searchsorted(self.places, edges)]).tolist()
-
-    def _lacking(self, number: int) -> str:
-        prompt = ""
-        with contextlib.suppress(BadRow):  # of the messages before
-            prompt = self.template.tail(self.messages[:number], prompt=True)
-        before = self.constants[self._labels_of(number)[0]]
-        shared = "" if before.startswith(prompt) else shared_pieces(prompt, before)
-        return prompt.removeprefix(shared) if shared.strip() else ""
-
-    def _labels_of(self, number: int) -> tuple[int, int]:
-        """Where the first and the last label of a message are in `labels`."""
-        own = [
-            i
-            for i, label in enumerate(self.labels)
-            if self.owners[label] == number and label not in self.labels[:i]
+        return [
+            (places[first][0] - before, places[last][1] + after)
+            for (first, before), (last, after) in self.turns
         ]
-        if not own or any(self.owners[i] != number for i in self.labels[own[0] : own[-1]]):
-            raise self._refused(number, "is not in one piece")
-        return own[0], own[-1]
 
-    def _turn(self, number: int) -> list[Span]:
-        """The spans of a turn up to its end mark. The line break that follows it belongs to the
-        template, not to the turn; so does the header of the user's next turn, where a template
-        writes it after every answer. In GLM's, though, this header is all there is, and so the end
-        mark.
+    def _turn(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A turn up to its end mark: what also follows it when it is the last, or else (gpt-oss,
+        OLMo) follows a user's turn. The line break after it belongs to the template, not to the
+        turn.
         """
-        first, last = self._labels_of(number)
-        if self.marks:
-            spans = self._marked_turn(number, first, last)
-        else:
-            spans = [(self._start(number, first), self._end(number, last))]
-        start, end = spans[-1]
-        rest = max(start, self.places[last] + 1)  # after the content
-        tail = self.text[rest:end].rstrip()
-        header = shared_pieces(tail, _frame(self.template).opening.rstrip(), step=-1)
-        mark = tail.removesuffix(header).rstrip() or tail
+        frame = _frame(self.template)
+        own = sorted(
+            self.labels.index(label) for label, owner in self.owners.items() if owner == number
+        )
+        if not own or any(
+            self.owners.get(label) != number for label in self.labels[own[0] : own[-1]]
+        ):
+            raise self._refused(number, "is not in one piece")
+        first, last = own[0], own[-1]
+        after = self.constants[last + 1]
+        mark = shared_pieces(self.template.tail(self.messages[: number + 1]), after).rstrip()
+        if not mark and after.startswith(frame.user_end):
+            mark = frame.user_end.rstrip()
         if not THOUGHTS.sub("", mark):
             raise self._refused(
                 number, "has no end mark, or another one than as the last turn", NO_END_MARK
             )
-        if mark == header and len(PIECE.findall(mark)) > 1:
+        # GLM's templates write nothing but the user's mark after an answer, so it ends the answer
+        header = shared_pieces(mark, frame.opening.rstrip(), step=-1)
+        if header and (mark != header or len(PIECE.findall(header)) > 1):
             raise self._refused(number, "ends with the header of the user's next turn")
-        return [*spans[:-1], (start, rest + len(mark))]
+        return (first, self._opening(number, self.constants[first])), (last, len(mark))
 
-    def _marked_turn(self, number: int, first: int, last: int) -> list[Span]:
-        """The blocks between the neighboring messages' strings, apart from a header in them. What
-        is marked between two answers belongs to the first one, but for the second one's string.
+    def _opening(self, number: int, before: str) -> int:
+        """How many characters of the text before a turn's first label follow what a server would
+        send.
         """
-        low = self.places[first - 1] + 1 if first else 0
-        if first and self.messages[self.owners[self.labels[first - 1]]]["role"] == "assistant":
-            low = self.places[first]
-        high = [*self.places, len(self.text)][last + 1]
-        spans = [(a, b) for a, b in self.marks if a < high and low < b and self.text[a:b].strip()]
-        covered = [place for place in self.places if any(a <= place < b for a, b in spans)]
-        if covered != self.places[first : last + 1]:
-            raise self._refused(number, "is not what the generation marks cover")
-        with contextlib.suppress(BadRow):  # some templates mark the header too
-            start = self._start(number, first)
-            spans = [(max(a, start), b) for a, b in spans if b > start]
-        return spans
-
-    def _start(self, number: int, first: int) -> int:
-        """Where the text begins that a server would ask for."""
-        before = self.constants[first]
-        header = _frame(self.template).header
-        if header == "":
-            raise BadRow(
-                NOT_LOCATED,
-                "the chat template does not write the header of an answer after the last message "
-                "if add_generation_prompt is set, and only then, so answers cannot be told from "
-                "headers; set model.chat_template to a copy that writes it there, between {% if "
-                "add_generation_prompt %} and {% endif %}",
-            )
+        header, thoughts, *_ = _frame(self.template)
         if header and header in before:
-            return self.places[first] - len(before.rpartition(header)[2])
-        end = self.template.tail(self.messages[:number])
+            rest = before.rpartition(header)[2]
+            self.unprompted = self.unprompted or thoughts.removeprefix(
+                shared_pieces(thoughts, rest)
+            )
+            return len(rest)
         prompt = self.template.tail(self.messages[:number], prompt=True)
         shared = shared_pieces(prompt, before)
-        has_header = shared.removeprefix(end).strip() or before.strip() == prompt.strip()
-        if not (shared == prompt if header is None else has_header):
+        if header is None or shared.strip() != prompt.strip():
             raise self._refused(number, "does not begin as the generation prompt does")
-        return self.places[first] - len(before) + len(OPEN_THOUGHTS.sub("", shared))
-
-    def _end(self, number: int, last: int) -> int:
-        """Where the text ends that also follows the turn when it is the last, or else (gpt-oss,
-        OLMo) a user's turn.
-        """
-        end = self.template.tail(self.messages[: number + 1])
-        user_end = _frame(self.template).user_end
-        after = self.constants[last + 1]
-        if not after.startswith(end):
-            end = shared_pieces(after, end)
-            if not end.strip() and after.startswith(user_end):
-                end = user_end
-        return self.places[last] + 1 + len(end)
+        return len(before) - len(shared)
 
     def _refused(self, number: int, problem: str, reason: str = NOT_LOCATED) -> BadRow:
         cures = {
             INCOMPLETE: "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key "
             "that it never writes, or model.chat_template",
             NO_END_MARK: "model.chat_template to a copy that writes {{ eos_token }} after it",
-            NOT_LOCATED: "model.chat_template to a name in data/chat_templates or to a copy with "
-            "{% generation %} marks, or data.supervise: last where only earlier turns are such",
+            NOT_LOCATED: "model.chat_template to a name in data/chat_templates or to a copy that "
+            "writes the header of an answer after the last message if add_generation_prompt is "
+            "set, and only then, or data.supervise: last where only earlier turns are such",
         }
         return BadRow(
             reason,
