@@ -59,22 +59,17 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
     assert data.supervised.tolist() == [int(mask.sum()) for mask in data.rows["loss_mask"][:]]
 
 
-BAD_ROWS = {
-    "not JSON": ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', {}, ":2: not JSON"),
-    "nothing left": ('{"text": 1}', {"on_bad_row": "skip"}, "none of its rows is left"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_rows_are_named_by_file_and_line(tmp_path, sample_tokenizer, case):
-    text, changes, message = BAD_ROWS[case]
-    config = data_config(tmp_path, [], **changes)
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(UserError) as caught:
-        tokenize(config, sample_tokenizer)
-    assert message in str(caught.value) and "rows.jsonl" in str(caught.value)
+@pytest.mark.parametrize(
+    ("on_bad_row", "message"),
+    [("error", r"rows\.jsonl:2: completion is empty"), ("skip", "none of its rows is left")],
+)
+def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, message):
+    bad = {**SHORT, "completion": ""}
+    rows = [SHORT, bad] if on_bad_row == "error" else [bad]
+    with pytest.raises(UserError, match=message) as caught:
+        build(tmp_path, sample_tokenizer, rows, on_bad_row=on_bad_row)
     assert "\n" not in str(caught.value)
-    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"], "half a cache"
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
 
 
 def as_lines(rows):
@@ -117,17 +112,6 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
         for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True)
     ]
     assert texts == answers
-
-
-def test_a_source_decides_on_its_own_bad_rows(tmp_path, sample_tokenizer):
-    """Not the recipe that a run is based on: rows of one's own are used or refused."""
-    bad = write_rows(tmp_path / "bad.jsonl", [SHORT, {**SHORT, "completion": ""}])
-    good = write_rows(tmp_path / "good.jsonl", [SHORT])
-    sources = [str(good), Source(str(bad), on_bad_row="skip")]
-    data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
-    assert len(data) == 2 and data.meta["rejected"] == {"empty answer": 1}
-    with pytest.raises(UserError, match=r"bad\.jsonl:2: completion is empty"):
-        build(tmp_path, sample_tokenizer, [], train_sources=[Source(str(bad))])
 
 
 def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):
@@ -208,30 +192,23 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     assert listed[1] == {**listed[1], "reason": "wrong type", "text": '{"text": 3}'}
 
 
-def test_each_source_has_its_own_format_and_columns(tmp_path, sample_tokenizer):
-    write_rows(tmp_path / "a.jsonl", [{"text": "one"}] * 3)
-    write_rows(tmp_path / "b.jsonl", [{"q": "two", "a": "2"}] * 2)
-    sources = [
-        str(tmp_path / "a.jsonl"),
-        Source(path=str(tmp_path / "b.jsonl"), columns={"prompt": "q", "completion": "a"}),
-    ]
-    data = build(tmp_path, sample_tokenizer, [], train_sources=sources)
-    assert data.meta["source_examples"] == [3, 2]
+def test_each_source_has_its_own_format_and_columns_and_decides_on_bad_rows(
+    tmp_path, sample_tokenizer
+):
+    text = write_rows(tmp_path / "a.jsonl", [{"text": "one"}] * 3)
+    named = write_rows(tmp_path / "b.jsonl", [{"q": "two", "a": "2"}] * 2 + [{"q": "no answer"}])
+    skipping = Source(str(named), columns={"prompt": "q", "completion": "a"}, on_bad_row="skip")
+    data = build(tmp_path, sample_tokenizer, [], train_sources=[str(text), skipping])
+    assert data.meta["source_examples"] == [3, 2] and data.meta["rejected"] == {"missing key": 1}
     assert data.meta["formats"] == ["text", "prompt_completion"]
     assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
-
-
-def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
-    """That of earlier turns is one too, also if another source ends otherwise."""
-    tokenizer = copy.deepcopy(sample_tokenizer)
-    tokenizer.eos_token = "<|tool|>"
-    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
-    write_rows(tmp_path / "chat.jsonl", [{"messages": turns}])
-    write_rows(tmp_path / "text.jsonl", [{"text": "one"}])
-    sources = [str(tmp_path / "chat.jsonl"), str(tmp_path / "text.jsonl")]
-    data = build(tmp_path, tokenizer, [], train_sources=sources)
-    ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
-    assert sorted(ends) == ["<|end|>", "<|tool|>"]
+    with pytest.raises(UserError, match=r"b\.jsonl:3: key 'completion' is missing"):
+        build(
+            tmp_path,
+            sample_tokenizer,
+            [],
+            train_sources=[dataclasses.replace(skipping, on_bad_row="error")],
+        )
 
 
 GPT_OSS = (
