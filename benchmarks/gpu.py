@@ -230,7 +230,7 @@ class Bench:
 def estimated_peak(words: list[str]) -> float:
     """The bytes that a run on one GPU needs by the estimate, from the arguments of train.py."""
     config = parse_command_line(words).config
-    model = Architecture.of(config, load_model_config(config))
+    model = Architecture.of(config.model, load_model_config(config))
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
     return estimate_memory(resolve(config, machine, model)).peak
 

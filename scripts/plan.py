@@ -1,22 +1,22 @@
-"""What a run needs under every file of ds_configs/, and which one to use, before any GPU is rented.
+"""What a run needs and costs under every file of ds_configs/, and which one to use, before any GPU
+is rented.
 
     python scripts/plan.py --config recipes/llama-3.1-8b.yaml [--hostfile hostfile | --nodes 2
-        --gpus 8] [--gpu h100-80gb] [--links links.json] [--section.key value ...]
+        --gpus 8] [--gpu h100-80gb] [--price 2.5] [--links links.json] [--section.key value ...]
 
-Prints a row per DeepSpeed config, the fastest one on fewer and more nodes, the interval of saves,
-and the memory of the run's own choice (--ds_config FILE). It needs neither GPU nor weights: a
-model's sizes come from recipes/shapes.json, its folder, or its config.json on the hub; local rows
-are tokenized as in training, unless --mean_tokens is given. zerotrain/tools/memory.py and
-zerotrain/tools/estimate.py have the formulas and what they leave out. Nodes and GPUs are those in
-the first comment of the recipe that is given, or one GPU, unless they are options; --gpu is an A100
-unless given.
+Prints memory, speed, hours and cost under each DeepSpeed config; those of the fastest on fewer and
+more nodes; and the interval of saves. It needs neither GPU nor weights: a model's sizes come from
+recipes/shapes.json, its folder, or its config.json on the hub; local rows are tokenized as in
+training, unless --mean_tokens is given. zerotrain/tools/memory.py and zerotrain/tools/estimate.py
+have the formulas and what they leave out. Nodes and GPUs are those in the first comment of the
+recipe that is given, or one GPU, unless they are options; --gpu is an A100 unless given.
 """
 
 import argparse
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +25,17 @@ from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
-from zerotrain.runtime.files import read_text
-from zerotrain.runtime.machine import PEAK_TFLOPS, peak_flops_per_s
+from zerotrain.runtime.files import read_text, replace_text
 from zerotrain.tools.estimate import (
+    WORTHWHILE,
     Estimate,
     GpuCluster,
-    Hardware,
+    Rates,
     Workload,
     daly_seconds,
     estimate,
     fastest,
+    find_gpu,
 )
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.training.setup import Architecture
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parent.parent
 IN_RECIPE = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
 HOST = re.compile(r"^\s*[^\s#]+\s+slots=(\d+)", re.MULTILINE)
-PARTS = ("weights", "gradients", "optimizer", "buffers")
 
 
 def main() -> None:
@@ -61,28 +61,31 @@ def main() -> None:
     add("--nodes", type=int)
     add("--gpus", type=int, help="of each node")
     add("--gpu", help="name and memory of a GPU: h100-80gb, h200-141gb, a100-40gb ...")
+    add("--price", type=float, help="of an hour of a GPU")
+    add("--chart", type=Path, metavar="FILE", help="a page to draw hours and cost in")
     add("--links", metavar="FILE", help="what preflight --links has measured")
     add("--mean_tokens", type=float, help="of a row; default: of local rows, else max_length / 2")
     add("--rows", type=int, help="of an epoch; default: the local ones")
-    for rate in fields(Hardware):
+    for rate in fields(Rates):
         text = f"{rate.metadata['help']} ({rate.default:g})"
         add(f"--{rate.name}", type=float, default=rate.default, help=text)
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
     cluster = choose_cluster(args)
-    named = {name: getattr(args, name) for name in ("nodes", "gpus", "mean_tokens", "rows")}
-    for name, value in {**asdict(cluster.hardware), **named}.items():
+    options = ("nodes", "gpus", "price", "mean_tokens", "rows")
+    named = {name: getattr(args, name) for name in options}
+    for name, value in {**asdict(cluster.rates), **named}.items():
         if value is not None and value <= 0:
             raise UserError(f"--{name} {value:g}: must be more than 0")
-    show(make_workload(config, args.mean_tokens, args.rows), cluster)
+    show(make_workload(config, args.mean_tokens, args.rows), cluster, args.price, args.chart)
 
 
 def choose_cluster(args: argparse.Namespace) -> GpuCluster:
     """The options, else the cluster in the recipe's first comment, else one A100 of 80 GB."""
-    rates = {rate.name: getattr(args, rate.name) for rate in fields(Hardware)}
+    rates = {rate.name: getattr(args, rate.name) for rate in fields(Rates)}
     try:
         links = json.loads(read_text(args.links)) if args.links else {}
-        hardware = Hardware(**rates | {name: float(rate) for name, rate in links.items()})
+        assumed = Rates(**rates | {name: float(rate) for name, rate in links.items()})
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{args.links}: not what preflight --links writes") from error
     nodes, gpus, gib = cluster_in(read_text(args.config))
@@ -91,12 +94,8 @@ def choose_cluster(args: argparse.Namespace) -> GpuCluster:
         if not slots:
             raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
         nodes, gpus = len(slots), min(slots)
-    name, _, memory = (args.gpu or f"a100-{gib}gb").removesuffix("gb").rpartition("-")
-    peak = peak_flops_per_s(name.replace("-", " "))
-    if peak is None or not memory.isdecimal():
-        known = ", ".join(PEAK_TFLOPS)
-        raise UserError(f"--gpu {args.gpu}: give one of {known}, and its memory, as in h100-80gb")
-    return GpuCluster(args.nodes or nodes, args.gpus or gpus, int(memory), peak, hardware)
+    gpu = find_gpu(args.gpu or f"a100-{gib}gb")
+    return GpuCluster(args.nodes or nodes, args.gpus or gpus, gpu, assumed)
 
 
 def cluster_in(recipe: str) -> tuple[int, int, int]:
@@ -116,15 +115,21 @@ def make_workload(
     import numpy as np
 
     train = config.train
-    model = Architecture.of(config, load_shape(config))
+    model = Architecture.of(config.model, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
     if mean_tokens is None and all(s.path for s in config.data.sources("train_sources")):
         data = open_plans(config, world_size=1)[2].data
         lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
     examples = train.global_batch_size or train.global_batch_tokens / lengths.mean()
-    flops = model.flops.of_examples(lengths, supervised.sum()) / len(lengths)
-    steps = train.steps or (rows and train.epochs * math.ceil(rows / examples))
-    return Workload(config, model, examples * lengths.mean(), examples * flops, steps)
+    return Workload(
+        config,
+        model,
+        tokens=examples * lengths.mean(),
+        supervised=examples * supervised.mean(),
+        pairs=examples * (lengths * (lengths + 1.0) / 2).mean(),
+        recomputed=float(config.model.activation_checkpointing),
+        steps=train.steps or (rows and train.epochs * math.ceil(rows / examples)),
+    )
 
 
 def load_shape(config: Config) -> "PretrainedConfig":
@@ -142,8 +147,13 @@ def load_shape(config: Config) -> "PretrainedConfig":
 # What is printed
 
 
-def show(workload: Workload, cluster: GpuCluster) -> None:
-    """Print the tables, and what follows from them."""
+def show(workload: Workload, cluster: GpuCluster, price: float | None, chart: Path | None) -> None:
+    """Print the tables, and what follows from them.
+
+    Args:
+        price: of an hour of a GPU.
+        chart: the page to draw hours and cost in.
+    """
     own = workload.config.ds_config
     read_text(own, "ds_config: ")
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
@@ -152,38 +162,46 @@ def show(workload: Workload, cluster: GpuCluster) -> None:
     if not found:
         raise UserError(refused[0])
     counts = workload.architecture.counts
-    hardware = cluster.hardware
-    rates = ", ".join(f"{name} {rate:,g}" for name, rate in asdict(hardware).items())
+    rates = ", ".join(f"{name} {rate:,g}" for name, rate in asdict(cluster.rates).items())
     print(
         f"{workload.config.model.name_or_path}: {counts.total:,} parameters, {counts.trained:,} "
         f"trained; {workload.steps or '--rows'} steps of {workload.tokens:,.0f} tokens\n"
-        f"{cluster.nodes} x {cluster.gpus} GPUs, {cluster.gpu_memory_gib} GB, "
-        f"{cluster.peak_flops_per_s / 1e12:,g} TFLOP/s; assumed: nothing overlaps, {rates}\n\n"
+        f"{cluster.nodes} x {cluster.gpus} {cluster.gpu.name}, {cluster.gpu.memory_gib} GB, "
+        f"{cluster.gpu.flops_per_s / 1e12:,g} TFLOP/s; assumed: {rates}\n\n"
         "GiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
         "tokens: the largest micro-batch that fits"
     )
     show_table([memory_cells(each) for each in found])
-    print("\nhours of the run, GB that a rank sends in a step")
-    show_table([time_cells(workload, each) for each in found])
+    print(
+        "\nGB that a rank sends in a step; hours and --price of the run; off by: as far as nine of "
+        "ten forecasts of the kind were from what was measured"
+    )
+    show_table(time_cells(found, price))
     for why in refused:
         print(f"not possible: {why}")
 
     nodes = cluster.nodes
-    best = {}
+    fastest_on = {}
     for size in sorted({1, 2, nodes, *(2**n for n in range(nodes.bit_length()))}):
         of_size, _ = estimate_each(workload, files, replace(cluster, nodes=size))
         if usable := fastest(of_size, own):
-            best[size] = usable[0]
-    if best:
+            fastest_on[size] = usable[0]
+    if fastest_on:
         print("\nthe fastest that fits")
-        show_table([{"nodes": n, **time_cells(workload, each)} for n, each in best.items()])
-    if nodes not in best:
+        show_table(time_cells(fastest_on.values(), price))
+        kept = {n: each.tokens_per_s / n for n, each in fastest_on.items()}
+        least = min(kept)
+        worth = max(n for n in kept if kept[n] >= WORTHWHILE * kept[least])
+        print(f"nodes: up to {worth} a GPU keeps {WORTHWHILE:.0%} of its tokens/s on {least}")
+        if chart:
+            draw(chart, time_cells(fastest_on.values(), price))
+    if nodes not in fastest_on:
         print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
         return
     saved = (MASTER + MOMENTS) * counts.trained
-    seconds = saved / hardware.disk_gb_per_s / 1e9
-    minutes = daly_seconds(seconds, 3600 * hardware.node_mtbf_hours / nodes) / 60
-    first = best[nodes]
+    seconds = saved / cluster.rates.disk_gb_per_s / 1e9
+    minutes = daly_seconds(seconds, 3600 * cluster.rates.node_mtbf_hours / nodes) / 60
+    first = fastest_on[nodes]
     print(
         f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula; a checkpoint has "
         f"{digits(saved / GIB)} GiB\n"
@@ -208,7 +226,8 @@ def estimate_each(
 
 def memory_cells(each: Estimate) -> dict[str, Any]:
     memory = each.memory
-    sizes = {name: memory.states.get(name, 0) for name in PARTS} | {
+    sizes = {
+        **memory.states,
         "activations": memory.kept,
         "checkpointed": memory.inputs,
         "loss": memory.loss,
@@ -217,31 +236,54 @@ def memory_cells(each: Estimate) -> dict[str, Any]:
         "NVMe": memory.nvme,
     }
     in_gib = {name: size / GIB for name, size in sizes.items()}
-    return {"": Path(each.file).stem, **in_gib, "tokens": each.largest_micro_batch}
+    return {"": Path(each.file).stem, "tokens": each.largest_micro_batch, **in_gib}
 
 
-def time_cells(workload: Workload, each: Estimate) -> dict[str, Any]:
-    return {
-        "": Path(each.file).stem,
-        "fits": "yes" if each.fits else "no",
-        "micro-steps": each.micro_steps,
-        "GB sent": each.sent / 1e9,
-        "s per step": each.seconds,
-        "tokens/s": workload.tokens / each.seconds,
-        "hours": workload.steps * each.seconds / 3600 if workload.steps else "-",
-    }
+def time_cells(found: Collection[Estimate], price: float | None) -> list[dict[str, Any]]:
+    """Rows of a table of speeds, with a bar each."""
+    most = max(each.tokens_per_s for each in found)
+    return [
+        {
+            "": Path(each.file).stem,
+            "nodes": each.cluster.nodes,
+            "fits": "yes" if each.fits else "no",
+            "micro-steps": each.micro_steps,
+            "GB sent": each.sent / 1e9,
+            "s per step": each.seconds,
+            "tokens/s": each.tokens_per_s,
+            "hours": each.hours or "-",
+            "cost": each.hours * each.cluster.ranks * price if each.hours and price else "-",
+            "off by": each.typical_error,
+            " ": f"{'█' * round(20 * each.tokens_per_s / most):20}",
+        }
+        for each in found
+    ]
+
+
+def draw(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A page with the hours and the cost on each number of nodes."""
+    import plotly.graph_objects as go
+
+    from zerotrain.tools.report import page, section
+
+    names = [f"{row['nodes']} nodes, {row['']}" for row in rows]
+    charts = [
+        section(f"{name} of the run", go.Figure(go.Bar(x=names, y=values), layout_height=340))
+        for name in ("hours", "cost")
+        if "-" not in (values := [row[name] for row in rows])
+    ]
+    replace_text(file, page("Nodes and their fastest DeepSpeed configs", "".join(charts)))
+    print(f"chart: {file}")
 
 
 def show_table(records: Sequence[dict[str, Any]]) -> None:
     import pandas as pd
 
-    print(pd.DataFrame(records, dtype=object).map(digits).to_string(index=False))
+    print(pd.DataFrame(records).to_string(index=False, na_rep="0", float_format=digits))
 
 
-def digits(value: float | str) -> str:
+def digits(value: float) -> str:
     """A number with three significant digits at least."""
-    if isinstance(value, str):
-        return value
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

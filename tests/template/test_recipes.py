@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts import plan
 from zerotrain.model.architecture import meta_model
-from zerotrain.tools.estimate import GpuCluster, estimate
+from zerotrain.tools.estimate import GpuCluster, estimate, find_gpu
 from zerotrain.training.states import GIB
 
 TABLE = (REPO / "recipes" / "README.md").read_text()
@@ -41,7 +41,6 @@ PUBLISHED = {  # "Safetensors, model size" on the hub
     "google/gemma-3-12b-it": 12_187_325_040,
     "google/gemma-3-27b-it": 27_432_406_640,
 }
-A100_FLOPS_PER_S = 312e12
 SMALL = {  # in place of the size of that name, where a shape has one
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
@@ -78,7 +77,8 @@ def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
     assert described == cluster and f"recipes/{name}" in text.split("command")[1].split("\n")[0]
     config = config_of(name)
     workload = plan.make_workload(config, mean_tokens=500)
-    found = estimate(workload, config.ds_config, GpuCluster(nodes, gpus, memory, A100_FLOPS_PER_S))
+    gpu = find_gpu(f"a100-{memory}gb")
+    found = estimate(workload, config.ds_config, GpuCluster(nodes, gpus, gpu))
     assert round(found.memory.peak / GIB) == int(gib)
     assert found.fits and found.largest_micro_batch >= config.data.micro_batch_tokens
 

@@ -1,13 +1,17 @@
 """What a run takes under a DeepSpeed config on a cluster: memory, and the time of a step.
 
-In the time nothing overlaps with anything, and latencies, padding, evaluation and saves are left
-out: it compares DeepSpeed configs rather than forecasts a run.
+The time is that of a roofline: matrix products, attention and the output head each reach a share of
+the GPU's peak; elementwise work and the update are limited by the bandwidth of its memory; layers
+cost launches of kernels; and of the communication counts what compute does not hide. Padding,
+evaluation and saves are left out. `python -m benchmarks.forecast` fits the constants to published
+runs, and shows how far it is off.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from zerotrain.config.ds_config import (
     check_ranks,
@@ -18,37 +22,88 @@ from zerotrain.config.ds_config import (
     zero_stage,
 )
 from zerotrain.config.schema import Config
-from zerotrain.runtime.machine import Machine
-from zerotrain.tools.memory import MemoryEstimate, estimate_memory, layer_widths
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine, peak_flops_per_s
+from zerotrain.tools.memory import MemoryEstimate, estimate_memory, layer_bytes, layer_widths
 from zerotrain.training.setup import Architecture, Setup, resolve
 from zerotrain.training.states import GIB, weight_bytes
 
 USED_SHARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
 BUDGET_STEP = 256  # tokens: the largest micro-batch is a multiple of it
 MAX_BUDGET = 1 << 22
-CPU_ADAM_PER_S = 4e9  # parameters that the CPUs of a node update (arXiv:2101.06840)
-SAME_SPEED = 1.05  # times the fastest one's seconds: no difference, in arithmetic
-LATENCY_SECONDS = 0.05  # in which launches of kernels and messages take longer than the arithmetic
+SAME_SPEED = 1.05  # times the fastest one's seconds: no difference
+WORTHWHILE = 0.75  # of a GPU's tokens/s: if it keeps less, further nodes are a waste
+A100_FLOPS_PER_S = 312e12
+UPDATE_BYTES = 28  # of a parameter: AdamW reads four fp32 values and writes three
+FUSED = 0.5  # of the elementwise bytes: what model.compile moves
+SOFTNESS = 0.15  # of the window: how gradually communication stops being hidden
+MEMORY_TB_PER_S = {
+    "B200": 8.0,
+    "H200": 4.8,
+    "H100 96": 2.4,
+    "H100 PCIe": 2.0,
+    "H100 NVL": 3.9,
+    "H100": 3.35,
+    "A100 40": 1.56,
+    "A100": 2.04,
+    "L40S": 0.86,
+    "V100": 0.9,
+    "MI300X": 5.3,
+}
+"""Part of a GPU's name and GB: bandwidth of its memory, of its data sheet. The first entry that is
+in the name counts.
+"""
 
 
-def _assumed(default: float, text: str) -> float:
+def _rate(default: float, text: str) -> float:
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """What is assumed of nodes and links, or was measured by preflight. Each is an option of
-    scripts/plan.py.
-    """
+class Rates:
+    """How fast GPUs, links and disks are. Each is an option of scripts/plan.py."""
 
-    mfu: float = _assumed(0.4, "share of the GPUs' peak that is reached, recomputation included")
-    node_gb_per_s: float = _assumed(200, "bus bandwidth of an all-reduce on one node")
-    network_gb_per_s: float = _assumed(50, "bus bandwidth of an all-reduce on several nodes")
-    pcie_gb_per_s: float = _assumed(25, "between a GPU and CPU memory")
-    nvme_gb_per_s: float = _assumed(5, "of a node's NVMe disks")
-    cpu_memory_gib: float = _assumed(1000, "of a node")
-    disk_gb_per_s: float = _assumed(2, "at which a checkpoint is written")
-    node_mtbf_hours: float = _assumed(6000, "mean time between failures of a node")
+    matmul_share: float = _rate(0.796, "share of an A100's peak that matrix products reach")
+    attention_share: float = _rate(0.305, "share of an A100's peak that attention reaches")
+    head_share: float = _rate(0.308, "share of an A100's peak that the output head reaches")
+    peak_exponent: float = _rate(0.275, "a peak N times an A100's counts as N to 1 minus this")
+    elementwise_passes: float = _rate(1.65, "times that a pass moves what a layer's backward keeps")
+    launch_seconds: float = _rate(7.9e-5, "of a layer's kernels in a micro-step")
+    update_passes: float = _rate(1.18, "times that the update moves its 28 bytes per parameter")
+    node_gb_per_s: float = _rate(155, "bus bandwidth of an all-reduce on one node")
+    network_gb_per_s: float = _rate(172, "bus bandwidth of an all-reduce on several nodes")
+    hidden_share: float = _rate(0.628, "share of compute that communication hides behind")
+    collective_seconds: float = _rate(1.96e-5, "latency of a collective per doubling of the ranks")
+    pcie_gb_per_s: float = _rate(18.1, "between a GPU and CPU memory")
+    cpu_adam_per_s: float = _rate(4.29e8, "parameters that the CPUs of a node update")
+    slowdown: float = _rate(1, "times the compute of the runs that the table has")
+    nvme_gb_per_s: float = _rate(5, "of a node's NVMe disks")
+    cpu_memory_gib: float = _rate(1000, "of a node")
+    disk_gb_per_s: float = _rate(2, "at which a checkpoint is written")
+    node_mtbf_hours: float = _rate(6000, "mean time between failures of a node")
+
+
+class Gpu(NamedTuple):
+    """What forecasts need of a GPU."""
+
+    name: str
+    """In lower case, as in h100."""
+    memory_gib: int
+    flops_per_s: float
+    """Peak in 16 bits."""
+    bytes_per_s: float
+    """Bandwidth of its memory."""
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU of a name and its GB, as in h100-80gb. Raises UserError: there is none."""
+    name, _, gib = text.lower().removesuffix("gb").replace("-", " ").rpartition(" ")
+    peak = peak_flops_per_s(name)
+    rates = [tb for part, tb in MEMORY_TB_PER_S.items() if part.lower() in f"{name} {gib}"]
+    if peak is None or not rates or not gib.isdecimal():
+        known = ", ".join(MEMORY_TB_PER_S)
+        raise UserError(f"GPU {text}: give one of {known}, and its GB, as in h100-80gb")
+    return Gpu(name, int(gib), peak, 1e12 * rates[0])
 
 
 @dataclass(frozen=True)
@@ -58,10 +113,8 @@ class GpuCluster:
     nodes: int
     gpus: int
     """GPUs of a node, one for each of its ranks."""
-    gpu_memory_gib: float
-    peak_flops_per_s: float
-    """Peak of a GPU in 16 bits."""
-    hardware: Hardware = Hardware()
+    gpu: Gpu
+    rates: Rates = Rates()
 
     @property
     def ranks(self) -> int:
@@ -76,8 +129,12 @@ class Workload:
     architecture: Architecture
     tokens: float
     """Tokens of an optimizer step, without padding."""
-    flops: float
-    """Floating-point operations of an optimizer step, without recomputed activations."""
+    supervised: float
+    """How many of them are targets of the loss."""
+    pairs: float
+    """Pairs of a token and itself or one before it in its example, of an optimizer step."""
+    recomputed: float
+    """Share of the forward pass that the backward pass repeats."""
     steps: int | None
     """Optimizer steps of the run; None if the number of its rows is unknown."""
 
@@ -86,6 +143,8 @@ class Workload:
 class Estimate:
     """A run under one DeepSpeed config on a cluster."""
 
+    workload: Workload
+    cluster: GpuCluster
     setup: Setup
     """The run with micro-batches of the config's tokens or, if less, of the largest number that
     fits, but of data.max_length at least.
@@ -99,6 +158,17 @@ class Estimate:
     """Bytes that a rank sends per step."""
     seconds: float
     """Time of a step."""
+    typical_error: str
+    """How far nine of ten forecasts of the kind were off in runs that were not fitted."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.workload.tokens / self.seconds
+
+    @property
+    def hours(self) -> float | None:
+        """Of the run; None if the number of its steps is unknown."""
+        return self.workload.steps and self.workload.steps * self.seconds / 3600
 
     @property
     def file(self) -> str:
@@ -125,7 +195,7 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
     config = replace(workload.config, ds_config=file)
     setup = resolve(config, machine, workload.architecture)
     check_ranks(setup.config, setup.ds_config, cluster.ranks)
-    limit = USED_SHARE * cluster.gpu_memory_gib * GIB
+    limit = USED_SHARE * cluster.gpu.memory_gib * GIB
 
     def is_too_large(tokens: int) -> bool:
         return estimate_memory(with_micro_batch(setup, tokens)).peak > limit
@@ -139,20 +209,30 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
     cpu = max(memory.cpu, memory.loading)
     group = math.prod(group_sizes(setup.ds_config))
     micro_steps = math.ceil(workload.tokens * group / (cluster.ranks * budget))
-    sent, seconds = _communication(setup, micro_steps, cluster)
-    counts = setup.architecture.counts
-    forward = counts.total / (2 * counts.total + counts.trained)  # share of the operations
-    flops = workload.flops * (1 + forward * setup.config.model.activation_checkpointing)
-    flops_per_s = cluster.ranks * cluster.peak_flops_per_s * cluster.hardware.mfu
+    sent, seconds = step_time(setup, workload, micro_steps, cluster)
     return Estimate(
+        workload=workload,
+        cluster=cluster,
         setup=setup,
         memory=memory,
         largest_micro_batch=largest,
-        fits=memory.peak <= limit and cpu <= cluster.hardware.cpu_memory_gib * GIB,
+        fits=memory.peak <= limit and cpu <= cluster.rates.cpu_memory_gib * GIB,
         micro_steps=micro_steps,
         sent=sent,
-        seconds=flops / flops_per_s + seconds + _offloading(setup, micro_steps, cluster),
+        seconds=seconds,
+        typical_error=_typical_error(setup, cluster.gpu),
     )
+
+
+def _typical_error(setup: Setup, gpu: Gpu) -> str:
+    """By `python -m benchmarks.forecast --fit`."""
+    ds_config = setup.ds_config
+    skeleton = setup.architecture.skeleton
+    if set(offload_devices(ds_config).values()) != {"none"}:
+        return "rough"  # two published runs
+    if gpu_keys(ds_config) or group_sizes(ds_config) != (1, 1) or layer_widths(skeleton)[-1] > 1:
+        return "unseen"
+    return "15 %" if gpu.name in ("a100", "h100") else "25 %"
 
 
 def with_micro_batch(setup: Setup, tokens: int) -> Setup:
@@ -163,17 +243,11 @@ def with_micro_batch(setup: Setup, tokens: int) -> Setup:
 
 def fastest(estimates: Sequence[Estimate], own: str) -> list[Estimate]:
     """The estimates that fit and keep the run as it is, the fastest first. Those that are about as
-    fast as the fastest, or faster than latencies allow, come before the others in their order, the
-    run's own choice first.
+    fast as the fastest come before the others in their order, the run's own choice first.
     """
     usable = [each for each in estimates if each.fits and each.keeps_the_run]
-    least = min((each.seconds for each in usable), default=0)
-    about_equal = max(SAME_SPEED * least, LATENCY_SECONDS)
-
-    def rank(each: Estimate) -> tuple[float, bool]:
-        return max(each.seconds, about_equal), each.file != own
-
-    return sorted(usable, key=rank)
+    about_equal = SAME_SPEED * min((each.seconds for each in usable), default=0)
+    return sorted(usable, key=lambda each: (max(each.seconds, about_equal), each.file != own))
 
 
 def daly_seconds(save_seconds: float, mtbf_seconds: float) -> float:
@@ -189,18 +263,68 @@ def daly_seconds(save_seconds: float, mtbf_seconds: float) -> float:
 # Time
 
 
-def _communication(setup: Setup, micro_steps: int, cluster: GpuCluster) -> tuple[float, float]:
-    """Bytes that a rank sends in a step, and their seconds, by the volumes of ds_configs/README.md
-    in rings over all ranks.
+def step_time(
+    setup: Setup, workload: Workload, micro_steps: int, cluster: GpuCluster
+) -> tuple[float, float]:
+    """Bytes that a rank sends in an optimizer step, and the seconds of the step. The rates of the
+    cluster may be arrays: so are the seconds then.
+    """
+    rates = cluster.rates
+    compute = _compute(setup, workload, micro_steps, cluster)
+    stage = zero_stage(setup.ds_config)
+    sent, seconds, shared, shared_seconds = _communication(setup, micro_steps, cluster)
+    # below stage 2, gradients are reduced in the last micro-step alone
+    window = rates.hidden_share * compute / (1 if stage >= 2 else micro_steps)
+    late = seconds - window
+    exposed = (late + (late**2 + (SOFTNESS * window) ** 2) ** 0.5) / 2  # max(late, 0), smoothed
+    offload = _offloading(setup, micro_steps, cluster)
+    return sent + shared, compute + exposed + shared_seconds + offload
+
+
+def _compute(setup: Setup, workload: Workload, micro_steps: int, cluster: GpuCluster) -> float:
+    """Seconds in which a GPU computes, without the update of offloaded parameters."""
+    rates = cluster.rates
+    model = setup.architecture
+    counts = model.counts
+    again = workload.recomputed
+    forward = counts.total / (2 * counts.total + counts.trained)  # share of the operations
+    seconds_at_peak = (
+        model.flops.token * workload.tokens * (1 + forward * again) / rates.matmul_share
+        # FlashAttention computes the scores once more in its backward pass
+        + model.flops.pair * workload.pairs * (3.5 + again) / 3 / rates.attention_share
+        + model.flops.supervised_token * workload.supervised / rates.head_share
+    ) / (cluster.ranks * cluster.gpu.flops_per_s)
+    peaks = cluster.gpu.flops_per_s / A100_FLOPS_PER_S
+    tensor, _ = group_sizes(setup.ds_config)
+    kept, _ = layer_bytes(model.skeleton, tensor)
+    layers = int(model.skeleton.config.get_text_config().num_hidden_layers)
+    moved = kept * layers * workload.tokens * tensor / cluster.ranks
+    moved *= (3 + again) * rates.elementwise_passes * (FUSED if setup.config.model.compile else 1)
+    launches = layers * micro_steps * (3 + again) / 4
+    if offload_devices(setup.ds_config)["optimizer"] == "none":
+        updated = counts.trained / (cluster.ranks if zero_stage(setup.ds_config) else tensor)
+        moved = moved + UPDATE_BYTES * updated * rates.update_passes
+    seconds = seconds_at_peak * peaks**rates.peak_exponent + moved / cluster.gpu.bytes_per_s
+    return rates.slowdown * (seconds + launches * rates.launch_seconds)
+
+
+def _communication(
+    setup: Setup, micro_steps: int, cluster: GpuCluster
+) -> tuple[float, float, float, float]:
+    """Bytes that a rank sends in a step for ZeRO, by the volumes of ds_configs/README.md in rings
+    over all ranks, and their seconds; and bytes and seconds of tensor or sequence parallelism,
+    for which compute waits.
     """
     ds_config = setup.ds_config
     counts = setup.architecture.counts
     zero = ds_config["zero_optimization"]
     stage = zero_stage(ds_config)
     tensor, sequence = group_sizes(ds_config)
-    inside = cluster.hardware.node_gb_per_s * 1e9
+    skeleton = setup.architecture.skeleton
+    layers = int(skeleton.config.get_text_config().num_hidden_layers)
+    inside = cluster.rates.node_gb_per_s * 1e9
     # of a node's network, on which as many rings run at a time as a tensor-parallel group has ranks
-    network = cluster.hardware.network_gb_per_s * 1e9 / tensor
+    network = cluster.rates.network_gb_per_s * 1e9 / tensor
     between = network if cluster.nodes > 1 else inside
     width = weight_bytes(ds_config)
     summed = 4 if ds_config.get("communication_data_type") == "fp32" else width
@@ -215,17 +339,17 @@ def _communication(setup: Setup, micro_steps: int, cluster: GpuCluster) -> tuple
         forward = backward = ring * gathered * counts.total * micro_steps
     is_local = 1 < secondary_ranks(ds_config) <= cluster.gpus
     seconds = (gradients + forward) / between + backward / (inside if is_local else between)
+    collectives = layers * (1, 1, micro_steps, 3 * micro_steps)[stage] * math.log2(ranks)
+    seconds += collectives * cluster.rates.collective_seconds
 
-    skeleton = setup.architecture.skeleton
     group = tensor * sequence
     h, q, k, *_ = layer_widths(skeleton)
     per_layer = 4 * h if tensor > 1 else 2 * (q + k) / sequence
     passes = 2 + setup.config.model.activation_checkpointing
-    layers = int(skeleton.config.get_text_config().num_hidden_layers)
     tokens = setup.config.data.micro_batch_tokens * micro_steps
     shared = passes * layers * per_layer * width * tokens * (group - 1) / group
-    seconds += shared / (inside if group <= cluster.gpus else between)
-    return gradients + forward + backward + shared, seconds
+    shared_seconds = shared / (inside if group <= cluster.gpus else between)
+    return gradients + forward + backward, seconds, shared, shared_seconds
 
 
 def _offloading(setup: Setup, micro_steps: int, cluster: GpuCluster) -> float:
@@ -235,13 +359,13 @@ def _offloading(setup: Setup, micro_steps: int, cluster: GpuCluster) -> float:
     trained, total = (count / cluster.nodes for count in setup.architecture.counts)  # on a node
     bytes_per_s = {
         "none": math.inf,
-        "cpu": cluster.hardware.pcie_gb_per_s * cluster.gpus * 1e9,
-        "nvme": cluster.hardware.nvme_gb_per_s * 1e9,
+        "cpu": cluster.rates.pcie_gb_per_s * cluster.gpus * 1e9,
+        "nvme": cluster.rates.nvme_gb_per_s * 1e9,
     }
     seconds = 2 * micro_steps * width * total / bytes_per_s[weights]
     if optimizer != "none":
         copied = (4 * micro_steps + width) * trained
-        seconds += copied / bytes_per_s["cpu"] + trained / CPU_ADAM_PER_S
+        seconds += copied / bytes_per_s["cpu"] + trained / cluster.rates.cpu_adam_per_s
     if optimizer == "nvme":
         seconds += 2 * 12 * trained / bytes_per_s["nvme"]
     return seconds

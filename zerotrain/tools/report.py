@@ -120,10 +120,14 @@ def report_page(folders: Sequence[Path]) -> str:
             lines = escape("\n".join(difflib.unified_diff(*texts, n=0, lineterm="")))
             sections["Configs"] = f"<pre>Differences from {escape(runs[0].name)}:\n{lines}</pre>"
         body += [folded(run.prefix + title, text) for title, text in sections.items()]
+    return page(" · ".join(run.name for run in runs), "\n".join(body))
+
+
+def page(title: str, body: str) -> str:
+    """A page of the report's style. The title is escaped, the body is HTML."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    names = escape(" · ".join(run.name for run in runs))
-    page = Template(template).substitute(title=names, plotly=get_plotlyjs(), body="\n".join(body))
-    return page.encode("utf-8", "replace").decode()  # a text may have half a surrogate pair
+    text = Template(template).substitute(title=escape(title), plotly=get_plotlyjs(), body=body)
+    return text.encode("utf-8", "replace").decode()  # a text may have half a surrogate pair
 
 
 def sentence(run: RunRecords) -> str:

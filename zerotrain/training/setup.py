@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import dump_config
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import Config, ModelConfig
 from zerotrain.data.data_plan import DataPlan, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import choose_questions
@@ -47,15 +47,15 @@ class Architecture:
     """K in the cost K*L + L^2 of an example of L tokens."""
 
     @classmethod
-    def of(cls, config: Config, model_config: PretrainedConfig) -> "Architecture":
+    def of(cls, config: ModelConfig, model_config: PretrainedConfig) -> "Architecture":
         """The model of a run with its adapters and frozen parts.
 
         Raises:
             UserError: model.attn_implementation, model.trainable or model.lora do not fit it.
         """
-        skeleton = meta_model(model_config, config.model.trust_remote_code)
-        check_attention(config.model.attn_implementation, skeleton)
-        counts = count_trained(skeleton, config.model)
+        skeleton = meta_model(model_config, config.trust_remote_code)
+        check_attention(config.attn_implementation, skeleton)
+        counts = count_trained(skeleton, config)
         return cls(model_config, skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
 
 
@@ -117,7 +117,7 @@ def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokeniz
     tokenizer = load_tokenizer(config)
     model_config = load_model_config(config)
     pinned = pin_revisions(config)
-    architecture = Architecture.of(pinned, model_config)
+    architecture = Architecture.of(pinned.model, model_config)
     check_model_fits(pinned, architecture.skeleton, tokenizer)
     return resolve(pinned, machine, architecture), tokenizer
 

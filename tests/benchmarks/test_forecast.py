@@ -1,0 +1,60 @@
+"""Forecasts of a step's time against published runs.    pytest tests/benchmarks/test_forecast.py"""
+
+import csv
+import io
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from benchmarks import forecast
+from benchmarks.forecast import PUBLISHED, fit, held_out, read_runs, thirds
+from zerotrain.tools.estimate import Rates
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return read_runs(str(PUBLISHED))
+
+
+def test_the_constants_are_those_that_fit_the_published_runs(runs):
+    found = fit(runs)
+    for rate in fields(Rates):
+        if rate.name in forecast.ASSUMED and rate.name != "slowdown":
+            assert getattr(found, rate.name) == pytest.approx(rate.default, rel=0.01), rate.name
+    assert found.slowdown == pytest.approx(forecast.DEEPSPEED_SLOWDOWN, rel=0.01)
+
+
+def test_runs_that_were_not_fitted_are_forecast_as_well_as_the_planner_says(runs):
+    for folds, within in ((thirds(runs), 0.15), ([run.gpu for run in runs], 0.25)):
+        errors = abs(held_out(runs, folds) - 1)
+        assert np.quantile(errors, 0.9) < within + 0.005
+        assert np.median(errors) <= 0.08 and np.mean(errors <= 0.2) >= 0.85
+
+
+def test_a_table_has_a_line_per_run_and_the_verdicts_on_further_nodes(forks, runs, tmp_path):
+    done = forks.script("benchmarks/forecast.py")
+    assert done.code == 0, done.output
+    *_, verdicts, errors = done.output.splitlines()
+    assert done.output.count("-80gb, ZeRO") == sum(run.gpu_gib == 80 for run in runs)
+    assert " 33 of 33 " in verdicts
+    assert float(errors.partition("median error ")[2].split()[0]) < 5
+    table = tmp_path / "runs.csv"
+    for old, new in (("a100", "z80"), (",8,", ",eight,"), ("llama-7b", "")):
+        table.write_text(PUBLISHED.read_text().replace(old, new))
+        refused = forks.script("benchmarks/forecast.py", table)
+        assert refused.code == 2 and len(refused.errors) == 1, refused.output
+
+
+def test_a_run_gives_a_line_of_the_table(forks, tiny_config, tmp_path):
+    path = tiny_config(train__steps=3, train__epochs=None)
+    assert forks.train(path).code == 0
+    done = forks.script("benchmarks/forecast.py", "--run", tmp_path / "run", "--gpu", "a100-40gb")
+    assert done.code == 0, done.output
+    header, line = done.output.splitlines()[:2]
+    [row] = csv.DictReader(io.StringIO(f"{header}\n{line}"))
+    sizes = [row[name] for name in ("hidden", "layers", "heads", "kv_heads", "mlp_matrices")]
+    assert sizes == ["32", "2", "4", "2", "3"] and float(row["tokens_per_s_per_gpu"]) > 0
+    table = tmp_path / "runs.csv"
+    table.write_text(f"{header}\n{line}\n")
+    assert forks.script("benchmarks/forecast.py", table).code == 0
