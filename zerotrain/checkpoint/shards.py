@@ -227,17 +227,14 @@ class Shards:
         self._shard = functools.cache(functools.partial(read_shard, checkpoint))
         names = sorted(filter(is_shard, read_manifest(checkpoint).files))
         self.world_size = len(names)
-        here = {name for name in names if (checkpoint / name).exists()}
+        here = [name for name in names if (checkpoint / name).exists()]
+        if not here:
+            raise UserError(f"{checkpoint} has no weights; use another checkpoint")
         own = shard_name(rank)
         self.has_own = own in here
-        tensor = self._shard(min(here)).tensor if here else 1
-        here.intersection_update(names[rank % tensor :: tensor])  # whose pieces are the same
-        if not here:
-            raise UserError(
-                f"{checkpoint} has no weights of rank {rank} on this node; use another checkpoint, "
-                "or gather the files of all nodes"
-            )
-        self._names = sorted(here, key=lambda name: (name != own, name))
+        tensor = self._shard(here[0]).tensor
+        self._same = names[rank % tensor :: tensor]  # with the same pieces of split parameters
+        self._names = sorted(here, key=lambda name: (name != own, name not in self._same, name))
         self.first = self._shard(self._names[0])
 
     def holds(self, name: str) -> bool:
@@ -263,7 +260,10 @@ class Shards:
         """What the first file with this element of a flattened state has of it: the number of its
         first element, and its elements.
         """
-        for shard in map(self._shard, self._names):
+        for file in self._names:
+            shard = self._shard(file)
+            if name in shard.split and file not in self._same:
+                continue
             start, tensors = shard.parts.get(name, (0, {}))
             if key in tensors and start <= position < start + len(tensors[key]):
                 return start, tensors[key]
