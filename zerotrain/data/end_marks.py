@@ -1,5 +1,6 @@
 """End marks: the tokens that end answers in the training data and so teach the model to stop."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig
 from zerotrain.data.sources import BadRow
-from zerotrain.data.turns import NO_END_MARK, locate
+from zerotrain.data.turns import locate
 from zerotrain.runtime.errors import UserError
 
 SUPERVISED = {
@@ -86,12 +87,9 @@ def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": role, "content": f"({role})"} for role in ("user", "assistant") * 2]
     for changed in (template, template.rstrip("\n") + WRITTEN_LAST, WRITTEN_ALWAYS + template):
         tokenizer.chat_template = changed
-        try:
+        with contextlib.suppress(BadRow, UserError):
             locate(chat, None, tokenizer, [1, 3])
             return
-        except (BadRow, UserError) as error:
-            if changed == template and getattr(error, "reason", None) != NO_END_MARK:
-                return
     tokenizer.chat_template = template
 
 

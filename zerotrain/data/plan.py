@@ -64,11 +64,8 @@ def plan_step(
             their order.
         lengths, supervised: int32 [all examples], tokens, and those that carry loss.
     """
-    examples = np.sort(examples)
+    examples = examples[np.lexsort((examples, -lengths[examples]))]  # the longest first
     exact = lengths[examples].astype(np.int64)
-    order = np.argsort(-exact, kind="stable")
-    examples = examples[order]
-    exact = exact[order]
     padded = budget.padded(exact)
     groups, costs = (_pack if budget.packed else _bucket)(padded, budget)
     padded_tokens = exact.sum() if budget.packed else sum(len(g) * padded[g[0]] for g in groups)
