@@ -156,11 +156,12 @@ def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer,
 def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
     data = build(tmp_path, sample_tokenizer, [{"text": f"{i}"} for i in range(200)])
     train, held = hold_out(data, 0.1, seed=3)
-    lines = train.rows["row"][:].tolist(), held.rows["row"][:].tolist()
-    assert len(held) == 20 and sorted(lines[0] + lines[1]) == list(range(200))
+    rows = np.concatenate([train.column("row"), held.column("row")])
+    assert len(held) == 20 and sorted(rows) == list(range(200))
     assert train.meta["content"] != data.meta["content"]
     for part in (train, held):
-        assert [len(ids) for ids in part.rows["input_ids"][:]] == np.asarray(part.lengths).tolist()
+        ids, _ = part.fetch(np.arange(len(part)))
+        assert [*map(len, ids)] == part.lengths.tolist()
 
 
 GOOD_AND_BAD = (
@@ -171,6 +172,8 @@ GOOD_AND_BAD = (
     b"\n"
     b'{"text": "a\0b"}\n'
     b'{"text": "half\n'
+    b"[1]\n"
+    b'{"text": "\\ud83d"}\n'
     b'{"text": ""}\n'
     b'{"text": "last"}'
 )
@@ -183,11 +186,12 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     texts = [sample_tokenizer.decode(ids) for ids in data.rows["input_ids"][:]]
     assert texts == ["first<|end|>", "last<|end|>"]
     assert data.meta["rejected"] == {
-        "not UTF-8": 1, "wrong type": 1, "unknown key": 1, "not JSON": 2, "empty answer": 1,
+        "not UTF-8": 2, "wrong type": 1, "unknown key": 1, "not JSON": 2, "not an object": 1,
+        "empty answer": 1,
     }  # fmt: skip
-    assert data.meta["rows_read"] == 8 and len(data) == 2
+    assert data.meta["rows_read"] == 10 and len(data) == 2
     listed = [json.loads(line) for line in data.rejected_rows.read_text().splitlines()]
-    assert [line["place"] for line in listed] == [2, 3, 4, 6, 7, 8]
+    assert [line["place"] for line in listed] == [2, 3, 4, 6, 7, 8, 9, 10]
     assert all(line["file"].endswith("rows.jsonl") and line["problem"] for line in listed)
     assert listed[1] == {**listed[1], "reason": "wrong type", "text": '{"text": 3}'}
 
