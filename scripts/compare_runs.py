@@ -1,6 +1,6 @@
 """Compare the loss curves of two runs, step by step.
 
-    python scripts/compare_runs.py runs/before runs/after
+    python -m scripts.compare_runs runs/before runs/after
 
 Prints the largest relative difference of loss and gradient norm between the first and the last step
 that both runs have. Exit code 1 if it exceeds 1e-5, the effect of summing in another order in fp32,

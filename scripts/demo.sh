@@ -18,6 +18,6 @@ echo "training on $ranks ranks; the first run also tokenizes the sample data (10
 deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning \
   train.py --config recipes/demo.yaml --output_dir "$run" "$@"
 echo "exporting the model, drawing the report, answering the held-out questions"
-python scripts/export.py "$run" "$run/model"
-python scripts/report.py "$run"
-python scripts/exact_match.py "$run/model" data/sample/eval.jsonl --show 1
+python -m scripts.export "$run" "$run/model"
+python -m scripts.report "$run"
+python -m scripts.exact_match "$run/model" data/sample/eval.jsonl --show 1

@@ -1,6 +1,6 @@
 """Count the answers of a model that match those of chat rows exactly.
 
-    python scripts/exact_match.py MODEL_FOLDER data/sample/eval.jsonl [--show 3]
+    python -m scripts.exact_match MODEL_FOLDER data/sample/eval.jsonl [--show 3]
 
 The last assistant turn of each row is the expected answer; the model answers with greedy decoding.
 As for any other user of the model folder, its generation_config.json decides where an answer ends;

@@ -1,7 +1,7 @@
 """Write a checkpoint as a Hugging Face folder: safetensors, config, tokenizer and a model card.
 
-    python scripts/export.py CHECKPOINT OUT [--dtype float32] [--verify]
-    python scripts/export.py CHECKPOINT OUT --adapter
+    python -m scripts.export CHECKPOINT OUT [--dtype float32] [--verify]
+    python -m scripts.export CHECKPOINT OUT --adapter
     hf upload OWNER/NAME OUT --private        # afterwards, to publish it
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder, whose newest

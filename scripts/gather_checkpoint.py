@@ -1,8 +1,8 @@
 """Combine what nodes without a shared disk have of a checkpoint, each the files of its own ranks,
 for scripts/export.py or another number of hosts.
 
-    python scripts/gather_checkpoint.py --hostfile hostfile RUN_OR_CHECKPOINT OUT
-    python scripts/gather_checkpoint.py --disks COPIES RUN_OR_CHECKPOINT OUT
+    python -m scripts.gather_checkpoint --hostfile hostfile RUN_OR_CHECKPOINT OUT
+    python -m scripts.gather_checkpoint --disks COPIES RUN_OR_CHECKPOINT OUT
 
 RUN_OR_CHECKPOINT is a folder on the hosts: a checkpoint, like runs/mine/checkpoints/step_00000300,
 or a run folder, of which the newest checkpoint is taken that is complete on every host. The files

@@ -1,6 +1,6 @@
 """Inspect the data before training: what was read, lengths, what is supervised, and the step plan.
 
-    python scripts/inspect_data.py --config recipes/demo.yaml [--show 3] [--ranks 8,64,512]
+    python -m scripts.inspect_data --config recipes/demo.yaml [--show 3] [--ranks 8,64,512]
         [--color auto|always|never]
 
 Prints counts, length quantiles, tokens, truncation and the supervised share; the first examples,

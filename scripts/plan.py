@@ -1,7 +1,7 @@
 """What a run needs and costs under every file of ds_configs/, and which one to use, before any GPU
 is rented.
 
-    python scripts/plan.py --config recipes/llama-3.1-8b.yaml [--hostfile hostfile | --nodes 2
+    python -m scripts.plan --config recipes/llama-3.1-8b.yaml [--hostfile hostfile | --nodes 2
         --gpus 8] [--gpu h100-80gb] [--price 2.5] [--links links.json] [--section.key value ...]
 
 Prints memory, speed, hours and cost under each DeepSpeed config; those of the fastest on fewer and

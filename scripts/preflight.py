@@ -1,6 +1,6 @@
 """Check the hosts of a hostfile before a job:
 
-    python scripts/preflight.py --hostfile hostfile [--hosts_only] [--links FILE] [options of
+    python -m scripts.preflight --hostfile hostfile [--hosts_only] [--links FILE] [options of
         scripts/launch.sh] -- train.py --config recipes/mine.yaml [--section.key value ...]
 
 First each host reports on itself over ssh, and the reports are checked; then, unless a check has
@@ -9,10 +9,8 @@ them to a file). docs/multi_node.md lists the checks. Exit code: 0 nothing faile
 check failed, 2 a mistake in the input.
 """
 
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from zerotrain.launch.checks import CHECKS, check_hosts
 from zerotrain.launch.hostfile import between
@@ -22,8 +20,7 @@ from zerotrain.runtime.errors import EXIT_FAILURE, exit_on_error
 
 
 def main() -> None:
-    os.chdir(Path(__file__).resolve().parent.parent)  # as scripts/launch.sh does
-    parser = job_parser("scripts/preflight.py")
+    parser = job_parser("python -m scripts.preflight")
     parser.add_argument("--hosts_only", action="store_true", help="without the job on all ranks")
     parser.add_argument(
         "--timeout", type=between(1, 86_400), default=60,

@@ -1,8 +1,8 @@
 """Check a claim about your own config, on this machine.
 
-    python scripts/prove.py epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
-    python scripts/prove.py data --config recipes/demo.yaml
-    python scripts/prove.py equivalence --config recipes/demo.yaml [--precision bf16]
+    python -m scripts.prove epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
+    python -m scripts.prove data --config recipes/demo.yaml
+    python -m scripts.prove equivalence --config recipes/demo.yaml [--precision bf16]
 
 epoch   Run every rank's loader over a whole epoch and count the examples that it yields, identified
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
@@ -123,7 +123,7 @@ def prove_data(config: "Config") -> bool:
     if compared == 0:
         raise UserError(
             "no row could be compared: all are plain text, cut or split, or data.supervise is all; "
-            "scripts/inspect_data.py shows them with their masks"
+            "python -m scripts.inspect_data shows them with their masks"
         )
     return problems == 0
 

@@ -1,6 +1,6 @@
 """Draw runs as one HTML page that needs no server and no network.
 
-    python scripts/report.py runs/mine [runs/other ...] [--output report.html]
+    python -m scripts.report runs/mine [runs/other ...] [--output report.html]
 
 Steps, evaluations, times of the ranks, events, answers and configs, from metrics.jsonl and the
 resolved configs. Several runs are drawn over each other. A run may still be training. The page is

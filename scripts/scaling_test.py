@@ -1,6 +1,6 @@
 """Measure how training speed grows with the number of nodes, and what keeps it from growing.
 
-    python scripts/scaling_test.py --nodes 1,2,4 --hostfile hostfile [options of scripts/launch.sh]
+    python -m scripts.scaling_test --nodes 1,2,4 --hostfile hostfile [options of scripts/launch.sh]
         [--strong] [--steps 30] [--output runs/scaling] -- train.py --config recipes/mine.yaml ...
 
 Runs the config for a few steps on the first 1, 2 and 4 hosts. Scaling is weak: the config's global
@@ -11,7 +11,6 @@ loader; `forward`, `backward` and `optimizer` the network, as the own work of a 
 Exit code 1 if a run fails; the others still count. After Ctrl-C, sizes that are left are not run.
 """
 
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -50,8 +49,7 @@ def measure(folder: Path, ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    os.chdir(Path(__file__).resolve().parent.parent)  # as scripts/launch.sh does
-    parser = job_parser("scripts/scaling_test.py")
+    parser = job_parser("python -m scripts.scaling_test")
     add = parser.add_argument
     add("--nodes", required=True, metavar="N,N,...", help="numbers of hosts")
     add("--strong", action="store_true", help="the same global batch on all sizes")

@@ -44,8 +44,9 @@ def test_a_mistake_exits_2_with_one_line(forks, left_running, tiny_config, tmp_p
 
 
 def test_a_python_without_the_packages_is_told_where_they_are():
-    for script in ("train.py", *sorted((REPO / "scripts").glob("*.py"))):
-        finished = run([sys.executable, "-E", "-S", script])
+    commands = [["-m", f"scripts.{file.stem}"] for file in (REPO / "scripts").glob("[a-z]*.py")]
+    for command in (["train.py"], *commands):
+        finished = run([sys.executable, "-E", "-S", *command])
         assert finished.code == 2 and len(finished.output.splitlines()) == 1, finished.output
         assert ".venv/bin/python" in finished.output and "scripts/setup.sh" in finished.output
 

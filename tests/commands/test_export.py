@@ -218,7 +218,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     (checkpoint / "manifest.json").write_text(json.dumps(values))
     export_checkpoint(checkpoint, tmp_path / "without_code")
     assert not [*(tmp_path / "without_code").glob("*.py")]
-    assert "output_dir of a run" in forks.script("scripts/export.py", base, out, code=2).error
+    assert "output_dir of a run" in forks.script("scripts.export", base, out, code=2).error
 
     # a config that says that a model's code may run, and a model that has some
     evil = copy_with_code(base, tmp_path / "evil", tmp_path / "ran")
@@ -227,8 +227,8 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     for trusted in (True, False):
         values["model"] |= {"name_or_path": str(evil), "trust_remote_code": trusted}
         config.write_text(yaml.safe_dump(values))
-        assert forks.script("scripts/export.py", tmp_path / "run", out, "--verify", code=2).error
+        assert forks.script("scripts.export", tmp_path / "run", out, "--verify", code=2).error
     assert not (tmp_path / "ran").exists() and not out.exists()
     config.write_text("".join(f"key_{i}: {i}\n" for i in range(60_000)))
-    finished = forks.script("scripts/export.py", tmp_path / "run", out, code=0)
+    finished = forks.script("scripts.export", tmp_path / "run", out, code=0)
     assert "no model card: resolved_config.yaml is larger" in finished.output

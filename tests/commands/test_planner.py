@@ -212,7 +212,7 @@ def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path)
     hosts.write_text("# two nodes\nnode-1 slots=4\nnode-2 slots=4\n")
     links = tmp_path / "links.json"
     links.write_text(json.dumps({"network_gb_per_s": 12.5, "node_gb_per_s": 300.0}))
-    command = ["scripts/plan.py", "--config", tiny_config()]
+    command = ["scripts.plan", "--config", tiny_config()]
     named = ["--hostfile", hosts, "--links", links, "--gpu", "h100-80gb"]
     chart = tmp_path / "nodes.html"
     done = forks.script(*command, *named, "--price", 1000, "--chart", chart)

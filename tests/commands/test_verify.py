@@ -57,7 +57,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     [checkpoint], out = list_complete(tmp_path / "run" / "checkpoints"), tmp_path / "deep" / "hf"
 
     def export(code):
-        return forks.script("scripts/export.py", tmp_path / "run", out, "--verify", code=code)
+        return forks.script("scripts.export", tmp_path / "run", out, "--verify", code=code)
 
     finished = export(0)
     assert "over 20 examples" in finished.output and "trained token ids" in finished.output

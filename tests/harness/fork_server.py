@@ -7,7 +7,7 @@ Reads requests from standard input and writes answers to standard output, as one
     {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}, "module": "train"}
         -> {"pids": [...]}; the module's main is called like train.py's. With "at": FOLDER and
         "disks": {"/disk_1": 2, ...} 2 ranks run on node-1, where FOLDER shows disk_1.
-        "module" may be the path of a script instead, which is run as by `python SCRIPT ARGV`.
+        "module" may be scripts.NAME instead, which is run as by `python -m scripts.NAME ARGV`.
     {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
 """
 
@@ -71,9 +71,9 @@ def rank(request, number):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = str(request["ranks"])
     os.environ.update(request["environment"])
-    if request["module"].endswith(".py"):
+    if request["module"].startswith("scripts."):
         sys.argv = [request["module"], *request["argv"]]
-        runpy.run_path(request["module"], run_name="__main__")
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         return
     os.environ.update(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,

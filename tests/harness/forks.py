@@ -80,9 +80,9 @@ class ForkServer:
             nodes["at"] = str(at)
         return self._start(module, ["--config", config, *flags], ranks, variables, **nodes)
 
-    def script(self, path, *args, code=None, **variables):
-        """Run a script like `python PATH ARGS`, but with its imports already done."""
-        return self._start(path, args, 1, variables).wait(code)
+    def script(self, module, *args, code=None, **variables):
+        """Run a script like `python -m MODULE ARGS`, but with its imports already done."""
+        return self._start(module, args, 1, variables).wait(code)
 
     def _start(self, module, argv, ranks, variables, **nodes):
         self.runs += 1

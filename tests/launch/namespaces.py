@@ -204,7 +204,7 @@ def start(hosts, log, *command, **variables) -> subprocess.Popen:
     after the name of its script.
     """
     words = [str(word) for word in command]
-    script = next(i for i, word in enumerate(words) if word.endswith((".sh", ".py")))
+    script = next(i for i, word in enumerate(words) if word.endswith(".sh") or "scripts." in word)
     words[script + 1 : script + 1] = ["--ssh_args", f"-F {hosts.ssh_config}"]
     return subprocess.Popen(
         words, cwd=REPO, env={**environment(), **variables},

@@ -66,7 +66,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
 
     def preflight(*options, command=("train.py", "--config", config)):
         return namespaces.run(
-            hosts, tmp_path / "log", sys.executable, REPO / "scripts/preflight.py",
+            hosts, tmp_path / "log", sys.executable, "-m", "scripts.preflight",
             "--hostfile", hostfile, *options, "--", *command,
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ import sys
 import namespaces
 import pytest
 from harness.processes import wait_until
-from harness.repository import REPO
 from namespaces import needs_hosts
 
 from zerotrain.launch.job import Job
@@ -15,7 +14,7 @@ from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import UserError
 
 pytest_plugins = ["namespaces"]
-SCRIPT = REPO / "scripts" / "scaling_test.py"
+SCRIPT = ("-m", "scripts.scaling_test")
 
 
 @needs_hosts
@@ -31,7 +30,7 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
     (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\nnode-9 slots=1\n")
     weights_of = {"resume": str(tmp_path / "other_run"), "weights_only": True}
     done = namespaces.run(
-        hosts, tmp_path / "log", sys.executable, SCRIPT, "--hostfile", tmp_path / "hostfile",
+        hosts, tmp_path / "log", sys.executable, *SCRIPT, "--hostfile", tmp_path / "hostfile",
         "--nodes", "1,2,3", "--steps", "15", "--output", tmp_path / "out", "--",
         "train.py", "--config", tiny_config(checkpoint=weights_of),
     )  # fmt: skip
@@ -46,7 +45,7 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
 @needs_hosts
 def test_ctrl_c_ends_it(hosts, hostfile, tmp_path, tiny_config):
     process = namespaces.start(
-        hosts, tmp_path / "log", sys.executable, SCRIPT, "--hostfile", hostfile, "--nodes", "1,2",
+        hosts, tmp_path / "log", sys.executable, *SCRIPT, "--hostfile", hostfile, "--nodes", "1,2",
         "--steps", "1000", "--output", tmp_path / "out", "--", "train.py", "--config",
         tiny_config(),
     )  # fmt: skip

@@ -104,7 +104,7 @@ def test_a_copy_names_no_file_that_it_lacks(copies, name):
     names = {n for n in names if not any(f == n or f.startswith(n) for f in here)}
     modules = [f[:-3].replace("/", ".") for f in gone if f.endswith(".py")]
     for file in sorted(here):
-        if file.endswith((".lock", ".jsonl", ".jinja", "s/zerotrain")) or file[:7] == ".copier":
+        if file.endswith((".lock", ".jsonl", ".jinja")) or file[:7] == ".copier":
             continue
         text = (copy / file).read_text()
         found = [n for n in names if re.search(rf"(?<![\w-])(?<!\w/){re.escape(n)}", text)]
@@ -127,8 +127,8 @@ def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
 
 def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
     monkeypatch.chdir(copies / "hosts")
-    line = re.search(r"scripts/preflight.py (.*)", Path("README.md").read_text())[1]
-    given = job_parser("scripts/preflight.py").parse_args(line.split())
+    line = re.search(r"scripts.preflight (.*)", Path("README.md").read_text())[1]
+    given = job_parser("scripts.preflight").parse_args(line.split())
     shutil.copy("hostfile.example", given.hostfile)
     job = job_of(given)
     assert len(job.hosts) == 2 and "recipes/hosts.yaml" in job.command

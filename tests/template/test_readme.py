@@ -27,6 +27,9 @@ def test_every_file_and_setting_named_in_the_pages_exists():
         text = page.read_text()
         for path in re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w./-]+\.\w+)", text):
             assert (REPO / path).exists() or path in made, f"{page.name}: {path}"
+        for module in re.findall(r"-m ((?:scripts|zerotrain)\.[a-z_.]+)", text):
+            file = f"{module.rstrip('.').replace('.', '/')}.py"
+            assert (REPO / file).exists(), f"{page.name}: {module}"
         for key in re.findall(rf"(?:`|--)((?:{SECTIONS})\.[a-z_.]+)", text):
             found = any(f"{known}.".startswith(f"{key}.") for known in keys)
             assert found or key.endswith((".py", ".jsonl")), f"{page.name}: {key}"

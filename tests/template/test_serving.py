@@ -38,11 +38,11 @@ def test_vllm_answers_as_transformers_and_as_trained(
         train__learning_rate=1e-2, model__lora={"r": 8, "alpha": 16} if adapter else None,
     )  # fmt: skip
     forks.finish(config)
-    forks.script("scripts/export.py", run, out, "--verify", code=0)
+    forks.script("scripts.export", run, out, "--verify", code=0)
     request = {"model": str(out), "conversations": [turns[:1] for turns in chats]}
     if adapter:
         folder = tmp_path / "adapter"
-        forks.script("scripts/export.py", run, folder, "--adapter", code=0)
+        forks.script("scripts.export", run, folder, "--adapter", code=0)
         names = dict.fromkeys(("adapter", "tokenizer", "generation_config"), str(folder))
         request |= {"model": str(base), "enable_lora": True, **names}
     (tmp_path / "requests.json").write_text(json.dumps(request))

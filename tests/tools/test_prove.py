@@ -18,7 +18,7 @@ from zerotrain.runtime.errors import UserError
 def test_prove_epoch_on_two_world_sizes(forks, tiny_config):
     flags = ["--data.batching", "packed"]
     finished = forks.script(
-        "scripts/prove.py", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
+        "scripts.prove", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
         "--cut", "0.5", *flags,
     )  # fmt: skip
     assert finished.code == 0, finished.output

@@ -24,7 +24,7 @@ def test_the_sample_is_what_its_script_writes(tmp_path):
 
 def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", chat_rows[:5])
-    counted = forks.script("scripts/exact_match.py", tiny_model, file, "--show", "1")
+    counted = forks.script("scripts.exact_match", tiny_model, file, "--show", "1")
     assert "exact match: 0 of 5" in counted.output, counted.output
     question, answer = chat_rows[0]["messages"][-2:]
     no_ends = shutil.copytree(tiny_model, tmp_path / "no_ends")
@@ -40,8 +40,8 @@ def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_pa
         (chat_rows[:1], no_ends, "eos_token_id"),
     ):
         write_rows(file, rows)
-        refused = forks.script("scripts/exact_match.py", model, file)
+        refused = forks.script("scripts.exact_match", model, file)
         assert refused.code == 2 and len(refused.errors) == 1, refused.output
         assert named in refused.errors[0]
-    swapped = forks.script("scripts/exact_match.py", file, tiny_model)
+    swapped = forks.script("scripts.exact_match", file, tiny_model)
     assert swapped.code == 2 and f"{file} is not the folder" in swapped.errors[0]

@@ -86,7 +86,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
     if kind == "llama":
         export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
     else:
-        finished = forks.script("scripts/export.py", run_folder, out, "--verify")
+        finished = forks.script("scripts.export", run_folder, out, "--verify")
         assert finished.code == 0, finished.output
     assert_same_weights(out, plain)
     first, last = (line["rows"] for line in read_metrics(run_folder, "generations"))

@@ -356,7 +356,7 @@ def check_model(
             raise UserError(
                 f"{checkpoint} is of another model: {name} is {was}, in this run {now}; if only "
                 "model.lora or tensor_parallel.autotp_size differs, keep it, or export the "
-                "checkpoint (scripts/export.py) and set model.name_or_path to the export"
+                "checkpoint (python -m scripts.export) and set model.name_or_path to the export"
             )
     if not weights_only and (other := {*own.trained}.symmetric_difference(saved.trained)):
         raise UserError(
