@@ -24,14 +24,11 @@ Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 from zerotrain.tools.short_run import short_run
-
-if TYPE_CHECKING:
-    from zerotrain.config.schema import Config
 
 EQUIVALENCE_STEPS = 4
 
@@ -82,7 +79,7 @@ def main() -> None:
     sys.exit(0 if proved else EXIT_FAILURE)
 
 
-def prove_training(config: "Config", args: argparse.Namespace) -> bool:
+def prove_training(config: Config, args: argparse.Namespace) -> bool:
     """Train some steps, and compare them with plain torch.
 
     Raises:
@@ -100,7 +97,7 @@ def prove_training(config: "Config", args: argparse.Namespace) -> bool:
     return prove_equivalence(config, files, ranks, args.precision, own_folder(args.work))
 
 
-def prove_data(config: "Config") -> bool:
+def prove_data(config: Config) -> bool:
     """Compare the rows of the training and held-out sources with their masks.
 
     Raises:
