@@ -3,25 +3,24 @@ Needs root and Debian packages, which `why_not` lists. Test files import the fix
 """
 
 import os
-import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from harness.processes import Finished, environment, lacking, wait_until
+from harness import processes
+from harness.processes import environment, lacking, wait_until
 from harness.repository import REPO
 
 # Test runs at the same time have names and addresses of their own.
 TAG = f"h{os.getpid() % 10**7}"
 PREFIX = f"10.{64 + os.getpid() // 250 % 128}.{os.getpid() % 250}"
-NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "nft", "/usr/sbin/sshd")
+NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "/usr/sbin/sshd")
 
 
 def why_not() -> str | None:
     """Why such hosts cannot be made here; None if they can."""
     probe = f"probe-{os.getpid()}"  # several test processes ask at the same time
-    if reason := lacking(NEEDED, "pdsh rsync openssh-server iproute2 nftables"):
+    if reason := lacking(NEEDED, "pdsh rsync openssh-server iproute2"):
         return reason
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
@@ -43,15 +42,12 @@ class Hosts:
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True
             )
-        authorized = self.folder / "authorized_keys"
-        shutil.copy(self.folder / "id.pub", authorized)
-        authorized.chmod(0o600)
         names = f"127.0.0.1 localhost\n{PREFIX}.1 node-1\n{PREFIX}.2 node-2\n"
         (self.folder / "hosts").write_text(names)
         blocks = "".join(f"Host node-{i} {PREFIX}.{i}\n HostName {PREFIX}.{i}\n" for i in (1, 2))
         self.ssh_config.write_text(
             f"{blocks}Host *\n IdentityFile {self.folder}/id\n StrictHostKeyChecking no\n"
-            f" UserKnownHostsFile {self.folder}/known_hosts\n LogLevel ERROR\n"
+            f" UserKnownHostsFile {self.folder}/known_hosts\n LogLevel ERROR\n ConnectTimeout 5\n"
         )
         sh(f"ip link add {TAG}br type bridge", f"ip addr add {PREFIX}.254/24 dev {TAG}br",
            f"ip link set {TAG}br up")  # fmt: skip
@@ -91,7 +87,7 @@ class Hosts:
             script += [f"mount --bind {path} {path}", f"mount -o remount,ro,bind {path}"]
         options = {
             "ListenAddress": f"{PREFIX}.{i}:22",
-            "AuthorizedKeysFile": self.folder / "authorized_keys",
+            "AuthorizedKeysFile": self.folder / "id.pub",
             "PidFile": "none", "StrictModes": "no", "UsePAM": "no", "PermitRootLogin": "yes",
             "MaxStartups": "100",
         }  # fmt: skip
@@ -108,8 +104,7 @@ class Hosts:
         wait_until(lambda: self.answers(i), self._processes[i])
 
     def answers(self, i: int) -> bool:
-        command = [*self.ssh(i, "true")[:-2], "-o", "ConnectTimeout=2", f"node-{i}", "true"]
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return subprocess.run(self.ssh(i, "true"), capture_output=True).returncode == 0
 
     def revive(self) -> None:
         """Boot the hosts that an earlier test has left in pieces."""
@@ -131,16 +126,6 @@ class Hosts:
     def mend(self, i: int) -> None:
         sh(f"ip link set {TAG}v{i} up")
 
-    def block(self, i: int, rule: str) -> None:
-        """Add a firewall rule for incoming traffic of host i, such as `tcp dport 29500 drop`."""
-        nft = f"ip netns exec {TAG}{i} nft add"
-        sh(f"{nft} table inet hosts",
-           f"{nft} chain inet hosts arriving {{ type filter hook input priority 0; }}",
-           f"{nft} rule inet hosts arriving {rule}")  # fmt: skip
-
-    def unblock(self, i: int) -> None:
-        sh(f"ip netns exec {TAG}{i} nft delete table inet hosts")
-
     def kill(self, i: int) -> None:
         """Kill all processes of host i at once. After `cut`, no other host notices."""
         process = self._processes.pop(i, None)
@@ -148,11 +133,6 @@ class Hosts:
             subprocess.run(["pkill", "-KILL", "-P", str(process.pid)])
             process.kill()
             process.wait()
-
-    def processes(self, i: int, text: str) -> list[str]:
-        """Command lines on host i that contain `text`, listed on that host."""
-        listed = self.run(i, "ps -eo args")
-        return [line for line in listed.splitlines() if text in line]
 
     def down(self) -> None:
         for i in list(self._processes):
@@ -199,31 +179,28 @@ def hostfile(tmp_path):
     return path
 
 
-def start(hosts, log, *command, **variables) -> subprocess.Popen:
-    """A command left running, its output in the file `log`. It gets ssh's config in `--ssh_args`,
-    after the name of its script.
-    """
+def with_ssh(hosts, command) -> list[str]:
+    """The words of a command, with ssh's config in `--ssh_args` after the name of its script."""
     words = [str(word) for word in command]
     script = next(i for i, word in enumerate(words) if word.endswith(".sh") or "scripts." in word)
-    words[script + 1 : script + 1] = ["--ssh_args", f"-F {hosts.ssh_config}"]
+    return [*words[: script + 1], "--ssh_args", f"-F {hosts.ssh_config}", *words[script + 1 :]]
+
+
+def start(hosts, log, *command) -> subprocess.Popen:
+    """A command left running, its output in the file `log`."""
     return subprocess.Popen(
-        words, cwd=REPO, env={**environment(), **variables},
-        stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+        with_ssh(hosts, command), cwd=REPO, env=environment(), stdout=log.open("w"),
+        stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
 
-def run(hosts, log, *command, timeout=500, **variables) -> Finished:
+def run(hosts, *command) -> processes.Finished:
     """A command run to its end."""
-    process = start(hosts, log, *command, **variables)
-    try:
-        return Finished(process.wait(timeout), log.read_text())
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"still running after {timeout} s:\n{log.read_text()[-4000:]}")
+    return processes.run(with_ssh(hosts, command))
 
 
 def left_on(hosts, text) -> list[str]:
     """Command lines with `text` in them, on the hosts and here."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    here = [line for line in listed.splitlines() if text in line]
-    return here + [line for i in (1, 2) for line in hosts.processes(i, text)]
+    listed += hosts.run(1, "ps -eo args") + hosts.run(2, "ps -eo args")
+    return [line for line in listed.splitlines() if text in line]

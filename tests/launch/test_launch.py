@@ -229,11 +229,14 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
     hostfile.write_text("node-1 slots=3\nnode-2 slots=3\n")
     hosts.boot(2, environment={"BASH_ENV": noise})  # its shell prints, as a ~/.bashrc may
     variables = {f"NCCL_TEST_{i}": text for i, text in enumerate(AWKWARD)}
+    given = variables | {
+        "WANDB_API_KEY": "s3cret-1", "MY_PASSWORD": "s3cret-2", "MLFLOW_TRACKING_TOKEN": "s3cret-3",
+        "NOT_FOR_THEM": "x", "CUDA_VISIBLE_DEVICES": "7",
+    }  # fmt: skip
     done = namespaces.run(
-        hosts, tmp_path / "log", LAUNCH, "--hostfile", hostfile, "--include", "node-1:1@node-2:0,2",
+        hosts, "env", *(f"{name}={value}" for name, value in given.items()),
+        LAUNCH, "--hostfile", hostfile, "--include", "node-1:1@node-2:0,2",
         "--env", "MINE=a $b", "--env", "MY_PASSWORD", "--", script, tmp_path, *AWKWARD,
-        WANDB_API_KEY="s3cret-1", MY_PASSWORD="s3cret-2", MLFLOW_TRACKING_TOKEN="s3cret-3",
-        NOT_FOR_THEM="x", CUDA_VISIBLE_DEVICES="7", **variables,
     )  # fmt: skip
     hosts.boot(2)
     assert done.code == 0, done.output

@@ -67,7 +67,7 @@ def test_per_node_checkpoints_are_combined(hosts, hostfile, forks, tiny_config, 
     def gather(step, out, listed=hostfile):
         source = disks.at / "checkpoints" / f"step_{step:08d}"
         return namespaces.run(
-            hosts, tmp_path / "log", sys.executable, "-m", "scripts.gather_checkpoint",
+            hosts, sys.executable, "-m", "scripts.gather_checkpoint",
             "--hostfile", listed, source, out,
         )  # fmt: skip
 

@@ -55,7 +55,7 @@ def test_a_host_that_differs_is_named(changes):
 @needs_hosts
 def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, tmp_path):
     """Over ssh: other code, other rows, no run folder. Without them, the job on all ranks; and a
-    firewall, which only that can find.
+    host that gets no answers, which only that can find.
     """
     rows, code, output = tmp_path / "rows.jsonl", tmp_path / "train.py", tmp_path / "runs"
     eval_rows = SAMPLE / "eval.jsonl"
@@ -66,7 +66,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
 
     def preflight(*options, command=("train.py", "--config", config)):
         return namespaces.run(
-            hosts, tmp_path / "log", sys.executable, "-m", "scripts.preflight",
+            hosts, sys.executable, "-m", "scripts.preflight",
             "--hostfile", hostfile, *options, "--", *command,
         )  # fmt: skip
 
@@ -86,10 +86,11 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
         assert measured in good.output, good.output
     other_script = preflight("--hosts_only", command=["scripts/preflight.py"])
     assert other_script.code == 0, other_script.output
-    hosts.block(1, "tcp dport 1024-65535 drop")
+    node_1, no_answers = f"{namespaces.TAG}1", f"blackhole {namespaces.PREFIX}.2"
+    namespaces.sh(f"ip -n {node_1} route add {no_answers}")
     try:
         blocked = preflight("--timeout", "10", "--links", links)
     finally:
-        hosts.unblock(1)
+        namespaces.sh(f"ip -n {node_1} route del {no_answers}")
     assert blocked.code == 1 and "error: ports: node-2: " in blocked.output
     assert not namespaces.left_on(hosts, str(links))

@@ -30,7 +30,7 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
     (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\nnode-9 slots=1\n")
     weights_of = {"resume": str(tmp_path / "other_run"), "weights_only": True}
     done = namespaces.run(
-        hosts, tmp_path / "log", sys.executable, *SCRIPT, "--hostfile", tmp_path / "hostfile",
+        hosts, sys.executable, *SCRIPT, "--hostfile", tmp_path / "hostfile",
         "--nodes", "1,2,3", "--steps", "15", "--output", tmp_path / "out", "--",
         "train.py", "--config", tiny_config(checkpoint=weights_of),
     )  # fmt: skip
