@@ -150,15 +150,13 @@ def send(running: Mapping[int, subprocess.Popen], number: signal.Signals) -> Non
 def kill_descendants() -> None:
     """Kill what the ranks have left; a process may start another before it is killed."""
     for _ in range(50):
-        left = 0
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    left += 1
-                    process.kill()
-        if left == 0:
+        left = psutil.Process().children(recursive=True)
+        if not left:
             return
-        time.sleep(POLL_SECONDS)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=POLL_SECONDS)
 
 
 def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
@@ -169,7 +167,7 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
         EnvironmentFailure: the name does not resolve, or there is no route.
     """
     deadline = time.monotonic() + RESOLVE_SECONDS
-    is_said = False
+    printed = ""
     while True:
         try:
             family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -178,11 +176,12 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
                 source = probe.getsockname()[0]
             break
         except OSError as error:
-            if time.monotonic() > deadline or not requests.empty():
-                raise EnvironmentFailure(f"--master_addr {address}: {describe(error)}") from None
-            if not is_said:
-                print(f"waiting for --master_addr {address}: {describe(error)}", flush=True)
-                is_said = True
+            problem = f"--master_addr {address}: {describe(error)}"
+        if time.monotonic() > deadline or not requests.empty():
+            raise EnvironmentFailure(problem)
+        if problem != printed:
+            print(f"waiting for {problem}", flush=True)
+            printed = problem
         time.sleep(POLL_SECONDS)
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == source for entry in entries):
