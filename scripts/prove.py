@@ -103,7 +103,7 @@ def prove_data(config: Config) -> bool:
     Raises:
         UserError: there is no row that can be compared.
     """
-    from zerotrain.data.tokenize import open_cache, tokenize_sources
+    from zerotrain.data.tokenize import tokenize_sources
     from zerotrain.model.load import load_tokenizer
     from zerotrain.tools.row_proof import prove_rows
 
@@ -112,7 +112,7 @@ def prove_data(config: Config) -> bool:
     problems = 0
     held_out = config.data.eval_sets().values()
     for given in [config.data.sources("train_sources"), *held_out]:
-        cache = open_cache(tokenize_sources(given, tokenizer, config.data))
+        cache = tokenize_sources(given, tokenizer, config.data)
         print(", ".join(cache.meta["sources"]))
         counts = prove_rows(given, tokenizer, cache, config)
         compared += counts[0]

@@ -157,6 +157,14 @@ FAMILIES = {
         ["<|im_start|>", "<|im_end|>"],
         ["2<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"],
     ),
+    "exaone 4": (  # the block of thoughts, which a prompt also has, belongs to the answer
+        LOOP % "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
+        "{% endif %}{{ m.content }}<|im_end|>\n"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}",
+        "<|im_end|>",
+        ["<|im_start|>", "<|im_end|>"],
+        ["<think></think>2<|im_end|>", "<think></think>4<|im_end|>"],
+    ),
     "gemma": (
         "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
         "'\n\n' %}{% set messages = messages[1:] %}{% else %}{% set first = '' %}{% endif %}"
@@ -267,12 +275,13 @@ def row_with_calls(*arguments):
     ]
 
 
-@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("written", ["ARGUMENTS | tojson", "(ARGUMENTS + '')", "ARGUMENTS"])
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": "x y"}, '{"a": 1, "b": "x y"}', {}])
-def test_tool_calls_are_supervised(arguments, as_text):
+def test_tool_calls_are_supervised(arguments, written):
     """Functionary's templates concatenate arguments, so that these have to be strings."""
-    template = CALLS.replace("c.function.arguments | tojson ~", "(c.function.arguments + '') ~")
-    tokenizer = tokenizer_with(WORDS, template if as_text else CALLS, ["</s>"], "</s>")
+    written = written.replace("ARGUMENTS", "c.function.arguments")
+    template = CALLS.replace("c.function.arguments | tojson", written)
+    tokenizer = tokenizer_with(WORDS, template, ["</s>"], "</s>")
     shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
     assert supervised_turns(tokenizer, row_with_calls(arguments, arguments)) == [
         f"<calls>function add {shown};function sub {shown};</calls></s>",
@@ -328,7 +337,7 @@ def test_marks_that_leave_out_part_of_an_answer_are_refused():
         supervised_turns(tokenizer, [CHAT[0], thought, *CHAT[2:]])
 
 
-def test_headers_are_not_supervised():
+def test_templates_whose_turns_are_not_known_are_refused():
     """GLM's templates write nothing but the next user's after an answer, which ends it there."""
     special = [*FAMILIES["chatml"][2], "<|user|>", "<|assistant|>"]
     chatml, end = FAMILIES["chatml"][0], "<|im_end|>\n"
@@ -339,6 +348,7 @@ def test_headers_are_not_supervised():
         (chatml.replace(end, next_user), "ends with the header of the user's next turn"),
         (chatml.replace(end, next_user.replace("<|im_start|>", end + "<|im_start|>")), "next turn"),
         (always.replace("m.role }}\n", "m.role }}\n<|user|>"), "does not begin as the generation"),
+        (chatml.replace("m.content", "m.content | upper"), "the template rewrites the messages"),
     ):
         with pytest.raises(BadRow, match=problem):
             supervised_turns(tokenizer_with(WORDS, template, special), CHAT)

@@ -35,7 +35,7 @@ def path_of(config, tokenizer):
 
 
 def build(tmp_path, tokenizer, rows, **changes):
-    return open_cache(tokenize(data_config(tmp_path, rows, **changes), tokenizer))
+    return tokenize(data_config(tmp_path, rows, **changes), tokenizer)
 
 
 LONG = {"prompt": "p" * 10, "completion": "c" * 100}  # 111 tokens with the end
@@ -106,7 +106,7 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     found = re.search(r"((?:jq|iconv) .*?) OLD(?:\.jsonl)? > NEW", str(caught.value))
     mended = subprocess.run(f"{found[1]} {file}", shell=True, capture_output=True, check=True)
     file.write_bytes(mended.stdout)
-    data = open_cache(tokenize(config, sample_tokenizer))
+    data = tokenize(config, sample_tokenizer)
     texts = [
         sample_tokenizer.decode(ids[mask], skip_special_tokens=True)
         for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True)
@@ -116,9 +116,9 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
 
 def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):
     config = data_config(tmp_path, [SHORT])
-    path = tokenize(config, sample_tokenizer)
+    path = tokenize(config, sample_tokenizer).folder
     before = (path / "meta.json").stat().st_mtime_ns
-    assert tokenize(config, sample_tokenizer) == path
+    assert tokenize(config, sample_tokenizer).folder == path
     assert (path / "meta.json").stat().st_mtime_ns == before
 
     for change in ({"max_length": 12}, {"ignore_keys": ["a"]}):
@@ -182,7 +182,7 @@ GOOD_AND_BAD = (
 def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     config = data_config(tmp_path, [], on_bad_row="skip")
     (tmp_path / "rows.jsonl").write_bytes(GOOD_AND_BAD)
-    data = open_cache(tokenize(config, sample_tokenizer))
+    data = tokenize(config, sample_tokenizer)
     texts = [sample_tokenizer.decode(ids) for ids in data.rows["input_ids"][:]]
     assert texts == ["first<|end|>", "last<|end|>"]
     assert data.meta["rejected"] == {

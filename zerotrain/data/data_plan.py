@@ -6,16 +6,17 @@ every example is still trained on once per epoch.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import xxhash
 from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import HELD_OUT, Config, Source
+from zerotrain.config.schema import HELD_OUT, Config
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
-from zerotrain.data.tokenize import TokenizedRows, hold_out, open_cache, tokenize_sources
+from zerotrain.data.tokenize import TokenizedRows, hold_out, tokenize_sources
 from zerotrain.runtime.errors import UserError
 
 
@@ -122,10 +123,7 @@ def make_plans(
     """
     data = config.data
     train = config.train
-
-    def tokenized(sources: list[Source]) -> TokenizedRows:
-        return open_cache(tokenize_sources(sources, tokenizer, data))
-
+    tokenized = partial(tokenize_sources, tokenizer=tokenizer, config=data)
     train_rows = tokenized(data.sources("train_sources"))
     held_out = {name: tokenized(given) for name, given in data.eval_sets().items()}
     if data.eval_fraction:

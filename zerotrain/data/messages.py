@@ -156,13 +156,12 @@ def _message(
         _string(turn, key)
     weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
     for key, weight in weights.items():
-        if weight not in (0, 1):
-            raise BadRow("wrong type", f"{key} must be 0 or 1, or false or true")
-        if weight and role != "assistant":
+        if weight not in ((0, 1) if role == "assistant" else (0,)):
             raise BadRow(
                 "wrong type",
                 f"{key} is {json.dumps(weight)}, but only turns of the assistant can be trained "
-                f"on; remove it, or name it in data.ignore_keys: [{key}]",
+                "on, with a weight of 0 or 1, or false or true; correct it, or name it in "
+                f"data.ignore_keys: [{key}]",
             )
     if weights and role == "assistant":
         turn["weight"] = int(all(weights.values()))

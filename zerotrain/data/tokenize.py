@@ -135,31 +135,29 @@ def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: 
 
 def tokenize_sources(
     given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> Path:
-    """Create the cache of these sources unless it exists, and return its folder.
+) -> TokenizedRows:
+    """The cache of these sources, which is created unless it exists.
 
     Concurrent callers wait for the first of them. Where the disk has no locks they do the same work
     twice; the first to finish creates the cache.
 
     Raises:
         UserError: a row cannot be used (the message has file and line), a source has no rows, or
-            data.cache_dir cannot be written.
+            data.cache_dir cannot be written, or the cache is damaged.
     """
     target = cache_path(given, tokenizer, config)
     draft = temporary_name(target)
     try:
-        if target.exists():
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
-            if target.exists():
-                return target
-            draft.mkdir()
-            _build_cache(given, tokenizer, config, draft)
-            sync_tree(draft)
-            if not target.exists():
-                os.replace(draft, target)
-            sync_folder(target.parent)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"):
+                if not target.exists():
+                    draft.mkdir()
+                    _build_cache(given, tokenizer, config, draft)
+                    sync_tree(draft)
+                if not target.exists():
+                    os.replace(draft, target)
+                    sync_folder(target.parent)
     except OSError as error:
         raise disk_error(error)(
             f"data.cache_dir: cannot write {target.parent}: {describe(error)}; set it to a folder "
@@ -167,7 +165,7 @@ def tokenize_sources(
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return target
+    return open_cache(target)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,9 +206,8 @@ def tokenize_batch(
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
-            why = {"reason": error.reason, "problem": str(error)}
-            text = raw.text[:SHOWN_CHARACTERS]
-            line = {"file": raw.file, "place": raw.place, **why, "text": text}
+            row = raw._replace(text=raw.text[:SHOWN_CHARACTERS])._asdict()
+            line = {**row, "reason": error.reason, "problem": str(error)}
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import AutoModelForCausalLM
 
 from zerotrain.data.epoch_order import EpochOrder
-from zerotrain.data.tokenize import open_cache, tokenize_sources
+from zerotrain.data.tokenize import tokenize_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ def read_rows(key: str, tokenizer: "PreTrainedTokenizerBase", data: "DataConfig"
     sources = data.sources(key)
     if not sources:
         return []
-    cache = open_cache(tokenize_sources(sources, tokenizer, data))
+    cache = tokenize_sources(sources, tokenizer, data)
     return [
         (torch.tensor(row["input_ids"])[None], torch.tensor(row["loss_mask"])[None])
         for row in cache.rows
