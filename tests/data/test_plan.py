@@ -14,7 +14,6 @@ from zerotrain.runtime.errors import UserError
 from zerotrain.tools.open_plans import open_plans
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 1003).astype(np.int32).clip(2, 900)
-SUPERVISED = (LENGTHS // 2).astype(np.int32)
 
 
 def epoch_of(order, epoch=0):
@@ -155,7 +154,7 @@ def test_ranks_that_wait_for_each_other_do_equal_work():
         budget = Budget(4, 4096, packed=packed)
         useful = waited = by_number = 0
         for rows in epoch_of(order):
-            step_plan = plan_step(rows, LENGTHS, SUPERVISED, budget)
+            step_plan = plan_step(rows, LENGTHS, LENGTHS, budget)
             size = -np.sort(-LENGTHS[rows].astype(np.int64))
             useful += (size * (24_576 + size)).sum()
             waited += 4 * slowest_costs(step_plan, LENGTHS, budget)

@@ -1,6 +1,6 @@
 """A changed step plan: every example once per epoch.    pytest tests/data/test_plan_change.py"""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -10,51 +10,34 @@ from harness.runs import read_metrics
 from zerotrain.data.data_plan import PlanRecord, PlanStart, continue_plan
 from zerotrain.tools.open_plans import open_plans
 
-PLANS = {
-    "batch": {"train__global_batch_size": 12},
-    "batch of 31": {"train__global_batch_size": 31},
-    "tokens": {"train__global_batch_size": None, "train__global_batch_tokens": 900},
-    "batch of 4": {"train__global_batch_size": 4},
-}
-
-
-class Run:
-    """Walks plans as train.py does, without a model; counts each epoch's examples."""
-
-    def __init__(self):
-        self.step, self.start, self.before = 0, PlanStart(), None
-        self.trained, self.opened = {}, {}
-
-    def go(self, config, steps):
-        text = config.read_text()
-        if text not in self.opened:
-            parsed = read_config(config)
-            *_, self.opened[text], _ = open_plans(parsed, 2)
-        plan = self.opened[text]
-        now = PlanRecord.of(plan)
-        plan = continue_plan(plan, self.before or now, self.start, self.step)
-        self.before, self.start = now, plan.start
-        for step in range(self.step, self.step + steps):
-            epoch, _, _ = plan.locate(step)
-            assert int(plan.epochs_at(step) + 1e-9) == epoch
-            rows = [rows for ranks in plan.step(step).micro_batches for rows in ranks]
-            self.trained.setdefault(epoch, Counter()).update(np.concatenate(rows).tolist())
-        self.step += steps
-        return plan
+PLANS = (
+    {"train__global_batch_size": 12},
+    {"train__global_batch_size": 31},
+    {"train__global_batch_size": None, "train__global_batch_tokens": 900},
+    {"train__global_batch_size": 4},
+)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_every_example_once_per_epoch_through_changes(tiny_config, steps):
-    """A change every few steps, also in the rest of an epoch; the same plan again is no change."""
-    run = Run()
-    for name in [*PLANS, *PLANS, *list(PLANS)[::-1]]:
-        plan = run.go(tiny_config(**PLANS[name]), steps)
-        run.go(tiny_config(**PLANS[name]), steps)
-    last_begun = plan.locate(run.step)[0]
-    while plan.locate(run.step)[0] == last_begun:
-        run.go(tiny_config(**PLANS[name]), 1)
-    whole = {e: trained for e, trained in run.trained.items() if e < plan.locate(run.step)[0]}
-    assert whole and all(trained == Counter(range(70)) for trained in whole.values())
+    """A change every few steps, also in the rest of an epoch; the same plan again is no change.
+    Plans are walked as in train.py, without a model.
+    """
+    plans = [open_plans(read_config(tiny_config(**changes)), 2)[2] for changes in PLANS]
+    start, before, step = PlanStart(), PlanRecord.of(plans[0]), 0
+    trained = defaultdict(Counter)
+    for plan in [*plans, *plans, *plans[::-1], *plans[:1] * 6]:
+        for _ in range(2):
+            plan = continue_plan(plan, before, start, step)
+            start, before = plan.start, PlanRecord.of(plan)
+            for _ in range(steps):
+                epoch, _, _ = plan.locate(step)
+                assert int(plan.epochs_at(step) + 1e-9) == epoch
+                rows = [rows for ranks in plan.step(step).micro_batches for rows in ranks]
+                trained[epoch].update(np.concatenate(rows).tolist())
+                step += 1
+    whole = [trained[e] for e in range(plan.locate(step)[0])]
+    assert whole and all(epoch == Counter(range(70)) for epoch in whole)
 
 
 def test_a_run_resumes_with_another_global_batch(forks, tiny_config, tmp_path):
