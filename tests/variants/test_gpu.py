@@ -49,7 +49,7 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
     ).to(device)
     change_blocks(model.train(), ModelConfig("x", **options))
     batch = micro_batch(packed)
-    batch = batch.pin_memory() if device == "cuda" else batch
+    batch = batch.each(torch.Tensor.pin_memory) if device == "cuda" else batch
     loss = SupervisedLoss(model)(model, batch.to(device)).cross_entropy
     loss.backward()
     return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()

@@ -70,25 +70,20 @@ class DataPlan:
         return len(self.data) / self.steps_per_epoch
 
     @property
-    def steps_in_first_epoch(self) -> int:
-        """Steps from `start` to the end of its epoch."""
-        return self.order.steps_from(self.start.epoch, self.start.position)
-
-    @property
     def step_shift(self) -> int:
         """What to add to a global step to get its number had all epochs been of this plan."""
-        next_epoch = self.start.step + self.steps_in_first_epoch
-        return (self.start.epoch + 1) * self.steps_per_epoch - next_epoch
+        start = self.start
+        next_epoch = start.step + self.order.steps_from(start.epoch, start.position)
+        return (start.epoch + 1) * self.steps_per_epoch - next_epoch
 
     def locate(self, global_step: int) -> tuple[int, int, int]:
         """The epoch of a global step, the position from which on the epoch is divided into steps,
         and the number of the step from there.
         """
         start = self.start
-        step = global_step - start.step
-        if step < self.steps_in_first_epoch:
-            return start.epoch, start.position, step
         epoch, step = divmod(global_step + self.step_shift, self.steps_per_epoch)
+        if epoch <= start.epoch:
+            return start.epoch, start.position, global_step - start.step
         return epoch, 0, step
 
     def epochs_at(self, global_step: int) -> float:

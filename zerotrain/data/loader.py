@@ -90,14 +90,12 @@ class MicroBatch(NamedTuple):
         padding = [width * parts - length] if length % parts else []
         return part.of_lengths([*(self.lengths or [length]), *padding])
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        """The micro-batch with every tensor changed."""
         return MicroBatch(*(change(x) if isinstance(x, torch.Tensor) else x for x in self))
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "MicroBatch":
-        return self._each(torch.Tensor.pin_memory)
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def load_steps(
             if part != (0, 1):
                 batch = batch.part(*part)
             if torch.cuda.is_available():  # copies from pinned memory to the GPU do not wait
-                batch = batch.pin_memory()
+                batch = batch.each(torch.Tensor.pin_memory)
             batches.append(batch)
         return StepBatch(global_step, batches, step)
 

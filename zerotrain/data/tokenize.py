@@ -286,15 +286,16 @@ def _format_of(source: Source, config: DataConfig) -> str:
     """The format of a source's rows. If it is auto, the first row that can be parsed decides."""
     if source.format != "auto":
         return source.format
-    problem = UserError(f"{name_of(source)}: it has no rows")
     for raw in read_rows(source):
         try:
             return detect_format(parse_row(raw, source.columns, config.ignore_keys))
         except BadRow as error:
-            problem = _refused(raw, error)
             if source.on_bad_row == "error":
-                break
-    raise problem
+                raise _refused(raw, error) from error
+    raise UserError(
+        f"{name_of(source)}: it has no rows, or none of a known format; on_bad_row: error names "
+        "the first bad row"
+    )
 
 
 def _build_cache(
