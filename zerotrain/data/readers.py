@@ -22,7 +22,7 @@ MAX_CHUNK_VALUES = 1 << 26  # of a column in a row group: a few bytes of Parquet
 TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
 JSON = json.JSONDecoder()
 BETWEEN_ROWS = re.compile(r"\s*(,?)\s*")  # of a JSON list
-ROWS_AT_ONCE = 100  # decoded from Parquet, or taken from a data set of the hub, at a time
+ROWS_AT_ONCE = 100  # decoded from Parquet at a time
 
 
 Row = tuple[int, str]
@@ -179,14 +179,12 @@ def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[Row]:
         batch.validate(full=True)  # offsets beyond a buffer would read other memory
         for row in batch.to_struct_array():
             number += 1
-            pieces = []
-            characters = 0
+            text = io.StringIO()
             for piece in encoder.iterencode(row):  # a few bytes of Arrow can stand for large texts
-                pieces.append(piece)
-                characters += len(piece)
-                if characters > MAX_ROW_CHARACTERS:
+                text.write(piece)
+                if text.tell() > MAX_ROW_CHARACTERS:
                     break
-            yield number, "".join(pieces)
+            yield number, text.getvalue()
 
 
 def _plain(value: "pyarrow.Scalar") -> Any:

@@ -15,7 +15,6 @@ from zerotrain.data.readers import (
     COMPRESSIONS,
     MAX_ROW_CHARACTERS,
     READERS,
-    ROWS_AT_ONCE,
     reader_of,
     rows_of,
 )
@@ -159,9 +158,7 @@ def read_rows(source: "Source") -> Iterator[RawRow]:
         UserError: a file cannot be read in the format of its extension.
     """
     if source.hub is not None:
-        tables = _from_hub(source).with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
-        rows = rows_of(batch for table in tables for batch in table.to_batches())
-        parts = [(name_of(source), rows)]
+        parts = [(name_of(source), rows_of(_from_hub(source).data.to_batches()))]
     else:
         parts = [(file, reader_of(file)(file)) for file in local_files(source.path)]
     for name, rows in parts:
