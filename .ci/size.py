@@ -78,7 +78,7 @@ def measure_smallest_copy(files: list[str]) -> tuple[int, int]:
         template, copy = Path(temporary, "template"), Path(temporary, "copy")
         for name in files:  # without .git, which would give the newest tag
             (template / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(name, template / name, follow_symlinks=False)
+            shutil.copy(name, template / name)
         answers = {"project_name": "small", "scheduler": "none", "keep": []}
         run_copy(str(template), copy, data=answers, defaults=True, quiet=True)
         names = [str(file.relative_to(copy)) for file in copy.rglob("*.py")]

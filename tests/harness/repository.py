@@ -20,11 +20,11 @@ def repository_files():
         made = {".venv", "runs", "wandb", "__pycache__", ".cache", ".pytest_cache", ".ruff_cache"}
         files = [path.relative_to(REPO) for path in REPO.rglob("*")]
         names = [str(f) for f in files if not made & set(f.parts) and "egg-info" not in str(f)]
-    return [n for n in names if (REPO / n).is_file() or (REPO / n).is_symlink()]
+    return [name for name in names if (REPO / name).is_file()]
 
 
 def copy_repository(folder):
     """Copy the repository's files into a folder."""
     for name in repository_files():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPO / name, folder / name, follow_symlinks=False)
+        shutil.copy(REPO / name, folder / name)
