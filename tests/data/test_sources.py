@@ -97,13 +97,14 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
 
 
 def test_bad_files_say_what_is_wrong(tmp_path):
-    (tmp_path / "x.json").write_text('[{"text": "a"} {"text": "b"}]')
-    assert "Expecting ',' delimiter" in refusal(tmp_path / "x.json")
-    (tmp_path / "x.csv").write_text('a,b\n1,2\n3,"4" 5\n')
-    assert "not CSV after line 2" in refusal(tmp_path / "x.csv")
-    for text, problem in (("a;b\n1;2\n", "has one column, 'a;b'"), ("a,a\n1,2\n", "twice: a, a")):
-        (tmp_path / "x.csv").write_text(text)
-        assert problem in refusal(tmp_path / "x.csv")
+    for name, text, problem in (
+        ("x.json", '[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
+        ("x.csv", 'a,b\n1,2\n3,"4" 5\n', "not CSV after line 2"),
+        ("x.csv", "a;b\n1;2\n", "has one column, 'a;b'"),
+        ("x.csv", "a,a\n1,2\n", "twice: a, a"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert problem in refusal(tmp_path / name)
     table = pa.table({"text": ["a"]})
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
         writer.write_table(table)

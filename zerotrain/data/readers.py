@@ -195,14 +195,14 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         return None
     if isinstance(value, pyarrow.StructScalar):
         return {key: inner for key, inner in value.items() if inner.is_valid}
-    if isinstance(value, pyarrow.ListScalar) and not isinstance(value, pyarrow.MapScalar):
+    if isinstance(value, pyarrow.ListScalar):
         if len(value) > MAX_LIST_VALUES:
             return " " * MAX_ROW_CHARACTERS
         return list(value)
     plain = value.as_py()
     if isinstance(plain, bytes):
         return plain.decode()
-    return plain if isinstance(plain, str | int | float | list) else str(plain)  # dates, decimals
+    return plain if isinstance(plain, str | int | float) else str(plain)  # dates, decimals
 
 
 Reader = Callable[[str], Iterator[Row]]
