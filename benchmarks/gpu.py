@@ -25,12 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.against_trainer import write_rows
+from benchmarks.against_trainer import train_py, trainer, write_rows
 from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
 from zerotrain.model.load import load_model_config
@@ -42,7 +42,6 @@ from zerotrain.training.setup import Architecture, resolve
 from zerotrain.training.states import GIB
 
 REPO = Path(__file__).resolve().parent.parent
-TOKENIZER = REPO / "data" / "sample" / "model"
 PUBLISHED = json.loads((REPO / "recipes" / "shapes.json").read_text())
 LLAMA_8B = PUBLISHED["meta-llama/Llama-3.1-8B"]
 SHAPES = {
@@ -85,29 +84,17 @@ WARM_UP_STEPS = 3
 STEPS = 8  # of each run
 LOSS_TOLERANCE = 0.02  # relative, of runs that train the same in other ways
 USED_SHARE = 0.9  # of the GPU's memory, by the estimate of a run without recomputation
-COLUMNS = {  # of the table: figure, header, format, the target on an H100 or H200 (at least)
-    "tokens_per_s": ("tokens/s", ",.0f", 0),
-    "model_tflops_per_s": ("model TFLOP/s", ".3g", 430),
-    "share_of_matmul": ("of the matmul rate", ".1%", 0.65),
-    "peak_memory_gib": ("peak GiB", ".1f", 0),
-    "estimated_gib": ("estimated GiB", ".1f", 0),
-    "train_py_over_this": ("train.py over this", ".2f", 1.15),
-    "loss": ("last loss", ".3f", 0),
-}
+TARGETS = {"model_tflops_per_s": 430, "share_of_matmul": 0.65, "train_py_over_this": 1.15}
+"""Of figures, at least, on an H100 or H200."""
 WITH_TARGETS = ("1.5b", "8b_16_layers", "against_trainer")
 """How the names of checks begin that train all weights of 1.5B parameters and more."""
+FAILED = "FAILED"
+"""In place of the name of a run: the figures say why its check has failed."""
 Figures = dict[str, Any]
 
 
 class CheckFailed(Exception):
     """A check has found a problem; its text says which."""
-
-
-class Run(NamedTuple):
-    """What a run of train.py has recorded, and what it was estimated to take."""
-
-    steps: list[dict[str, Any]]
-    estimate: Figures
 
 
 @dataclass
@@ -120,7 +107,6 @@ class Bench:
     """time.monotonic() when the minutes of the check are over."""
     matmul_tflops_per_s: float = math.nan
     """Measured first, in the same call."""
-    runs: int = 0
 
     def command(self, *words: object, until: Callable[[], bool] = lambda: False) -> str:
         """The output of a command of Python's. It is killed, with all that it has started, as soon
@@ -136,6 +122,10 @@ class Bench:
         if time.monotonic() > self.end:
             raise CheckFailed("its minutes are over")
         return ended.output
+
+    @property
+    def precision(self) -> str:
+        return "fp32" if self.toy else "bf16"
 
     def size(self, value: int, toy_value: int) -> int:
         return toy_value if self.toy else value
@@ -164,53 +154,62 @@ class Bench:
         return file
 
     def train(
-        self, shape: str = "0.6b", tokens: int = 4096, stage: int | str = 1, **flags: object
-    ) -> Run:
+        self, shape: str = "0.6b", tokens: int = 4096, stage: int | str = 1, **settings: object
+    ) -> tuple[list[dict[str, Any]], Figures]:
         """STEPS steps of train.py, which is then killed: it would save at its end. Activations are
         recomputed only where the estimate without it does not fit.
 
         Args:
             tokens: of the longest row, of a micro-batch, and a quarter of a step's.
             stage: which of ds_configs/zeroSTAGE.json.
-            flags: keys of the run config that differ, `section__key`.
+            settings: of the run config, by dotted key.
+
+        Returns:
+            The records of the steps, and what the run was estimated to take.
         """
-        self.runs += 1
         tokens = self.size(tokens, 256)
-        run = Path(str(flags.pop("output_dir", self.folder / f"run_{self.runs}")))
-        given = {
-            "ds_config": f"ds_configs/zero{stage}.json",
-            "model__name_or_path": self.model(shape, tokens),
-            "model__from_config": shape != WITH_WEIGHTS,
-            "model__tokenizer": TOKENIZER,
-            "data__train_sources": [str(self.rows(tokens))],
-            "data__cache_dir": self.folder / "cache",
-            "data__max_length": tokens,
-            "data__micro_batch_tokens": tokens,
-            "train__global_batch_tokens": 4 * tokens,
-            "train__steps": 10_000,
-            "train__learning_rate": 1e-4,
-            "train__precision": "fp32" if self.toy else "bf16",
-            "tracking__wandb": "disabled",
-            **flags,
-        }
-        config = self.folder / f"run_{self.runs}.yaml"
-        config.write_text(f"output_dir: {run}\n")
-        words = ["--config", str(config)]
-        for key, value in given.items():
-            text = value if isinstance(value, str | Path) else json.dumps(value)
-            words.append(f"--{key.replace('__', '.')}={text}")
-        peak = estimated_peak(words)
-        recomputes = peak > USED_SHARE * gpu_memory()
-        if recomputes:
-            words.append("--model.activation_checkpointing=true")
-            peak = estimated_peak(words)
+        run = Path(settings.setdefault("output_dir", tempfile.mkdtemp(dir=self.folder)))
+        command = train_py(
+            self.folder,
+            {
+                "ds_config": f"ds_configs/zero{stage}.json",
+                "model.name_or_path": self.model(shape, tokens),
+                "model.from_config": shape != WITH_WEIGHTS,
+                "data.train_sources": [str(self.rows(tokens))],
+                "data.max_length": tokens,
+                "data.micro_batch_tokens": tokens,
+                "train.global_batch_tokens": 4 * tokens,
+                "train.steps": 10_000,
+                "train.precision": self.precision,
+                **settings,
+            },
+        )
+        note = "nothing recomputed"
+        peak = estimated_peak(command)
+        if peak > USED_SHARE * gpu_memory():
+            note = "activations recomputed"
+            command.append("--model.activation_checkpointing=true")
+            peak = estimated_peak(command)
 
         def has_run() -> bool:
             return (run / METRICS).is_file() and len(read_metrics(run)) >= STEPS
 
-        self.command("train.py", *words, until=has_run)
-        note = "activations recomputed" if recomputes else "nothing recomputed"
-        return Run(read_metrics(run)[:STEPS], {"estimated_gib": peak / GIB, "note": note})
+        self.command(*command, until=has_run)
+        return read_metrics(run)[:STEPS], {"estimated_gib": peak / GIB, "note": note}
+
+    def compare(self, runs: dict[str, dict[str, Any]]) -> dict[str, Figures]:
+        """The figures of runs by name; if there are several, all have to have the losses of the
+        first.
+
+        Args:
+            runs: arguments of `train`.
+        """
+        found = {name: self.train(**options) for name, options in runs.items()}
+        losses = {name: [step["loss"] for step in steps] for name, (steps, _) in found.items()}
+        every = list(losses.values())
+        if not np.allclose(every, every[0], rtol=LOSS_TOLERANCE, atol=0):
+            raise CheckFailed(f"the losses differ: {losses}")
+        return {name: self.figures_of(steps) | more for name, (steps, more) in found.items()}
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
         """Rates from the end of the warm-up on, whatever happens between steps included."""
@@ -227,9 +226,9 @@ class Bench:
         return figures
 
 
-def estimated_peak(words: list[str]) -> float:
-    """The bytes that a run on one GPU needs by the estimate, from the arguments of train.py."""
-    config = parse_command_line(words).config
+def estimated_peak(command: list[object]) -> float:
+    """The bytes that a run on one GPU needs by the estimate, from the command of train.py."""
+    config = parse_command_line([str(word) for word in command[1:]]).config
     model = Architecture.of(config.model, load_model_config(config))
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
     return estimate_memory(resolve(config, machine, model)).peak
@@ -263,24 +262,9 @@ def tests(bench: Bench) -> dict[str, Figures]:
     return {"": {"note": output.splitlines()[-1]}}
 
 
-def trained(runs: dict[str, dict[str, Any]]) -> Callable[[Bench], dict[str, Figures]]:
-    """The figures of runs by name; if there are several, all have to have the losses of the first.
-
-    Args:
-        runs: arguments of Bench.train.
-    """
-
-    def check(bench: Bench) -> dict[str, Figures]:
-        found = {name: bench.train(**options) for name, options in runs.items()}
-        expect_equal({name: run.steps for name, run in found.items()})
-        return {n: {**bench.figures_of(run.steps), **run.estimate} for n, run in found.items()}
-
-    return check
-
-
-def measured(shape: str, tokens: int, **options: Any) -> Callable[[Bench], dict[str, Figures]]:
-    """The figures of one run with micro-batches of `tokens` tokens."""
-    return trained({"": {"shape": shape, "tokens": tokens, **options}})
+def measured(shape: str, tokens: int, **options: Any) -> dict[str, dict[str, Any]]:
+    """One run with micro-batches of `tokens` tokens."""
+    return {"": {"shape": shape, "tokens": tokens, **options}}
 
 
 def profile(bench: Bench) -> dict[str, Figures]:
@@ -288,7 +272,7 @@ def profile(bench: Bench) -> dict[str, Figures]:
     folder = bench.folder / "profiled"
     folder.mkdir(exist_ok=True)
     (folder / PROFILE_NOW).touch()
-    run = bench.train("1.5b", 16_384, output_dir=folder)  # written after the fifth step
+    steps, _ = bench.train("1.5b", 16_384, output_dir=folder)  # written after the fifth step
     [trace] = (folder / "profile").glob("*.gz")
     kind = "cpu_op" if bench.toy else "kernel"
     spent: Counter[str] = Counter()
@@ -296,7 +280,7 @@ def profile(bench: Bench) -> dict[str, Figures]:
         if event.get("cat") == kind:
             spent[event["name"]] += event["dur"]
     parts = [f"{each / spent.total():.1%} {name}" for name, each in spent.most_common(12)]
-    return {"": {**bench.figures_of(run.steps), "note": "\n".join(["a profile", *parts])}}
+    return {"": {**bench.figures_of(steps), "note": "\n".join(["a profile", *parts])}}
 
 
 def against_trainer(bench: Bench) -> dict[str, Figures]:
@@ -306,23 +290,23 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
     tokens = bench.size(16_384, 256)
     rows_of_batch = 8 * tokens // bench.size(MEAN_LENGTH, 64)
     rows = bench.rows(tokens, STEPS * rows_of_batch)
-    run = bench.train(
-        "1.5b", 16_384, data__train_sources=[str(rows)],
-        train__global_batch_tokens=None, train__global_batch_size=rows_of_batch,
-    )  # fmt: skip
-    ours = bench.figures_of(run.steps)
+    batch = {"train.global_batch_tokens": "null", "train.global_batch_size": rows_of_batch}
+    steps, _ = bench.train("1.5b", 16_384, **{"data.train_sources": [str(rows)], **batch})
+    ours = bench.figures_of(steps)
     found = {"train.py": ours}
     for strategy in ("padding_free", "group_by_length"):
-        out = bench.folder / f"{strategy}.json"
-        flags = {
-            "strategy": strategy, "rows": rows, "model": bench.model("1.5b", tokens), "out": out,
-            "tokenizer": TOKENIZER, "ds_config": "ds_configs/zero1.json",
-            "precision": "fp32" if bench.toy else "bf16",
-            "global_batch_size": rows_of_batch, "micro_batch_tokens": tokens,
-        }  # fmt: skip
-        words = [f"--{name}={value}" for name, value in flags.items()]
+        command, out = trainer(
+            bench.folder,
+            strategy=strategy,
+            rows=rows,
+            model=bench.model("1.5b", tokens),
+            ds_config="ds_configs/zero1.json",
+            precision=bench.precision,
+            global_batch_size=rows_of_batch,
+            micro_batch_tokens=tokens,
+        )
         try:
-            bench.command("-m", "benchmarks.trainer", *words)
+            bench.command(*command)
         except CheckFailed as problem:  # e.g. out of memory: the other one may be Trainer's best
             found[f"Trainer, {strategy}"] = {"note": str(problem)}
             continue
@@ -344,26 +328,18 @@ def resume(bench: Bench) -> dict[str, Figures]:
     run.mkdir()
     (run / "stop").touch()  # seen after the first step
     saves = {"every_steps": 3, "async_save": True, "keep_last": 1}
-    options = {"output_dir": run, **{f"checkpoint__{key}": value for key, value in saves.items()}}
-    stopped = bench.train(**options)
-    if len(stopped.steps) != 1:
-        raise CheckFailed(f"the run was to stop after a step, not after {len(stopped.steps)}")
-    expect_equal({"whole": bench.train().steps, "resumed": bench.train(**options).steps})
+    options = {"output_dir": run, "checkpoint": saves}
+    stopped, _ = bench.train(**options)
+    if len(stopped) != 1:
+        raise CheckFailed(f"the run was to stop after a step, not after {len(stopped)}")
+    bench.compare({"whole": {}, "resumed": options})
     return {"": {"note": "passed"}}
 
 
-def expect_equal(runs: dict[str, list[Figures]]) -> None:
-    """Raise CheckFailed unless the steps of all runs have the losses of the first one."""
-    first, *others = ((name, [step["loss"] for step in steps]) for name, steps in runs.items())
-    for name, losses in others:
-        pairs = zip(first[1], losses, strict=True)
-        if not all(math.isclose(a, b, rel_tol=LOSS_TOLERANCE) for a, b in pairs):
-            raise CheckFailed(f"losses of {name} {losses} differ from those of {first}")
-
-
-COMPILED = {"model__compile": True}
-LORA = {"model__lora__r": 16}
-CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]]]] = {  # minutes, check
+COMPILED = {"model.compile": True}
+LORA = {"model.lora.r": 16}
+# name: minutes, and a function or arguments of Bench.compare
+CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str, dict]]] = {
     "environment": (1, environment),  # in every call
     "tests": (5, tests),
     "1.5b_32k": (2, measured("1.5b", 32_768)),
@@ -379,13 +355,13 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]]]] = {  # mi
     "1.5b_16k_zero2": (2, measured("1.5b", 16_384, stage=2)),
     "1.5b_16k_zero3": (2, measured("1.5b", 16_384, stage=3)),
     "against_trainer_2": (5, against_trainer),
-    "zero_stages": (4, trained({f"zero{n}": {"stage": n} for n in range(4)})),
-    "batching": (2, trained({n: {"data__batching": n} for n in ("packed", "bucketed")})),
-    "lora": (2, trained({f"zero{n}": {"stage": n, **LORA} for n in (1, 3)})),
+    "zero_stages": (4, {f"zero{n}": {"stage": n} for n in range(4)}),
+    "batching": (2, {n: {"data.batching": n} for n in ("packed", "bucketed")}),
+    "lora": (2, {f"zero{n}": {"stage": n, **LORA} for n in (1, 3)}),
     "resume": (3, resume),
     "against_trainer_3": (5, against_trainer),
     # compiles DeepSpeed's CPU Adam, which needs g++
-    "offload": (5, trained({n: {"stage": n} for n in ("1", "2_offload", "3_offload")})),
+    "offload": (5, {n: {"stage": n} for n in ("1", "2_offload", "3_offload")}),
 }
 
 
@@ -396,11 +372,11 @@ def show(results: dict[str, Any], toy: bool) -> None:
     for name, result in results.items():
         for run, figures in result["figures"].items():
             cells = []
-            for key, (header, form, target) in COLUMNS.items():
-                if key in figures:
-                    is_missed = name.startswith(WITH_TARGETS) and figures[key] < target
-                    missed = f" (missed: >= {target:{form}})" if is_missed else ""
-                    cells.append(f"{header} {figures[key]:{form}}{missed}")
+            for key, value in figures.items():
+                if isinstance(value, float):
+                    target = TARGETS.get(key, 0) if name.startswith(WITH_TARGETS) else 0
+                    missed = f" (missed: >= {target})" if value < target else ""
+                    cells.append(f"{key} {value:,.4g}{missed}")
             note = figures.get("note", "").splitlines()[:1]
             print(": ".join(filter(None, [name, run, *note, ", ".join(cells)])))
 
@@ -429,7 +405,8 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     if args.toy:
         os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    end = time.monotonic() + (math.inf if args.toy else 60 * args.minutes)
+    minute = math.inf if args.toy else 60
+    end = time.monotonic() + minute * args.minutes
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
         # a killed compilation leaves a lock, for which later ones would wait for ever
         os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
@@ -437,21 +414,21 @@ def main() -> None:
         for name in left:
             minutes, check = CHECKS[name]
             began = time.monotonic()
-            if end - began < 60 * minutes:
+            bench.end = began + minute * minutes
+            if bench.end > end:
                 print(f"{name} needs up to {minutes} minutes: run it again with --continue")
                 break
-            bench.end = began + (math.inf if args.toy else 60 * minutes)
             try:
-                results[name] = {"passed": True, "figures": check(bench)}
+                figures = check(bench) if callable(check) else bench.compare(check)
             except CheckFailed as problem:
-                results[name] = {"passed": False, "figures": {"FAILED": {"note": str(problem)}}}
-            results[name]["seconds"] = time.monotonic() - began
+                figures = {FAILED: {"note": str(problem)}}
+            results[name] = {"seconds": time.monotonic() - began, "figures": figures}
             show({name: results[name]}, args.toy)
             file.write_text(json.dumps(results, indent=1) + "\n")
-            if not results["environment"]["passed"]:
+            if FAILED in results["environment"]["figures"]:
                 break
     show(results, args.toy)
-    sys.exit(0 if all(results.get(name, {}).get("passed") for name in wanted) else 1)
+    sys.exit(any(name not in results or FAILED in results[name]["figures"] for name in wanted))
 
 
 if __name__ == "__main__":

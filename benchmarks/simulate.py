@@ -62,10 +62,10 @@ def main() -> None:
     if min(*args.ranks, *(getattr(args, name) for name in OPTIONS)) <= 0:
         parser.error("every number has to be positive")
     runs = track(list(product(args.ranks, ORDERS)), console=Console(stderr=True))
-    rows = [[f"{ranks:,}", order, *measure(order, ranks, lengths, args)] for ranks, order in runs]
     table = Table("ranks", "order", "s per step", *CASES)
-    for row in rows:
-        table.add_row(*(x if isinstance(x, str) else f"{x:,.3f}" for x in row))
+    for ranks, order in runs:
+        numbers = measure(order, ranks, lengths, args)
+        table.add_row(f"{ranks:,}", order, *(f"{number:,.3f}" for number in numbers))
     console = Console(width=100)
     console.print(", ".join(f"{name} {getattr(args, name):g}" for name in OPTIONS))
     console.print(table)
