@@ -344,14 +344,17 @@ def test_templates_whose_turns_are_not_known_are_refused():
     ask, header = "{% if add_generation_prompt %}", "<|im_start|>assistant\n"
     next_user = f"{{% if m.role == 'assistant' %}}<|im_start|>user\n{{% else %}}{end}{{% endif %}}"
     always = chatml.replace(ask + header, header + ask + "<|user|>")
+    joined = "m.content.split('<think>') | join(messages[0].content)"
+    chat = [CHAT[0], {**CHAT[1], "content": "2<think>2"}, *CHAT[2:]]
     for template, problem in (
+        (chatml.replace("m.content", joined), "is not in one piece"),
         (chatml.replace(end, next_user), "ends with the header of the user's next turn"),
         (chatml.replace(end, next_user.replace("<|im_start|>", end + "<|im_start|>")), "next turn"),
         (always.replace("m.role }}\n", "m.role }}\n<|user|>"), "does not begin as the generation"),
         (chatml.replace("m.content", "m.content | upper"), "the template rewrites the messages"),
     ):
         with pytest.raises(BadRow, match=problem):
-            supervised_turns(tokenizer_with(WORDS, template, special), CHAT)
+            supervised_turns(tokenizer_with(WORDS, template, special), chat)
     template = (
         LOOP
         % "{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}{{ '\n' ~ m.content }}"
