@@ -3,8 +3,8 @@
 The time is that of a roofline: matrix products, attention and the output head each reach a share of
 the GPU's peak; elementwise work and the update are limited by the bandwidth of its memory; layers
 cost launches of kernels; and of the communication counts what compute does not hide. Padding,
-evaluation and saves are left out. `python -m benchmarks.forecast` fits the constants to published
-runs, and shows how far it is off.
+evaluation and saves are left out. The template's benchmarks fit the constants to published runs,
+and show how far forecasts of others are off.
 """
 
 import math
@@ -225,7 +225,7 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
 
 
 def _typical_error(setup: Setup, gpu: Gpu) -> str:
-    """By `python -m benchmarks.forecast --fit`."""
+    """By the runs that the template's benchmarks hold out."""
     ds_config = setup.ds_config
     skeleton = setup.architecture.skeleton
     if set(offload_devices(ds_config).values()) != {"none"}:
