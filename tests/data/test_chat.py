@@ -53,10 +53,10 @@ def family(name, change=lambda template: template):
     return tokenizer_with(WORDS, change(template), special, eos)
 
 
-def supervised_turns(tokenizer, messages, supervise="answers"):
+def supervised_turns(tokenizer, messages, supervise="answers", **more):
     """The text of each run of supervised tokens."""
     config = dataclasses.replace(CONFIG, supervise=supervise)
-    row = {"messages": copy.deepcopy(messages)}
+    row = {"messages": copy.deepcopy(messages), **more}
     ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format="messages"), config)
     edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
     return [tokenizer.decode(turn) for turn in np.split(ids, edges)[1::2]]
@@ -303,6 +303,11 @@ def test_what_a_template_loses_of_tool_calls_is_named(lost):
     tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
     with pytest.raises(BadRow, match=f"{message}.*is not complete"):
         supervised_turns(tokenizer, row_with_calls({"b": "x"}, {"b": "y"}))
+
+
+def test_tools_that_a_template_leaves_out_are_refused():
+    with pytest.raises(BadRow, match="leaves out the tools"):
+        supervised_turns(family("chatml"), CHAT, tools=[{"function": {"name": "add"}}])
 
 
 def test_reasoning_of_another_key_is_supervised():
