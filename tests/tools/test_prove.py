@@ -15,16 +15,11 @@ import zerotrain.data.tokenize
 from zerotrain.runtime.errors import UserError
 
 
-def test_prove_epoch_on_two_world_sizes(forks, tiny_config):
-    flags = ["--data.batching", "packed"]
-    finished = forks.script(
-        "scripts.prove", "epoch", "--config", tiny_config(), "--world", "3", "--then", "5",
-        "--cut", "0.5", *flags,
-    )  # fmt: skip
-    assert finished.code == 0, finished.output
-    lines = finished.output.splitlines()
-    assert lines[-1] == "proved"
-    assert sum("70 examples once, 0 missing, 0 repeated" in line for line in lines) == 2
+def test_prove_epoch_on_two_world_sizes(prove, tiny_config):
+    flags = ["--world", 3, "--then", 5, "--cut", 0.5, "--data.batching", "packed"]
+    code, out = prove("epoch", tiny_config(), *flags)
+    assert code == 0 and out.endswith("\nproved\n"), out
+    assert out.count("70 examples once, 0 missing, 0 repeated") == 2
 
 
 @pytest.mark.parametrize("times, said", [(0, "missing: "), (2, "repeated: ")])

@@ -172,9 +172,8 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
     sources = []
     for i, source in enumerate(config.data.sources("train_sources")):
         rows = work / f"rows_{i}.jsonl"
-        with rows.open("w", encoding="utf-8", errors="surrogateescape") as file:
-            for row in islice(read_rows(source), ROWS):
-                file.write(row.text.replace("\n", " ") + "\n")
+        lines = [row.text.replace("\n", " ") + "\n" for row in islice(read_rows(source), ROWS)]
+        rows.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
         sources.append(
             Source(str(rows), format=source.format, columns=source.columns, on_bad_row="skip")
         )

@@ -163,17 +163,16 @@ def prove_rows(
 
     for rows, (place, row) in enumerate(canonical_rows(sources, data, config), start=1):
         first, last = np.searchsorted(row_of, [rows - 1, rows])
-        if last - first != 1 or data.lengths[first] >= config.data.max_length or "text" in row:
+        is_whole = last - first == 1 and data.lengths[first] < config.data.max_length
+        if not is_whole or "text" in row or supervise == "all":
             continue
+        compared += 1
         [ids], [mask] = data.fetch(np.array([first]))
-        edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
         first_tokens, last_tokens = (
             [decode(token) for token in ids[places]] for places in (edges[::2], edges[1::2] - 1)
         )
         ends.update(last_tokens)
-        if supervise == "all":
-            continue
-        compared += 1
         messages = row.get("messages") or [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 20
 FIRST_EXAMPLES = 10_000  # from which they are taken, so that not all of a large file is read
-LOSS_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+LOSS_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of the evaluation loss, relative, or in nats below 1: rounding and the order of sums differ. Half
 a unit in the last place of a logit near 10 is 5e-7, 4e-3 and 3e-2; over the held-out tokens such
 errors mostly cancel.
@@ -79,9 +79,9 @@ def verify_export(
     from zerotrain.model.load import DTYPES
 
     eval_plan = next(iter(eval_plans.values()), None)
-    data = train_plan.data if eval_plan is None else eval_plan.data
-    requests = list(sample_requests(data, config, held_out=eval_plan is not None))
-    expected = None if eval_plan is None else state.progress.eval_loss
+    data = (eval_plan or train_plan).data
+    requests = list(sample_requests(data, config, held_out=bool(eval_plan)))
+    expected = state.progress.eval_loss if eval_plan else None
     questions = {"prompts": [request.arguments for request in requests], "examples": []}
     if expected is not None:
         for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True):
@@ -89,11 +89,11 @@ def verify_export(
     answers = _answers(folder, questions)
 
     result = {"weights": f"{answers['architecture']}, {answers['dtype']}: all are found"}
-    if names := answers["missing"] + answers["unexpected"]:
+    if names := answers["unmatched"]:
         raise VerificationFailed(f"weights: {len(names):,} are missing or left over: {names[0]}")
     if expected is not None:
-        run_dtype = str(DTYPES[state.run.precision]).removeprefix("torch.")
-        tolerance = max(LOSS_TOLERANCE[run_dtype], LOSS_TOLERANCE[answers["dtype"]])
+        dtypes = DTYPES[state.run.precision], getattr(torch, answers["dtype"])
+        tolerance = max(LOSS_TOLERANCE[dtype] for dtype in dtypes)
         text = f"{answers['loss']:.6f} over {len(data):,} examples; the run's: {expected:.6f}"
         if not abs(answers["loss"] - expected) <= tolerance * max(1.0, expected):  # also for NaN
             raise VerificationFailed(f"evaluation loss: {text}")
@@ -208,9 +208,9 @@ def answer(model_folder: str, questions: dict[str, Any]) -> dict[str, Any]:
             of those that carry loss.
 
     Returns:
-        architecture, dtype; missing, unexpected: names of tensors; end_tokens: ids at which
-        generate() stops; prompts: token ids of each, or a string that says why there are none;
-        loss: mean of -log p(target) in nats, NaN without examples.
+        architecture, dtype; unmatched: names of tensors that are missing or unexpected; end_tokens:
+        ids at which generate() stops; prompts: token ids of each, or a string that says why there
+        are none; loss: mean of -log p(target) in nats, NaN without examples.
     """
     where = {"device_map": "auto"} if torch.cuda.is_available() else {}
     model, found = AutoModelForCausalLM.from_pretrained(
@@ -221,8 +221,7 @@ def answer(model_folder: str, questions: dict[str, Any]) -> dict[str, Any]:
     return {
         "architecture": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "missing": sorted(found["missing_keys"]),
-        "unexpected": sorted(found["unexpected_keys"]),
+        "unmatched": sorted([*found["missing_keys"], *found["unexpected_keys"]]),
         "end_tokens": [ends] if isinstance(ends, int) else ends or [],
         "prompts": [prompt_ids(tokenizer, **request) for request in questions["prompts"]],
         "loss": mean_loss(model.eval(), questions["examples"]),
