@@ -17,12 +17,13 @@ from harness.counted import Counted
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model import packing
 from zerotrain.model.blocks import change_blocks
-from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.loss import CHUNK_TOKENS, SupervisedLoss
 
 CUDA = torch.device("cuda")
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 LLAMA = LlamaConfig(**SIZES)
+CHUNK_TOKENS["cuda"] = 32
 EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                          output_router_logits=True)  # fmt: skip
 SIGNATURES = {
@@ -75,7 +76,7 @@ def run(name, config, options):
                 config, dtype=dtype, attn_implementation=attention
             )
         change_blocks(model.train(), ModelConfig("x", **options))
-        loss = SupervisedLoss(model, chunk_tokens=32)
+        loss = SupervisedLoss(model)
         with Counted() as counted:
             cross_entropy, router = loss(model, batch.to(CUDA))
             (cross_entropy * 0.5 if router is None else cross_entropy + router).backward()

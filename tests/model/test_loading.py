@@ -45,7 +45,7 @@ def check(tiny_config):
     def of(folder):
         config = read_config(tiny_config(model=folder))
         ds_config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
-        load_model(config, load_model_config(config), ds_config)
+        load_model(config, load_model_config(config), ds_config, "fp32")
 
     return of
 

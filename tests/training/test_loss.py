@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from zerotrain.data.loader import MicroBatch
-from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.loss import CHUNK_TOKENS, SupervisedLoss
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
@@ -71,14 +71,15 @@ def plain_loss(model, batch, labels):
     )
 
 
-def supervised_loss(model, chunk_tokens):
-    loss = SupervisedLoss(model, chunk_tokens=chunk_tokens)
+def supervised_loss(model):
+    loss = SupervisedLoss(model)
     return loss, loss.check(model, range(3, 64), CPU)
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 4])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens):
+def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch):
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", chunk_tokens)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
     for parameter in model.parameters():  # logits where soft caps matter
@@ -89,7 +90,7 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens):
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
 
-    loss, problem = supervised_loss(model, chunk_tokens)
+    loss, problem = supervised_loss(model)
     assert not problem
     ours, router = loss(model, batch)
     ours.backward()
@@ -111,7 +112,7 @@ def test_the_router_loss_is_that_of_tokens_without_padding():
     model = AutoModelForCausalLM.from_config(MixtralConfig(
         **SIZES, num_local_experts=6, output_router_logits=True, initializer_range=0.5,
     ))  # fmt: skip
-    loss, _ = supervised_loss(model, 64)
+    loss, _ = supervised_loss(model)
     batch, _ = micro_batch()
     rows = zip(batch.input_ids, batch.attention_mask.bool(), strict=True)
     alone = [model(input_ids=ids[mask][None]).router_logits for ids, mask in rows]
@@ -138,7 +139,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_has_whole_logits():
+def test_no_tensor_has_whole_logits(monkeypatch):
     """400 targets x 512 words."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 512}, max_position_embeddings=512)
     ids = np.random.default_rng(0).integers(3, 64, (1, 401))
@@ -147,7 +148,8 @@ def test_no_tensor_has_whole_logits():
     largest = {}
     for chunk_tokens in (400, 20):
         model = LlamaForCausalLM(config)
-        loss = supervised_loss(model, chunk_tokens)[0]
+        monkeypatch.setitem(CHUNK_TOKENS, "cpu", chunk_tokens)
+        loss = supervised_loss(model)[0]
         with LargestTensor() as largest[chunk_tokens]:
             loss(model, batch).cross_entropy.backward()
     assert largest[400].elements == 400 * 512 > 10 * largest[20].elements
@@ -164,7 +166,7 @@ class OverPositions(LlamaForCausalLM):
 
 def test_a_model_that_does_something_else_to_its_logits_keeps_whole_logits():
     model = OverPositions(ARCHITECTURES["llama"])
-    loss, problem = supervised_loss(model, 4)
+    loss, problem = supervised_loss(model)
     assert "OverPositions" in problem
     batch, labels = micro_batch()
     assert loss(model, batch).cross_entropy.item() == pytest.approx(

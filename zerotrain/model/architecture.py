@@ -21,9 +21,11 @@ def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Mo
     """The model on the meta device, without memory for its weights.
 
     Raises:
-        UserError: the config is not that of a causal language model.
+        UserError: the config is not that of a causal language model, or describes several, e.g. a
+            music model with a text encoder.
     """
     try:
+        model_config.get_text_config()
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 model_config, trust_remote_code=trust_remote_code
@@ -36,21 +38,7 @@ def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Mo
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
     """Whether the language model is one part of several, e.g. beside a vision tower."""
-    return text_config_of(model_config) is not model_config
-
-
-def text_config_of(model_config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a config that describes the language model.
-
-    Raises:
-        UserError: the config has several such parts, e.g. a music model with a text encoder.
-    """
-    try:
-        return model_config.get_text_config()
-    except ValueError as error:
-        raise UserError(
-            f"model.name_or_path: not a causal language model: {summarize(error)}"
-        ) from error
+    return model_config.get_text_config() is not model_config
 
 
 def check_model_fits(
@@ -67,7 +55,7 @@ def check_model_fits(
     Raises:
         UserError: names the two sizes, or the module.
     """
-    text = text_config_of(skeleton.config)
+    text = skeleton.config.get_text_config()
     if (ids := count_ids(tokenizer)) > text.vocab_size:
         raise UserError(
             f"model.tokenizer: {config.tokenizer_source} has {ids:,} token ids, but the model's "
@@ -141,7 +129,7 @@ def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
 
 def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
     """Whether the heads of keys and values can be divided equally among so many ranks."""
-    text = text_config_of(skeleton.config)
+    text = skeleton.config.get_text_config()
     heads = sizes_of(text, "num_key_value_heads") or sizes_of(text, "num_attention_heads")
     if getattr(text, "multi_query", False):
         heads = [1]
@@ -154,7 +142,7 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
     Args:
         skeleton: the model on the meta device, with requires_grad as in training.
     """
-    sizes = text_config_of(skeleton.config).to_dict()
+    sizes = skeleton.config.get_text_config().to_dict()
     heads = sizes.get("num_attention_heads")
     head_size = sizes.get("head_dim")
     width = hidden_size(skeleton)
@@ -181,7 +169,7 @@ def linear_cost(skeleton: nn.Module) -> int:
 
 
 def _layers(skeleton: nn.Module) -> int:
-    return int(text_config_of(skeleton.config).num_hidden_layers)
+    return int(skeleton.config.get_text_config().num_hidden_layers)
 
 
 def hidden_size(skeleton: nn.Module) -> int:
@@ -193,7 +181,7 @@ def _multiplied_weights(skeleton: nn.Module) -> list[tuple[float, float]]:
     """How many weights a token is multiplied with, and how many of them are trained: first in the
     part for text without the output head, then in the head.
     """
-    text = text_config_of(skeleton.config)
+    text = skeleton.config.get_text_config()
     head = skeleton.get_output_embeddings()
     body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
     of_head = set(head.modules())

@@ -4,6 +4,7 @@ pass.
 
 import warnings
 
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,11 +15,9 @@ from zerotrain.runtime.errors import UserError
 MAX_GRAPHS = 64  # of one function: training or not, one example or several, kinds of layers
 
 
-def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
-    """Apply model.activation_checkpointing and model.compile; before deepspeed.initialize.
-
-    Returns:
-        The blocks; none if the model does not say which modules they are.
+def change_blocks(model: nn.Module, options: ModelConfig, stage: int = 0) -> None:
+    """Apply model.activation_checkpointing, model.compile, and at ZeRO stage 3 gather blocks as a
+    whole, rather than with hooks of each of their modules; before deepspeed.initialize.
 
     Raises:
         UserError: the model cannot have them.
@@ -36,4 +35,10 @@ def change_blocks(model: nn.Module, options: ModelConfig) -> list[nn.Module]:
         )
     for block in blocks if options.compile else ():
         block.compile(dynamic=True, recompile_limit=MAX_GRAPHS)
-    return blocks
+    if stage == 3 and blocks:
+        # ZeRO-3 reduces the gradients of a block once autograd has the gradient of its input. Where
+        # the input needs none, because everything before is frozen, it would reduce zeros; so the
+        # output of the embeddings is made to need one.
+        for block in blocks:
+            set_z3_leaf_module(block, True)
+        model.enable_input_require_grads()

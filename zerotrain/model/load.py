@@ -107,9 +107,10 @@ class LoadedModel:
 
 
 def load_model(
-    config: Config, model_config: PretrainedConfig, ds_config: dict[str, Any]
+    config: Config, model_config: PretrainedConfig, ds_config: dict[str, Any], precision: str
 ) -> LoadedModel:
-    """The model in the run's precision, pretrained or randomly initialized from the global RNG.
+    """The model in a precision (fp32, bf16 or fp16), pretrained or randomly initialized from the
+    global RNG.
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
     an HfDeepSpeedConfig exists, to which it holds only a weak reference. Below, each rank reads or
@@ -123,12 +124,8 @@ def load_model(
     # Matrices are split later, by deepspeed.initialize; transformers 5.23 takes them for split, and
     # refuses to load them.
     hf_ds_config = HfDeepSpeedConfig({**ds_config, "tensor_parallel": {}})
-    dtype = DTYPES[
-        next((p for p in ("bf16", "fp16") if ds_config.get(p, {}).get("enabled")), "fp32")
-    ]
-    options: dict[str, Any] = {"dtype": dtype}
-    if config.model.attn_implementation:
-        options["attn_implementation"] = config.model.attn_implementation
+    dtype = DTYPES[precision]
+    options = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
     device = torch.device(get_accelerator().current_device_name())
     if config.model.quantization:
         options |= quantized(dtype, device)

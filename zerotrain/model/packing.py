@@ -34,7 +34,7 @@ from transformers.masking_utils import eager_mask
 
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import MicroBatch
-from zerotrain.model.architecture import heads_divide, text_config_of
+from zerotrain.model.architecture import heads_divide
 from zerotrain.runtime.errors import UserError, describe
 
 PACKED_EXAMPLES = "packed_examples"
@@ -77,7 +77,16 @@ def resolve_batching(
         attention = None
     problem = _packing_problem(skeleton, config.data.max_length)
     if sequence > 1:
-        check_sequence(skeleton, sequence, problem or (attention and f"{attention} cannot"))
+        shared = problem or (attention and f"{attention} cannot")
+        if not heads_divide(skeleton, sequence):
+            shared = "its heads of keys and values cannot be divided"
+        elif getattr(skeleton.config.get_text_config(), "output_router_logits", False):
+            shared = "the router loss is one of whole micro-batches"
+        if shared:
+            raise UserError(
+                f"ds_config: sequence_parallel_size {sequence} is not possible: {shared}; set "
+                "another one, or use another model"
+            )
     if attention and not any(part in attention for part in VARLEN):
         problem = problem or f"{attention} computes scores between examples too"
     if batching == "packed" and problem:
@@ -101,7 +110,7 @@ def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
     the model; None if nothing says so. probes.check_packing tests what the real model does.
     """
     name = type(skeleton).__name__
-    text = text_config_of(skeleton.config)
+    text = skeleton.config.get_text_config()
     if "position_ids" not in inspect.signature(skeleton.forward).parameters:
         return f"{name} takes no position_ids, so it cannot know where an example begins"
     layers = set(getattr(text, "layer_types", None) or [])
@@ -122,24 +131,6 @@ def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
         if key.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return f"{name} counts positions from the padding token's id"  # RoBERTa
     return None
-
-
-def check_sequence(skeleton: nn.Module, sequence: int, problem: str | None) -> None:
-    """Check that `sequence` ranks can share a sequence of the model.
-
-    Raises:
-        UserError: packed_attention cannot run in it, for the reason `problem`; or the heads cannot
-            be divided.
-    """
-    if problem is None and not heads_divide(skeleton, sequence):
-        problem = "its heads of keys and values cannot be divided"
-    if problem is None and getattr(text_config_of(skeleton.config), "output_router_logits", False):
-        problem = "the router loss is one of whole micro-batches"
-    if problem:
-        raise UserError(
-            f"ds_config: sequence_parallel_size {sequence} is not possible: {problem}; set another "
-            "one, or use another model"
-        )
 
 
 def _kernel_problem(precision: str) -> str | None:

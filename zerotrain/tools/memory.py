@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
-from zerotrain.model.architecture import hidden_size, sizes_of, text_config_of
+from zerotrain.model.architecture import hidden_size, sizes_of
 from zerotrain.training.loss import CHUNK_TOKENS
 from zerotrain.training.setup import Setup
 from zerotrain.training.states import MASTER, MOMENTS, ModelStates, weight_bytes
@@ -72,7 +72,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
         on_gpu["buffers"] = _buffers(setup)
     tensor_parallel, sequence_parallel = group_sizes(setup.ds_config)
     tokens = setup.config.data.micro_batch_tokens // sequence_parallel
-    layers = int(text_config_of(skeleton.config).num_hidden_layers)
+    layers = int(skeleton.config.get_text_config().num_hidden_layers)
     kept, gradients = (width / 2 * tokens * n for n in layer_bytes(skeleton, tensor_parallel))
     inputs = width * layers * hidden_size(skeleton) * tokens
     recomputes = setup.config.model.activation_checkpointing
@@ -117,7 +117,7 @@ def layer_widths(skeleton: nn.Module) -> tuple[float, float, float, float, float
     """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
     a token visits, and their number. Queries and keys are 0 without attention.
     """
-    text = text_config_of(skeleton.config)
+    text = skeleton.config.get_text_config()
     hidden = hidden_size(skeleton)
     heads = _mean_size(text, "num_attention_heads") or 0
     head_dim = _mean_size(text, "head_dim") or (hidden // heads if heads else 0)
@@ -140,7 +140,7 @@ def _loss(setup: Setup, tokens: int) -> float:
     """
     skeleton = setup.architecture.skeleton
     width = weight_bytes(setup.ds_config)
-    vocabulary = int(text_config_of(skeleton.config).vocab_size)
+    vocabulary = int(skeleton.config.get_text_config().vocab_size)
     logits = min(tokens, CHUNK_TOKENS[setup.machine.device])
     head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)

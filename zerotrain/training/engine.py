@@ -7,7 +7,6 @@ from io import StringIO
 from pathlib import Path
 
 import deepspeed
-from deepspeed.utils import set_z3_leaf_module
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedTokenizerBase
 
@@ -63,21 +62,15 @@ def build_engine(
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = ranks.run_on_all(
-        lambda: load_model(config, setup.architecture.model_config, setup.ds_config)
+        lambda: load_model(
+            config, setup.architecture.model_config, setup.ds_config, setup.precision
+        )
     )
     model = loaded.model
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
-    blocks = change_blocks(model, config.model)
     ds_config = setup.ds_config
     stage = zero_stage(ds_config)
-    if blocks and stage == 3:
-        # ZeRO-3 gathers a block as a whole, rather than with hooks of each of its modules, and
-        # reduces its gradients once autograd has the gradient of its input. Where the input needs
-        # none, because everything before is frozen, it would reduce zeros; so the output of the
-        # embeddings is made to need one.
-        for block in blocks:
-            set_z3_leaf_module(block, True)
-        model.enable_input_require_grads()
+    change_blocks(model, config.model, stage)
     if stage == 0 and setup.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
     name_locks()
@@ -100,7 +93,7 @@ def build_engine(
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
-    if setup.ds_config["compile"].get("deepcompile"):
+    if ds_config["compile"].get("deepcompile"):
         engine.compile()
     engine.train()
     tokens = ordinary_tokens(tokenizer)
@@ -127,11 +120,7 @@ def check_engine(
     """
     tokens = ordinary_tokens(tokenizer)
     ends = plan.data.meta["end_tokens"]
-    checks = [
-        lambda: check_causal(engine, tokens, ranks.device),
-        lambda: check_end_tokens(engine, tokenizer, ends, ranks.device),
-    ]
+    ranks.run_on_all(lambda: check_causal(engine, tokens, ranks.device))
+    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, ends, ranks.device))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
-        checks.append(lambda: check_packing(engine, tokens, ranks.device, ranks.sequence_group))
-    for check in checks:
-        ranks.run_on_all(check)
+        ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.device, ranks.sequence_group))

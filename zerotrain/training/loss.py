@@ -66,20 +66,17 @@ class SupervisedLoss:
         self,
         model: nn.Module,
         sequence_group: dist.ProcessGroup | None = None,
-        chunk_tokens: int | None = None,
     ) -> None:
         """To be called after deepspeed.initialize, since tensor parallelism replaces the head.
 
         Args:
             model: the Hugging Face model itself, not the engine around it.
             sequence_group: the ranks that get the other parts of a micro-batch.
-            chunk_tokens: targets per chunk; default: those of CHUNK_TOKENS for the device.
         """
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
         self._model = model
         self._head = model.get_output_embeddings()
-        self._chunk_tokens = chunk_tokens
         self._sequence_group = sequence_group
         self._backend = "torch" if triton_problem() else "auto"
         self._takes_whole_logits = False
@@ -124,8 +121,8 @@ class SupervisedLoss:
         def compute(head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
             weights = [p for p in head.parameters() if p.requires_grad]
             loss, zeros = _ChunkedLoss.apply(
-                self._loss_of_chunk, self._chunk_tokens or CHUNK_TOKENS[logits.device.type],
-                batch.targets, logits.detach(), *args[:1], *hidden, *weights,
+                self._loss_of_chunk, CHUNK_TOKENS[logits.device.type], batch.targets,
+                logits.detach(), *args[:1], *hidden, *weights,
             )  # fmt: skip
             losses.append(loss)
             return zeros

@@ -59,12 +59,8 @@ class Schedule(NamedTuple):
     warmup_steps: int
     total_steps: int
     """Optimizer steps of the whole run."""
-    factor: Callable[[int], float]
-    """Share of the peak in the step that follows so many global steps."""
-
-    def rate(self, finished_steps: int) -> float:
-        """Learning rate of the step that follows `finished_steps` global steps."""
-        return self.peak * self.factor(finished_steps)
+    rate: Callable[[int], float]
+    """Learning rate of the step that follows so many global steps."""
 
 
 def scaled_learning_rate(train: TrainConfig, mean_batch: float) -> float:
@@ -118,7 +114,9 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
             f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
             f"{describe(error)}"
         ) from error
-    return Schedule(train.lr_schedule, peak, warmup, steps, lambda step: factor(step + shift))
+    return Schedule(
+        train.lr_schedule, peak, warmup, steps, lambda step: peak * factor(step + shift)
+    )
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:

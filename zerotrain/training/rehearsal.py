@@ -140,26 +140,21 @@ def costliest(plan: DataPlan) -> list[np.ndarray]:
     them, on which most of the memory depends, nor the largest sum of squared lengths, on which it
     depends where attention keeps its scores. Examples stand for others of the same length.
 
-    bucketed: for each length as many examples as the budget allows; the two lengths with the most
-    tokens and the largest sum of squares, often the same.
-    packed: the longest examples, the last of which collate_full() cuts where the budget ends. They
-    have both maxima: the j longest examples of another micro-batch have at most as many tokens as
-    the j longest here, for every j (Karamata's inequality).
+    For each length as many examples as the budget allows: those of the lengths with the most tokens
+    and with the largest sum of squares, often the same. Packed, the last example is the one that
+    collate_full() cuts where the budget ends.
     """
     budget = plan.budget
-    # int64 [lengths], from the longest: an example of each length, and how many there are
-    found = np.unique(plan.data.lengths, return_index=True, return_counts=True)
-    lengths, example_of, counts = (each[::-1].astype(np.int64) for each in found)
+    # int64 [lengths], from the longest
+    found = np.unique(plan.data.lengths, return_index=True)
+    lengths, example_of = (each[::-1].astype(np.int64) for each in found)
     padded = budget.padded(lengths)
+    spare = padded - 1 if budget.packed else 0
     most = plan.order.global_batch_size or plan.data.lengths.size
-    rows = np.minimum(budget.micro_batch_tokens // padded, most)
-    if not budget.packed:
-        tokens = rows * padded
-        largest = np.unique([np.argmax(tokens), np.argmax(tokens * padded)])
-        return [np.repeat(example_of[i], rows[i]) for i in largest]
-    longest = np.repeat(np.arange(lengths.size), np.minimum(counts, rows + 1))[:most]
-    count = 1 + np.searchsorted(np.cumsum(lengths[longest]), budget.micro_batch_tokens)
-    return [example_of[longest[:count]]]
+    rows = np.minimum((budget.micro_batch_tokens + spare) // padded, most)
+    tokens = np.minimum(rows * padded, budget.micro_batch_tokens)
+    largest = np.unique([np.argmax(tokens), np.argmax(tokens * padded)])
+    return [np.repeat(example_of[i], rows[i]) for i in largest]
 
 
 def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
