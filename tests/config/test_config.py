@@ -14,12 +14,12 @@ from harness.processes import run
 from harness.repository import REPO
 
 from zerotrain.config.ds_config import KEYS, check_machine, check_ranks, resolve_ds_config
-from zerotrain.config.help import config_keys
 from zerotrain.config.parse import (
     check_start,
     dump_config,
     parse_command_line,
 )
+from zerotrain.config.schema import config_keys
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
 from zerotrain.training.optimizer import scaled_learning_rate, warmup_steps
@@ -303,8 +303,8 @@ REFUSED = {  # part of the message -> values of the file
     '_steps": 9': {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
     # unknown keys at every level
     "did you mean zero_optimization?": {"zero_optimisation.stage": 1},
-    "offload_optimizer.devise: ": {"zero_optimization.offload_optimizer.devise": 1},
-    "fp16.loss_scal: ": {"fp16.loss_scal": 1},
+    "offload_optimizer.devise is 1: Extra": {"zero_optimization.offload_optimizer.devise": 1},
+    "loss_scal is 1: Extra": {"fp16.loss_scal": 1},
     "checkpoint.load_universal: ": {"checkpoint.load_universal": 1},
     "quux: ": {"quux": 1},
     "amp: ": {"amp.enabled": True},

@@ -6,7 +6,7 @@ import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.model.tensor_parallel import SUPPORTED_TYPES
+from zerotrain.model.architecture import SUPPORTED_TYPES
 from zerotrain.runtime.process_group import process_group
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,7 +11,7 @@ from harness.processes import run
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 
-from zerotrain.config.help import config_keys
+from zerotrain.config.schema import config_keys
 
 README = (REPO / "README.md").read_text()
 FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|data"

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.checkpoint.shards import read_shard, shard_name
-from zerotrain.model.architecture import meta_model
-from zerotrain.model.tensor_parallel import SUPPORTED_TYPES, check_tensor_parallel
+from zerotrain.model.architecture import SUPPORTED_TYPES, check_tensor_parallel, meta_model
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.export import export_checkpoint

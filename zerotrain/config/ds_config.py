@@ -18,7 +18,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from zerotrain.config.schema import Config
@@ -383,12 +382,8 @@ def _refusals(merged: dict[str, Any]) -> Iterator[str]:
         DeepSpeedConfig(copy.deepcopy(merged))
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        path = next((path for path, _ in _leaves(merged) if path.endswith(f".{name}")), name)
-        problem = f"{first['msg']}, got {first['input']!r}"
-        if first["type"] == "extra_forbidden":
-            problem = f"unknown key; remove it{similar(name, [*DeepSpeedZeroConfig.model_fields])}"
-        yield f"{path}: {problem}"
+        key = ".".join(map(str, first["loc"]))
+        yield f"{key} is {json.dumps(first['input'])}: {first['msg']}; change or remove it"
     except Exception as error:  # its own errors and assertions, all of them about `merged`
         yield f"DeepSpeed refuses it: {describe(error)}"
 

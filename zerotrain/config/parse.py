@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from zerotrain.config.help import config_keys, section_of, settings_table
-from zerotrain.config.schema import Config, Source
+from zerotrain.config.schema import Config, Source, config_keys, section_of, settings_of
 from zerotrain.runtime.errors import UserError, describe, disk_error, exit_on_error, similar
 from zerotrain.runtime.files import read_text
 
@@ -114,6 +115,20 @@ def parse_own_command_line(name: str) -> CommandLine | None:
     the module.
     """
     return exit_on_error(lambda: parse_command_line(sys.argv[1:])) if name == "__main__" else None
+
+
+def settings_table() -> str:
+    """Of each setting a line with key and default, and its meaning below."""
+    columns = min(100, shutil.get_terminal_size().columns)
+    lines = []
+    for section, name, key in settings_of(Config):
+        field = section.__pydantic_fields__[name]
+        default = "required"
+        if not field.is_required():
+            default = f"default {json.dumps(field.get_default(call_default_factory=True))}"
+        lines.append(f"  --{key}  {default}")
+        lines += [f"      {line}" for line in textwrap.wrap(field.description, columns - 6)]
+    return "\n".join(lines)
 
 
 def dump_config(config: Config) -> str:

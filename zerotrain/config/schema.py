@@ -1,11 +1,11 @@
 """Every setting of a run, with its default, bounds and meaning, as frozen dataclasses."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import field, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -394,10 +394,10 @@ class Config(Section):
     train: TrainConfig
     ds_config: str = "ds_configs/zero2.json"
     """DeepSpeed config file: ZeRO stage, offload, communication."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     def __post_init__(self) -> None:
         if self.eval.generate and self.data.supervise == "all":
@@ -407,3 +407,23 @@ class Config(Section):
     def tokenizer_source(self) -> str:
         """Folder or hub id of the tokenizer."""
         return self.model.tokenizer or self.model.name_or_path
+
+
+def section_of(kind: Any) -> type | None:
+    """The class of a section, which may be `| None`; None for the types of other keys."""
+    kinds = (kind, *get_args(kind))
+    return next((k for k in kinds if Section in getattr(k, "__mro__", ())), None)
+
+
+def settings_of(section: type, prefix: str = "") -> Iterator[tuple[type, str, str]]:
+    """(section, name, dotted key) of each setting of a section and of those in it."""
+    for f in fields(section):
+        if nested := section_of(f.type):
+            yield from settings_of(nested, f"{prefix}{f.name}.")
+        else:
+            yield section, f.name, prefix + f.name
+
+
+def config_keys(section: type = Config) -> list[str]:
+    """The dotted keys of a section."""
+    return [key for _, _, key in settings_of(section)]

@@ -1,20 +1,26 @@
-"""What follows from a model's config alone: the model without weights, and its cost per token."""
+"""What follows from a model's config alone: the model without weights, whether it can be split, and
+its cost per token.
+"""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from zerotrain.config.ds_config import gpu_keys, offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
 
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The highest token id plus one: more than the number of tokens if ids are left out."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
+class Counts(NamedTuple):
+    """Numbers of parameters, those of adapters included."""
+
+    trained: int
+    total: int
 
 
 def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Module:
@@ -56,7 +62,9 @@ def check_model_fits(
         UserError: names the two sizes, or the module.
     """
     text = skeleton.config.get_text_config()
-    if (ids := count_ids(tokenizer)) > text.vocab_size:
+    # more than the number of tokens if ids are left out
+    ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if ids > text.vocab_size:
         raise UserError(
             f"model.tokenizer: {config.tokenizer_source} has {ids:,} token ids, but the model's "
             f"vocabulary has {text.vocab_size:,}; use the tokenizer that belongs to the model, or "
@@ -80,6 +88,58 @@ def check_model_fits(
                 "modules of their own, which ZeRO does not train right; use a model whose experts "
                 "are packed, as in transformers"
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+# DeepSpeed's AutoTP splits a model by transformers' plan for it. Version 0.19.8 also splits models
+# that it then runs or trains wrongly: Apertus, whose activations have parameters, Doge and Youtu.
+SUPPORTED_TYPES = """
+    arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text granite helium jais2 llama
+    ministral ministral3 mistral nanochat nemotron olmo phi qwen2 qwen3 qwen3_5_text seed_oss
+    smollm3 starcoder2 vaultgemma
+"""
+"""Values of model_type whose models may be split; test_tensor_parallel.py compares a split model of
+each with the whole one.
+"""
+
+
+def check_tensor_parallel(
+    config: Config, ds_config: dict[str, Any], skeleton: nn.Module, counts: Counts, size: int
+) -> None:
+    """Refuse what could not be split, or would not be trained as the whole model is.
+
+    Args:
+        skeleton: the model on the meta device.
+        size: ranks of a group.
+
+    Raises:
+        UserError: says why, and what to change.
+    """
+    if size == 1:
+        return
+    name = type(skeleton).__name__
+    others = gpu_keys(ds_config)
+    if config.model.compile:
+        others.append("model.compile")
+    if secondary_ranks(ds_config) > 1:
+        others.append("zero_optimization.zero_hpz_partition_size")
+    if "nvme" in offload_devices(ds_config).values():
+        others.append("offload to nvme")
+    if zero_stage(ds_config) == 0:
+        problem = "is not supported at ZeRO stage 0; set the stage to 1"
+    elif others:
+        problem = f"is not supported together with {others[0]}; remove one of them"
+    elif counts.trained < counts.total:
+        problem = "needs all weights to be trained; remove model.lora and model.trainable, or it"
+    elif skeleton.config.model_type not in SUPPORTED_TYPES.split():
+        problem = f"has not been tried with {name}; remove it"
+    elif not heads_divide(skeleton, size):
+        problem = f"has to divide the heads of keys and values of {name}; change it"
+    else:
+        return
+    raise UserError(f"{config.ds_config}: tensor_parallel.autotp_size {size} {problem}")
 
 
 # --------------------------------------------------------------------------------------------------

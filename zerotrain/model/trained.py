@@ -4,14 +4,15 @@ model.lora.
 
 import re
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import is_multimodal
+from zerotrain.model.architecture import Counts, is_multimodal
 from zerotrain.model.hub import split_revision, summarize
 from zerotrain.runtime.errors import UserError, first_of, similar
 
@@ -19,13 +20,6 @@ ADAPTER = "default"  # peft's name of the adapters
 
 if TYPE_CHECKING:
     from peft import LoraModel
-
-
-class Counts(NamedTuple):
-    """Numbers of parameters, those of adapters included."""
-
-    trained: int
-    total: int
 
 
 def count_trained(model: nn.Module, config: ModelConfig) -> Counts:
@@ -52,7 +46,11 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
     if config.lora is not None:
         insert_adapters(model, config, config.lora)
     elif config.trainable:
-        _freeze_others(model, config.trainable)
+        # tied weights have several names
+        named = dict(model.named_parameters(remove_duplicate=False))
+        model.requires_grad_(False)
+        for name in _matching("trainable", config.trainable, named, re.search):
+            named[name].requires_grad_(True)
     # Without a gradient, AdamW's weight decay alone would change what is not used for text.
     used = {p for module in _text_modules(model) for p in module.parameters(recurse=False)}
     for parameter in set(model.parameters()) - used:
@@ -81,8 +79,8 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         linear = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D))}
         targets = [name for name, module in linear.items() if module is not head]
     else:
-        targets = _ending_in("target_modules", lora.target_modules, modules)
-    _ending_in("modules_to_save", lora.modules_to_save, modules)
+        targets = _matching("lora.target_modules", lora.target_modules, modules, _is_end)
+    _matching("lora.modules_to_save", lora.modules_to_save, modules, _is_end)
     name, revision = split_revision(config.name_or_path)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -117,31 +115,23 @@ def _text_modules(model: nn.Module) -> set[nn.Module]:
     return {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
 
 
-def _ending_in(key: str, endings: list[str], modules: dict[str, nn.Module]) -> list[str]:
-    """The names of modules with one of these endings, each of which at least one has."""
+def _matching(
+    key: str, patterns: list[str], names: Iterable[str], matches: Callable[[str, str], object]
+) -> list[str]:
+    """The names that match one of the patterns, each of which at least one name does."""
     found: list[str] = []
-    for ending in endings:
-        names = [name for name in modules if f".{name}".endswith(f".{ending}")]
-        if not names:
-            last = sorted({name.rpartition(".")[2] for name in modules} - {""})
+    for pattern in patterns:
+        matching = [name for name in names if matches(pattern, name)]
+        if not matching:
+            parts = sorted({part for name in names for part in name.split(".")} - {""})
             raise UserError(
-                f"model.lora.{key}: the model has no {ending}; its modules end in "
-                f"{', '.join(name for name in last if not name.isdecimal())}; remove it"
-                f"{similar(ending, last)}"
+                f"model.{key}: the model has no {pattern}; its names consist of "
+                f"{', '.join(part for part in parts if not part.isdecimal())}; remove it"
+                f"{similar(pattern, parts)}"
             )
-        found += names
+        found += matching
     return found
 
 
-def _freeze_others(model: nn.Module, patterns: list[str]) -> None:
-    named = list(model.named_parameters(remove_duplicate=False))  # tied weights have several names
-    model.requires_grad_(False)
-    for pattern in patterns:
-        found = [parameter for name, parameter in named if re.search(pattern, name)]
-        if not found:
-            raise UserError(
-                f"model.trainable: no parameter matches {pattern}; names are like "
-                f"{first_of([name for name, _ in named])}"
-            )
-        for parameter in found:
-            parameter.requires_grad_(True)
+def _is_end(ending: str, name: str) -> bool:
+    return f".{name}".endswith(f".{ending}")

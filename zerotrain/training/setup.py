@@ -15,8 +15,10 @@ from zerotrain.data.data_plan import DataPlan, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import choose_questions
 from zerotrain.model.architecture import (
+    Counts,
     ModelFlops,
     check_model_fits,
+    check_tensor_parallel,
     count_flops,
     hidden_size,
     linear_cost,
@@ -25,8 +27,7 @@ from zerotrain.model.architecture import (
 from zerotrain.model.hub import pin_revisions
 from zerotrain.model.load import check_quantization, load_model_config, load_tokenizer
 from zerotrain.model.packing import check_attention, resolve_batching
-from zerotrain.model.tensor_parallel import check_tensor_parallel
-from zerotrain.model.trained import Counts, count_trained
+from zerotrain.model.trained import count_trained
 from zerotrain.runtime.machine import Machine, this_machine
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.states import ModelStates, model_states
@@ -36,7 +37,6 @@ from zerotrain.training.states import ModelStates, model_states
 class Architecture:
     """A model without weights, and what follows from its shapes."""
 
-    model_config: PretrainedConfig
     skeleton: PreTrainedModel
     """The model on the meta device, with requires_grad as in training."""
     counts: Counts
@@ -56,7 +56,7 @@ class Architecture:
         skeleton = meta_model(model_config, config.trust_remote_code)
         check_attention(config.attn_implementation, skeleton)
         counts = count_trained(skeleton, config)
-        return cls(model_config, skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
+        return cls(skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import nn
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import ModelConfig
-from zerotrain.model.trained import Counts
+from zerotrain.model.architecture import Counts
 
 GIB = 2**30
 MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
