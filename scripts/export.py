@@ -90,7 +90,7 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
             raise ValueError(f"{RESOLVED_CONFIG} is larger than a run writes it")
         # both files, wherever the folder lies now
         ds_config = str(folder / RESOLVED_DS_CONFIG)
-        values = read_yaml(read_text(str(folder / RESOLVED_CONFIG)), RESOLVED_CONFIG)
+        values, _ = read_yaml(read_text(str(folder / RESOLVED_CONFIG)), RESOLVED_CONFIG)
         if isinstance(values, dict) and "base" in values:
             raise ValueError(f"{RESOLVED_CONFIG} names a base, which no run writes")
         argv = ["--config", str(folder / RESOLVED_CONFIG), "--ds_config", ds_config]

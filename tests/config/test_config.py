@@ -151,7 +151,7 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
         "a: &a [x]\nb: [*a, *a]": "alias",
         "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
         "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
-        "? [a]\n: b": "unhashable key",
+        "? [a]\n: b": "unknown key",
         "output_dir: a\ntrain:\n": "train: Input should be a dictionary",
         "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
     }.items():

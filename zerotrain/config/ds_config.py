@@ -177,8 +177,12 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
             NVMe without libaio, or as in check_ranks.
     """
     check_ranks(config, ds_config, machine.ranks)
-    for path in gpu_keys(ds_config) if machine.device != "cuda" else ():
-        raise UserError(f"{config.ds_config}: {path} needs an NVIDIA GPU; remove it")
+    # bitsandbytes 0.50 trains on some CPUs only until the first evaluation, which packs the weights
+    # in another way
+    on_gpu = [f"{config.ds_config}: {path}" for path in gpu_keys(ds_config)]
+    on_gpu += ["model.quantization"] * (config.model.quantization is not None)
+    if on_gpu and machine.device != "cuda":
+        raise UserError(f"{on_gpu[0]} needs an NVIDIA GPU; remove it")
     if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
         raise UserError(
             f"{config.ds_config}: DeepSpeed does not compute in fp16 on this machine; set "

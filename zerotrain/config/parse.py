@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from zerotrain.runtime.errors import UserError, describe, disk_error, exit_on_er
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
+NULL = "tag:yaml.org,2002:null"
 MODE_FLAGS = ("--dry_run", "--rehearse")
 RENAMED = {
     "deepspeed": "ds_config",
@@ -48,19 +48,11 @@ class CommandLine:
 
 class _Loader(yaml.BaseLoader):
     """YAML in which every scalar but null is text, which pydantic converts to the type of its
-    setting: off and 1e-5 mean what they look like. No key may occur twice.
+    setting: off and 1e-5 mean what they look like.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
-            [(name, _)] = Counter(key.value for key, _ in node.value).most_common(1)
-            raise yaml.YAMLError(f"{name}: occurs twice; remove one")
-        return mapping
 
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|)$"), None)
-_Loader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
+_Loader.add_implicit_resolver(NULL, re.compile(r"(~|null|)$"), None)
 
 
 def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLine:
@@ -81,15 +73,15 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     settings: dict[str, Any] = {}
     places = {"": files[-1]}  # where each key was given last
     for file in files:
-        for values, lines in _with_bases(file):
+        for values, own_places in _with_bases(file):
             settings = _merge(settings, values, Config)
-            places |= lines
+            places |= own_places
     for key, text in flags:
         if key != "config":
             value: Any = text
             if text == "null" or text.startswith(("[", "{")):
-                value = read_yaml(text, f"{COMMAND_LINE}: {key}")
-                places |= {name: COMMAND_LINE for name, _ in _lines(text, f"{key}.")}
+                value, lines = read_yaml(text, f"{COMMAND_LINE}: {key}")
+                places |= {f"{key}.{name}": COMMAND_LINE for name in lines}
             while key:
                 places[key] = COMMAND_LINE
                 key, _, part = key.rpartition(".")
@@ -140,28 +132,35 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def read_yaml(text: str, place: str) -> Any:
-    """The values of a YAML text: mappings, lists, texts and None.
+def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
+    """The value of a YAML text, of mappings, lists, texts and None; and the line of each dotted
+    key.
 
     Raises:
         UserError: not YAML, an alias, or a key that occurs twice.
     """
+    lines: dict[str, int] = {}
+
+    def value_of(node: yaml.Node | None, prefix: str) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [value_of(item, f"{prefix}[].") for item in node.value]
+        if not isinstance(node, yaml.MappingNode):
+            return None if node is None or node.tag == NULL else node.value
+        values: dict[str, Any] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name in values:
+                raise yaml.YAMLError(f"{name}: occurs twice; remove one")
+            lines[prefix + name] = key.start_mark.line + 1
+            values[name] = value_of(value, f"{prefix}{name}.")
+        return values
+
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise yaml.YAMLError("an alias (*): write the value out instead")
-        return yaml.load(text, Loader=_Loader)  # a BaseLoader makes no other objects
+        return value_of(yaml.compose(text, _Loader), ""), lines
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{place}: not YAML: {describe(error)}") from error
-
-
-def _lines(node: str | yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """(dotted key, its line) of a YAML text: of a mapping and the mappings in it."""
-    node = yaml.compose(node, _Loader) if isinstance(node, str) else node
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            name = f"{prefix}{key.value}"
-            yield name, key.start_mark.line + 1
-            yield from _lines(value, f"{name}.")
 
 
 def check_start(config: Config) -> None:
@@ -213,14 +212,13 @@ def _with_bases(file: str, *derived: str) -> Iterator[tuple[dict[str, Any], dict
     """The values of a file and the place of each key, after those of the file that its key `base`
     names, if it has one.
     """
-    text = read_text(file, f"{derived[0]}: base: " if derived else "")
-    values = read_yaml(text, file)
+    values, lines = read_yaml(read_text(file, f"{derived[0]}: base: " if derived else ""), file)
     if not isinstance(values, dict) or "zero_optimization" in values:
         raise UserError(
             f"{file}: not a run config, which is a mapping like recipes/demo.yaml; a DeepSpeed "
             "config is given with --ds_config"
         )
-    places = {key: f"{file}:{line}" for key, line in _lines(text)}
+    places = {key: f"{file}:{line}" for key, line in lines.items()}
     base = values.pop("base", None)
     if base is not None:
         path = os.path.normpath(Path(file).parent / str(base))

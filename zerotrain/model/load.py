@@ -207,17 +207,6 @@ def _check_ties(name: str, model: nn.Module, files: list[Path]) -> None:
             )
 
 
-def check_quantization(config: Config, device: torch.device) -> None:
-    """Refuse model.quantization without a GPU: bitsandbytes 0.50 trains on some CPUs only until the
-    first evaluation, which packs the weights in another way.
-    """
-    if config.model.quantization and device.type != "cuda":
-        raise UserError(
-            f"model.quantization: {config.model.quantization} needs a GPU; without one remove the "
-            "key, to train adapters on weights in train.precision"
-        )
-
-
 def quantized(dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """Options of from_pretrained for linear layers in nf4 on a device, in blocks whose scales are
     quantized too, as in the QLoRA paper (arXiv:2305.14314); they compute in `dtype`.

@@ -25,7 +25,7 @@ from zerotrain.model.architecture import (
     meta_model,
 )
 from zerotrain.model.hub import pin_revisions
-from zerotrain.model.load import check_quantization, load_model_config, load_tokenizer
+from zerotrain.model.load import load_model_config, load_tokenizer
 from zerotrain.model.packing import check_attention, resolve_batching
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.machine import Machine, this_machine
@@ -133,7 +133,6 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
     def open_here() -> tuple[Setup, PreTrainedTokenizerBase]:
         setup, tokenizer = open_run(config, machine)
         check_machine(setup.config, setup.ds_config, machine)
-        check_quantization(setup.config, ranks.device)
         return setup, tokenizer
 
     setup, tokenizer = ranks.run_on_all(open_here, first_on_node=True)

@@ -92,11 +92,10 @@ def model_states(
 
 def weight_bytes(ds_config: dict[str, Any]) -> int:
     """Bytes of a weight: 2 in bf16 and fp16, 4 in fp32."""
-    halves = any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    return 2 if halves else 4
+    return 2 if ds_config["bf16"]["enabled"] or ds_config["fp16"]["enabled"] else 4
 
 
 def gradient_bytes(ds_config: dict[str, Any]) -> int:
     """Bytes of an element of the gradients that are summed over micro-steps."""
-    sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
+    sums = ds_config["data_types"].get("grad_accum_dtype")
     return 4 if sums == "fp32" else weight_bytes(ds_config)
