@@ -13,7 +13,7 @@ from harness.inputs import set_value
 from harness.processes import run
 from harness.repository import REPO
 
-from zerotrain.config.ds_config import KEYS, check_machine, check_ranks, resolve_ds_config
+from zerotrain.config.ds_config import KEYS, ONLY, check_machine, check_ranks, resolve_ds_config
 from zerotrain.config.parse import (
     check_start,
     dump_config,
@@ -310,13 +310,7 @@ REFUSED = {  # part of the message -> values of the file
     "amp: ": {"amp.enabled": True},
     "tensor_parallel.preset_model: ": {"tensor_parallel.preset_model": "llama"},
     # what would train wrongly
-    "compute_grad_norm is false": {"zero_optimization.compute_grad_norm": False},
-    "legacy_stage1 is true": {"zero_optimization.legacy_stage1": True},
-    "prescale_gradients is true": {"prescale_gradients": True},
-    "gradient_predivide_factor is 2": {"gradient_predivide_factor": 2.0},
-    "max_grad_norm is 1": {"optimizer.params.max_grad_norm": 1.0},
-    "cpu_offload is true": {"zero_optimization.cpu_offload": True},
-    "optimizer.ratio is 0.5": {"zero_optimization.offload_optimizer.ratio": 0.5},
+    **{f"{path} is 0.5: {why}": {path: 0.5} for path, (_, why) in ONLY.items()},
     "zenflow: ": {"zero_optimization.zenflow": {}},
     "with offload": {"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 2,
                      "zero_optimization.offload_param.device": "cpu"},
@@ -353,6 +347,14 @@ def test_what_examples_of_transformers_set_is_accepted(resolved):
     })  # fmt: skip
 
 
+def recorded(method):
+    def of_key(self, key, *default):
+        self.read.add(key)
+        return method(self, key, *default)
+
+    return of_key
+
+
 class Watched(dict):
     """A dictionary that records which keys are read."""
 
@@ -360,17 +362,7 @@ class Watched(dict):
         super().__init__(*items)
         self.read = set()
 
-    def __getitem__(self, key):
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key):
-        self.read.add(key)
-        return super().__contains__(key)
-
-    def get(self, key, default=None):
-        self.read.add(key)
-        return super().get(key, default)
+    __getitem__, __contains__, get = map(recorded, (dict.__getitem__, dict.__contains__, dict.get))
 
     def keys(self):
         return self

@@ -7,6 +7,12 @@ from harness.repository import REPO
 
 from zerotrain.config.parse import parse_command_line
 
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+"""Sizes of a model, by transformers' names."""
+
 
 def strategy(tmp_path, name, **optimizer):
     """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler."""

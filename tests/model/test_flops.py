@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness.inputs import SMALL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -16,8 +17,7 @@ from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import count_flops, meta_model
 from zerotrain.model.trained import choose_trained
 
-SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 48}  # fmt: skip
+SIZES = {**SMALL, "num_hidden_layers": 3}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness.inputs import read_config
+from harness.inputs import SMALL, read_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,16 +31,13 @@ from zerotrain.runtime.errors import UserError
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2,
-         "max_position_embeddings": 64}  # fmt: skip
+SIZES = {**SMALL, "max_position_embeddings": 64}
 
 
 # --------------------------------------------------------------------------------------------------
 # Causality
 
-BERT = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 48, "max_position_embeddings": 300}  # fmt: skip
+BERT = {**SMALL, "max_position_embeddings": 300}
 CAUSAL = {
     "llama": LlamaConfig(**SIZES),
     "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
@@ -71,7 +68,7 @@ def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
 
 def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tokenizer):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": 320}))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     end = sample_tokenizer.eos_token_id
     head = model.get_output_embeddings().requires_grad_(False)
     check_end_tokens(model, sample_tokenizer, [end], CPU)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness.inputs import read_config
+from harness.inputs import SMALL, read_config
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
@@ -38,9 +38,7 @@ from zerotrain.runtime.errors import UserError
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
 CPU = torch.device("cpu")
-SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-         "max_position_embeddings": 256, "pad_token_id": 0}  # fmt: skip
+SIZES = {**SMALL, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 NO_DROPOUT = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
@@ -163,7 +161,9 @@ def test_the_varlen_kernel_equals_attention_per_example(window, dtype, size, mon
 def resolve(tiny_config):
     config = read_config(tiny_config())
 
-    def resolve(architecture, device="cpu", precision="fp32", batching="auto", attention=None):
+    def resolve(
+        architecture, device="cpu", precision="fp32", batching="auto", attention=None, sequence=1
+    ):
         """batching, attention implementation and reason"""
         asked = replace(
             config,
@@ -172,7 +172,7 @@ def resolve(tiny_config):
         )
         skeleton = meta_model(copy.deepcopy(architecture), False)
         chosen = skeleton.config._attn_implementation
-        resolved, why = resolve_batching(asked, skeleton, device, precision)
+        resolved, why = resolve_batching(asked, skeleton, device, precision, sequence)
         assert skeleton.config._attn_implementation == chosen  # the probe has left no trace
         return resolved.data.batching, resolved.model.attn_implementation, why
 
@@ -196,6 +196,15 @@ def test_an_attention_that_is_asked_for_stays(resolve):
         assert resolve(llama, "cuda", "bf16", attention=kernel)[:2] == ("packed", kernel)
     with pytest.raises(UserError):
         resolve(llama, attention="eager", batching="packed")
+
+
+def test_sequences_that_cannot_be_shared_are_refused(resolve):
+    llama = FAMILIES["llama, grouped heads"]
+    assert resolve(llama, sequence=2, batching="bucketed")[:2] == ("bucketed", PACKED_EXAMPLES)
+    with pytest.raises(UserError, match=r"sequence_parallel_size 4 .* heads of keys and values"):
+        resolve(llama, sequence=4)
+    with pytest.raises(UserError, match="eager cannot"):
+        resolve(llama, sequence=2, attention="eager")
 
 
 FALCON = FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)

@@ -94,23 +94,6 @@ def test_norm_and_clipping_are_exact_for_a_million_weights(
 
 
 @pytest.mark.parametrize(
-    "changes, ranks, problem",
-    [
-        ({}, 3, "3 ranks cannot be divided into groups of 2"),
-        ({"sequence_parallel_size": 4}, 4, "heads of keys and values cannot be divided"),
-        ({"sequence_parallel_size": 0}, 1, "sequence_parallel_size is 0"),
-    ],
-)
-def test_sequences_that_cannot_be_shared_are_refused(
-    forks, tiny_config, tmp_path, changes, ranks, problem
-):
-    ds_config = json.loads((REPO / "ds_configs" / "ulysses.json").read_text())
-    (tmp_path / "ds.json").write_text(json.dumps({**ds_config, **changes}))
-    config = tiny_config(ds_config=str(tmp_path / "ds.json"))
-    assert problem in forks.refusal(config, "--dry_run", ranks=ranks)
-
-
-@pytest.mark.parametrize(
     "precision, name",
     [("bf16", "zero0"), ("bf16", "zero1"), ("bf16", "zero3_offload"), ("fp16", "zero2")],
 )

@@ -8,7 +8,7 @@ import shutil
 import peft
 import pytest
 import torch
-from harness.inputs import save_tiny_llama, strategy
+from harness.inputs import SMALL, save_tiny_llama, strategy
 from harness.runs import assert_same, plainly
 from transformers import (
     AutoConfig,
@@ -203,13 +203,9 @@ def test_names_that_the_model_does_not_have_are_one_line(base, settings, line):
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
-SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-
-
 def test_experts_and_routers_have_no_adapters():
-    mixtral = MixtralConfig(**SIZES, num_local_experts=6)
-    qwen = Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=6, mlp_only_layers=[0])
+    mixtral = MixtralConfig(**SMALL, num_local_experts=6)
+    qwen = Qwen3MoeConfig(**SMALL, moe_intermediate_size=24, num_experts=6, mlp_only_layers=[0])
     counts = count_trained(meta_model(mixtral, False), ModelConfig("", lora=LoraConfig(r=2)))
     assert counts.trained == 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16)), "attention alone"
     for config, settings in ((qwen, {}), (qwen, {"target_modules": ["q_proj", "gate"]})):
@@ -221,7 +217,7 @@ def test_a_vision_tower_gets_no_adapters():
     """They would be frozen, in no checkpoint, and missing when an export merges them."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
               "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
-    text = {**SIZES, "head_dim": 8}
+    text = {**SMALL, "head_dim": 8}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     skeleton = meta_model(config, False)
     count_trained(skeleton, ModelConfig("x", lora=LoraConfig(4, 8)))

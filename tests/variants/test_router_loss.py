@@ -10,29 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.batches import balance
-from harness.inputs import read_config, strategy
+from harness.inputs import SMALL, read_config, strategy
 from harness.runs import read_metrics
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.data.data_plan import make_plans
-from zerotrain.data.plan import Budget
-from zerotrain.model.architecture import linear_cost
 from zerotrain.tools.export import export_checkpoint
+from zerotrain.tools.open_plans import open_plans
 
 pytestmark = pytest.mark.launch
 
-SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts_per_tok": 2,
+SIZES = {**SMALL, "max_position_embeddings": 512, "num_experts_per_tok": 2,
          "initializer_range": 0.2, "output_router_logits": True,
          "router_aux_loss_coef": 0.3}  # fmt: skip
 EXPERTS = 12
 MODELS = {
-    "mixtral": MixtralConfig(**SIZES, intermediate_size=40, num_local_experts=EXPERTS),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=EXPERTS),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=EXPERTS, head_dim=8),
-    "gpt_oss": GptOssConfig(
-        **SIZES, intermediate_size=40, num_local_experts=EXPERTS, head_dim=8, sliding_window=16
-    ),
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=EXPERTS, head_dim=8, sliding_window=16),
 }
 
 
@@ -58,16 +53,14 @@ def chosen_experts(router_logits):
     ])  # fmt: skip
 
 
-def train_plainly(config_file, tokenizer, ranks):
+def train_plainly(config_file, ranks):
     """Metrics by name, and the model; one example at a time, without padding. The router loss is
     one of each rank's micro-batch.
     """
     config = read_config(config_file)
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     trained = [p for p in model.parameters() if p.requires_grad]
-    tokens = config.data.micro_batch_tokens
-    budget = Budget(ranks, tokens, linear_cost(model), config.data.batching == "packed")
-    plan, _ = make_plans(config, tokenizer, budget)
+    *_, plan, _ = open_plans(config, ranks)
     optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-8,
                                   betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
     metrics, without_tokens = defaultdict(list), 0
@@ -111,7 +104,7 @@ def train_plainly(config_file, tokenizer, ranks):
     ],
 )
 def test_training_is_that_of_a_plain_loop(
-    forks, folders, tiny_config, tmp_path, sample_tokenizer, name, stage, ranks, batching,
+    forks, folders, tiny_config, tmp_path, name, stage, ranks, batching,
     checkpointing, compiled,
 ):  # fmt: skip
     config = tiny_config(
@@ -121,7 +114,7 @@ def test_training_is_that_of_a_plain_loop(
         train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
         train__weight_decay=0.0, train__gradient_clipping=0.0, train__global_batch_size=11,
     )  # fmt: skip
-    expected, model = train_plainly(config, sample_tokenizer, ranks)
+    expected, model = train_plainly(config, ranks)
     forks.finish(config, ranks=ranks, module="changed_blocks")
     steps = read_metrics(tmp_path / "run")
     for key, plain in expected.items():
