@@ -284,7 +284,7 @@ def test_files_that_are_no_ds_config(tiny_config, tmp_path):
         ("ds.json", '{"a": 1, "a": 2}', "Duplicate keys"),
         ("ds.json", '{"a": 1,}', "nor commas after the last"),
         ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "the one of ds_configs/"),
-        ("recipe.yaml", "output_dir: x", "--config takes a recipe"),
+        ("recipe.yaml", "output_dir: x", "a recipe is given with --config"),
     ):
         (tmp_path / name).write_text(text)
         config = parse(tiny_config(ds_config=str(tmp_path / name)))

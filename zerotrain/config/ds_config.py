@@ -206,14 +206,12 @@ def read_ds_config(file: str) -> dict[str, Any]:
             read_text(file, "ds_config: "), object_pairs_hook=dict_raise_error_on_duplicate_keys
         )
     except (ValueError, RecursionError) as error:
-        cure = "JSON has neither comments nor commas after the last value"
-        if Path(file).suffix in (".yaml", ".yml"):
-            cure = (
-                "--config takes a recipe; of a config of accelerate, give the file that its "
-                "deepspeed_config_file names, or the one of ds_configs/ with its zero_stage and "
-                "offload devices"
-            )
-        raise UserError(f"{file}: not JSON: {describe(error)}; {cure}") from error
+        raise UserError(
+            f"{file}: not JSON, which has neither comments nor commas after the last value: "
+            f"{describe(error)}; a recipe is given with --config; of a config of accelerate, give "
+            "the file that its deepspeed_config_file names, or the one of ds_configs/ with its "
+            "zero_stage and offload devices"
+        ) from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
     for path in (*BLOCKS, *OPTIONAL_BLOCKS):

@@ -23,22 +23,30 @@ class Counts(NamedTuple):
     total: int
 
 
-def meta_model(model_config: PretrainedConfig, trust_remote_code: bool) -> nn.Module:
+def meta_model(
+    model_config: PretrainedConfig, trust_remote_code: bool, attention: str | None = None
+) -> nn.Module:
     """The model on the meta device, without memory for its weights.
+
+    Args:
+        attention: model.attn_implementation.
 
     Raises:
         UserError: the config is not that of a causal language model, or describes several, e.g. a
-            music model with a text encoder.
+            music model with a text encoder; or the attention is unknown or not installed.
     """
     try:
         model_config.get_text_config()
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                model_config, trust_remote_code=trust_remote_code
+                model_config,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attention,
             )
     except Exception as error:  # a model's own constructor can raise anything
         raise UserError(
-            f"model.name_or_path: not a causal language model: {summarize(error)}"
+            f"model.name_or_path: not a causal language model, or not one with "
+            f"model.attn_implementation {attention}: {summarize(error)}"
         ) from error
 
 

@@ -31,6 +31,7 @@ from zerotrain.model.hub import (
 )
 from zerotrain.model.trained import choose_trained
 from zerotrain.runtime.errors import UserError, first_of, similar
+from zerotrain.runtime.files import read_text
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
@@ -68,10 +69,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             f"model.chat_template: {name} is no file, and no template of data/chat_templates: "
             f"{', '.join(names)}{similar(name, names)}"
         )
-    try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"model.chat_template: {name}: {error}") from error
+    template = read_text(str(file), "model.chat_template: ")
     named = file.parent == CHAT_TEMPLATES
     tokenizer.chat_template = fit_template(template, tokenizer) if named else template
 

@@ -35,25 +35,12 @@ from transformers.masking_utils import eager_mask
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model.architecture import heads_divide
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError
 
 PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
 VARLEN = ("flash", "flex_attention")
 """Parts of the names of transformers' implementations that compute no scores between examples."""
-
-
-def check_attention(name: str | None, skeleton: nn.Module) -> None:
-    """Raise UserError if model.attn_implementation is unknown or its package is not installed.
-
-    Args:
-        skeleton: the model on the meta device, which gets this attention.
-    """
-    if name not in (None, PACKED_EXAMPLES):
-        try:
-            skeleton.set_attn_implementation(name)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"model.attn_implementation: {describe(error)}") from error
 
 
 def resolve_batching(

@@ -52,7 +52,7 @@ def startup_table(
         "batch": f"{micro_steps} micro-steps x {ranks.data_size} micro-batches x <= "
         f"{plan.budget.micro_batch_tokens:,} tokens = {examples} examples per step",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
-        "learning rate": f"{rate}, {schedule.name}, warm-up "
+        "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
         "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
         "steps": f"{steps:,} = {plan.epochs_at(steps):.3g} epochs of {plan.steps_per_epoch:,}; "

@@ -54,7 +54,7 @@ class HeldOutSets:
             for name, plan in self.plans.items():
                 loss = self._mean_loss(plan)
                 values[f"loss/{name}"] = loss
-                values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
+                values[f"perplexity/{name}"] = float(np.exp(loss))
                 if self.config.eval.generate:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
                         answers[name] = self._answers(name, plan)
@@ -114,7 +114,7 @@ class HeldOutSets:
         """The token ids of a greedy answer, int [tokens]. It ends before an end token of the
         model's generation config, or after eval.max_new_tokens.
         """
-        ids = torch.from_numpy(prompt.astype(np.int64))[None].to(self.ranks.device)
+        ids = torch.as_tensor(prompt, dtype=torch.int64, device=self.ranks.device)[None]
         answer = self.engine.module.generate(
             ids,
             attention_mask=torch.ones_like(ids),

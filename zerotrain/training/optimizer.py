@@ -52,8 +52,6 @@ class Schedule(NamedTuple):
     uses the rate of its current config.
     """
 
-    name: str
-    """train.lr_schedule."""
     peak: float
     """Learning rate after warm-up."""
     warmup_steps: int
@@ -114,9 +112,7 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
             f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
             f"{describe(error)}"
         ) from error
-    return Schedule(
-        train.lr_schedule, peak, warmup, steps, lambda step: peak * factor(step + shift)
-    )
+    return Schedule(peak, warmup, steps, lambda step: peak * factor(step + shift))
 
 
 def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:

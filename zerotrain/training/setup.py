@@ -26,7 +26,7 @@ from zerotrain.model.architecture import (
 )
 from zerotrain.model.hub import pin_revisions
 from zerotrain.model.load import load_model_config, load_tokenizer
-from zerotrain.model.packing import check_attention, resolve_batching
+from zerotrain.model.packing import resolve_batching
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.machine import Machine, this_machine
 from zerotrain.runtime.ranks import Ranks
@@ -53,8 +53,7 @@ class Architecture:
         Raises:
             UserError: model.attn_implementation, model.trainable or model.lora do not fit it.
         """
-        skeleton = meta_model(model_config, config.trust_remote_code)
-        check_attention(config.attn_implementation, skeleton)
+        skeleton = meta_model(model_config, config.trust_remote_code, config.attn_implementation)
         counts = count_trained(skeleton, config)
         return cls(skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
 
