@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness.inputs import read_config, strategy, write_rows
+from harness.inputs import SMALL, read_config, strategy, write_rows
 from harness.runs import read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -19,9 +19,8 @@ def poisoned_model(tmp_path_factory, sample_tokenizer):
 
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=320, hidden_size=32, num_hidden_layers=2, intermediate_size=64,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        initializer_range=0.1, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
+        **SMALL, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=1,
     )  # fmt: skip
     model, folder = LlamaForCausalLM(shape), tmp_path_factory.mktemp("poisoned")
     with torch.no_grad():

@@ -11,16 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     FalconH1Config,
-    Gemma2Config,
     Gemma3TextConfig,
-    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     NanoChatConfig,
     PhiConfig,
-    Qwen3Config,
 )
 
 from zerotrain.data.loader import MicroBatch
@@ -33,8 +30,6 @@ HEADS = {"head_dim": 8}
 ARCHITECTURES = {
     "llama": LlamaConfig(**SIZES),
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SIZES, **HEADS),
-    "gemma2, soft-capped logits": Gemma2Config(**SIZES, **HEADS, final_logit_softcapping=5.0),
     "gemma3, soft-capped logits": Gemma3TextConfig(**SIZES, **HEADS, final_logit_softcapping=5.0),
     "cohere, scaled logits": CohereConfig(**SIZES, logit_scale=0.25, bos_token_id=1,
                                           eos_token_id=2),
@@ -44,8 +39,6 @@ ARCHITECTURES = {
                                                    mamba_n_heads=4, mamba_d_state=8,
                                                    mamba_d_head=16),
     "phi, a head with bias": PhiConfig(**SIZES, embd_pdrop=0, resid_pdrop=0),
-    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0,
-                       embd_pdrop=0, resid_pdrop=0, bos_token_id=1, eos_token_id=2),
 }  # fmt: skip
 
 
