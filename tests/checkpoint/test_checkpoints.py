@@ -237,7 +237,7 @@ def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ra
     """
     config = tiny_config(
         train__steps=5,
-        checkpoint={"every_steps": 1, "keep_last": 9}, ds_config=str(strategy(tmp_path, "zero2")),
+        checkpoint={"every_steps": 1, "keep_last": 9}, ds_config=strategy(tmp_path, "zero2"),
     )  # fmt: skip
     forks.finish(config, ranks=2)
     checkpoints = tmp_path / "run" / "checkpoints"

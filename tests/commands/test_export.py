@@ -42,7 +42,7 @@ def trained(forks, tiny_config, tmp_path):
 
     def start(folder, stage, ranks=2, **changes):
         config = tiny_config(
-            model=folder, ds_config=str(strategy(tmp_path, stage)), train__steps=2,
+            model=folder, ds_config=strategy(tmp_path, stage), train__steps=2,
             train__global_batch_size=4, data__eval_sources=None,
             train__learning_rate=1e-2, **changes,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
         rows[i] = {"messages": [*rows[i]["messages"], *rows[i + 1]["messages"][-2:]]}
     held_out = write_rows(tmp_path / "held_out.jsonl", rows[:20])
     config = tiny_config(
-        ds_config=str(strategy(tmp_path, "zero3")), train__precision="bf16", train__steps=2,
+        ds_config=strategy(tmp_path, "zero3"), train__precision="bf16", train__steps=2,
         data__max_length=120, data__eval_sources=[str(held_out)],
         model__chat_template=str(no_end), train__learning_rate=1e-4, train__lr_scaling="linear",
         train__global_batch_size=8, train__reference_global_batch=2,

@@ -14,13 +14,16 @@ SMALL = {
 """Sizes of a model, by transformers' names."""
 
 
-def strategy(tmp_path, name, **optimizer):
-    """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler."""
+def strategy(tmp_path, name, changes=None):
+    """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler, and with other
+    values at dotted paths.
+    """
     ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
-    ds_config["optimizer"]["params"] |= {"torch_adam": True, **optimizer}
+    for path, value in {"optimizer.params.torch_adam": True, **(changes or {})}.items():
+        set_value(ds_config, path, value)
     file = tmp_path / f"{name}.json"
     file.write_text(json.dumps(ds_config))
-    return file
+    return str(file)
 
 
 def read_config(file, *flags):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from harness.inputs import read_config
 
+from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.tracking.metrics import read_metrics
 
 
@@ -35,6 +36,19 @@ def is_saving(checkpoints, since):
     """Whether there is a draft newer than `since`; one of an earlier run may still exist."""
     with suppress(FileNotFoundError):
         return any(draft.stat().st_ctime > since for draft in checkpoints.glob("step_*.tmp"))
+
+
+def checkpoints(run_folder):
+    """The complete checkpoints of a run, the oldest first."""
+    return list_complete(run_folder / "checkpoints")
+
+
+def export(run_folder, out):
+    """Export the run's last checkpoint; returns the folder."""
+    from zerotrain.tools.export import export_checkpoint
+
+    export_checkpoint(checkpoints(run_folder)[-1], out)
+    return out
 
 
 def stop_after_one_step(run_folder):

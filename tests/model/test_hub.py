@@ -43,7 +43,7 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
         model="org/tiny@main", model__tokenizer="org/tiny@main",
         train__steps=1,
         data__train_sources=[{"hub": "org/rows", "revision": "main"}],
-        ds_config=str(strategy(tmp_path, "zero1")),
+        ds_config=strategy(tmp_path, "zero1"),
     )  # fmt: skip
 
     run = {"module": "hub_cache", "ranks": 2, **hub}

@@ -113,7 +113,7 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
     and 3, and bf16 with 0, 1 and 3 with offload; test_checkpoints.py fp32 with ZeRO 2.
     """
     config = tiny_config(
-        model=tiny_model_with_dropout, ds_config=str(strategy(tmp_path, name)),
+        model=tiny_model_with_dropout, ds_config=strategy(tmp_path, name),
         train__precision="bf16", eval__every_steps=2,
     )  # fmt: skip
     flags = ["--checkpoint.async_save", is_async]

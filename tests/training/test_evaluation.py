@@ -8,9 +8,8 @@ import time
 
 import pytest
 from harness.inputs import write_rows
-from harness.runs import logged, read_metrics
+from harness.runs import checkpoints, logged, read_metrics
 
-from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.data.questions import exact_match
 
 
@@ -89,7 +88,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_continue(forks, tiny_config, tmp_p
     """A terminal interrupts all ranks."""
     config, folder = tiny_config(train__steps=10_000), tmp_path / "run"
     run = forks.start(config, "--checkpoint.every_steps", 4, ranks=2)
-    run.until(lambda: list_complete(folder / "checkpoints"))
+    run.until(lambda: checkpoints(folder))
     for rank in (0, 1):
         run.kill(rank, signal.SIGINT)
     lines = [line for line in run.wait().output.splitlines() if "interrupted" in line]

@@ -6,9 +6,8 @@ import re
 import pytest
 import torch
 from harness.inputs import SMALL, read_config, strategy, write_rows
-from harness.runs import read_metrics
+from harness.runs import checkpoints, read_metrics
 
-from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.tools.open_plans import open_plans
 
 
@@ -51,7 +50,7 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
     """Neither weights nor the optimizer's state change in its step, and only there."""
     name, precision = LAYOUTS[layout]
     config = tiny_config(
-        model=poisoned_model, ds_config=str(strategy(tmp_path, name)),
+        model=poisoned_model, ds_config=strategy(tmp_path, name),
         data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", ROWS))],
         data__eval_sources=None, train__precision=precision, train__epochs=1,
         train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
@@ -87,7 +86,7 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tin
     finished = forks.train(config, ranks=2, module="changed_weights")
     assert finished.code == 1 and "Traceback" not in finished.output, finished.output
     [error] = finished.errors
-    saved = list_complete(tmp_path / "run" / "checkpoints")
+    saved = checkpoints(tmp_path / "run")
     assert [path.name for path in saved] == [f"step_0000000{step}" for step in (1, 2, 3)]
     assert re.match(r"error: step 4: loss \S+, gradient norm \S+; 3 steps in a row were ", error)
     assert [event["step"] for event in read_metrics(tmp_path / "run", "event")] == [2, 3, 4]

@@ -8,18 +8,17 @@ import signal
 import numpy as np
 import pytest
 from harness.inputs import save_tiny_llama, strategy, write_rows
-from harness.repository import REPO
-from harness.runs import assert_same, assert_same_weights, determined, logged, plainly, read_metrics
-from safetensors.torch import load_file
-
-from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.tools.export import export_checkpoint
-
-
-def export(run_folder, out):
-    """Weights of the run's last checkpoint, as a Hugging Face folder has them."""
-    export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
-    return load_file(out / "model.safetensors")
+from harness.runs import (
+    assert_same,
+    assert_same_weights,
+    checkpoints,
+    determined,
+    export,
+    logged,
+    plainly,
+    read_metrics,
+    stop_after_one_step,
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +48,14 @@ def test_equals_a_plain_loop(
     held-out set takes several steps.
     """
     name, *shared = name.split()
-    ds_config = REPO / "ds_configs" / f"{name}.json"
-    if shared or shutil.which("g++") is None:
-        ds_config = strategy(tmp_path, name)
+    ds_config = f"ds_configs/{name}.json"
     if shared:  # ulysses.json has ZeRO 3
-        content = json.loads(ds_config.read_text()) | {"sequence_parallel_size": 2}
-        ds_config.write_text(json.dumps(content))
+        ds_config = strategy(tmp_path, name, {"sequence_parallel_size": 2})
+    elif shutil.which("g++") is None:
+        ds_config = strategy(tmp_path, name)
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching,
-        model__activation_checkpointing=recompute, ds_config=str(ds_config),
+        model__activation_checkpointing=recompute, ds_config=ds_config,
         data__eval_sources=[str(write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30]))],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
@@ -72,8 +70,7 @@ def test_equals_a_plain_loop(
     assert name != "zero2" or shared or (len(micro_steps) > 1 and min(micro_steps) > 1)
     assert batching != "packed" or all(s["padding_efficiency"] == 1 for s in steps)
     np.testing.assert_allclose([s["lr"] for s in steps], plain.learning_rates, rtol=1e-9)
-    export(tmp_path / "run", tmp_path / "hf")
-    assert_same_weights(tmp_path / "hf", plain)
+    assert_same_weights(export(tmp_path / "run", tmp_path / "hf"), plain)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -83,14 +80,13 @@ def test_norm_and_clipping_are_exact_for_a_million_weights(
     """A sum in fp32 over the gradient of such a vocabulary is off by 5e-5."""
     config = tiny_config(
         model=large_vocabulary, data__micro_batch_tokens=4096,
-        train__steps=2, ds_config=str(strategy(tmp_path, f"zero{stage}")),
+        train__steps=2, ds_config=strategy(tmp_path, f"zero{stage}"),
     )  # fmt: skip
     forks.finish(config, ranks=2)
     plain = plainly(config, sample_tokenizer)
     assert min(plain.grad_norms) > 0.5  # so that it is clipped
     assert_same(tmp_path / "run", plain)
-    export(tmp_path / "run", tmp_path / "hf")
-    assert_same_weights(tmp_path / "hf", plain)
+    assert_same_weights(export(tmp_path / "run", tmp_path / "hf"), plain)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +97,10 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     forks, tiny_config, tmp_path, plain_once, precision, name
 ):
     """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: test_config.py."""
-    ds_config = json.loads(strategy(tmp_path, name).read_text())
-    ds_config["fp16"]["initial_scale_power"] = 8  # from 16 on it would skip updates at first
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    # from 16 on it would skip updates at first
+    ds_config = strategy(tmp_path, name, {"fp16.initial_scale_power": 8})
     config = tiny_config(
-        data__micro_batch_tokens=300,
-        train__precision=precision,
-        ds_config=str(tmp_path / "ds.json"),
+        data__micro_batch_tokens=300, train__precision=precision, ds_config=ds_config
     )
     plain = plain_once(config)
     module = "fp16_on_cpu" if precision == "fp16" else "train"
@@ -123,10 +116,8 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
         np.testing.assert_allclose([s[name] for s in steps], expected, rtol=coarse * rtol)
 
     cut = tmp_path / "cut"
-    cut.mkdir()
+    stop_after_one_step(cut)
     for _ in range(2):
-        if not list(cut.iterdir()):
-            (cut / "stop").touch()  # seen after the first step
         finished = forks.finish(config, "--output_dir", cut, ranks=2, module=module)
     assert "resuming from" in finished.output
     assert determined(cut) == determined(tmp_path / "run")
@@ -160,7 +151,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     assert process.wait().code != 0
     done = read_metrics(cut)[-1]["step"]
     assert 10 <= done < 24  # it was stopped in the middle
-    saved = list_complete(cut / "checkpoints")[-1].name
+    saved = checkpoints(cut)[-1].name
     assert how == "killed" or saved == f"step_{done:08d}", (
         "it saves the step in which it is preempted"
     )
@@ -172,9 +163,9 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
     assert evals[0] == evals[1] and len(evals[0]) == 1 + 3 + 1
 
-    weights = [export(f, tmp_path / f"hf_{f.name}") for f in (whole, cut)]
-    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
-    steps = [c.name for c in list_complete(cut / "checkpoints")]
+    exported = [export(f, tmp_path / f"hf_{f.name}") / "model.safetensors" for f in (whole, cut)]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+    steps = [c.name for c in checkpoints(cut)]
     assert steps[-2:] == ["step_00000020", "step_00000024"]
     assert len(steps) == 3  # and the one resumed from
 

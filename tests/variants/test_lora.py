@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from harness.inputs import SMALL, save_tiny_llama, strategy
-from harness.runs import assert_same, plainly
+from harness.runs import assert_same, checkpoints, plainly, stop_after_one_step
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from zerotrain.checkpoint.run_folder import SHARDS, list_complete
+from zerotrain.checkpoint.run_folder import SHARDS
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import Counts, meta_model
 from zerotrain.model.load import quantized
@@ -60,10 +60,6 @@ def with_peft(model):
     return peft.get_peft_model(model, kind)
 
 
-def last_checkpoint(run_folder):
-    return list_complete(run_folder / "checkpoints")[-1]
-
-
 def assert_only_trained(checkpoint, bytes_trained):
     """Nothing of the base model: fp32 weights and moments, and at stages 0 to 2 the weights."""
     files = list((checkpoint / SHARDS).iterdir())
@@ -76,18 +72,15 @@ def assert_only_trained(checkpoint, bytes_trained):
 def test_lora_equals_a_plain_loop_with_peft(
     forks, write, tmp_path, plain_once, name, ranks, checkpointing
 ):
-    file = strategy(tmp_path, name)
-    if name == "zero3":  # so that nothing stays gathered because it will be needed again
-        ds_config = json.loads(file.read_text())
-        for key in ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size"):
-            ds_config["zero_optimization"][f"stage3_{key}"] = 0
-        file.write_text(json.dumps(ds_config))
-    config = write(ds_config=str(file), model__activation_checkpointing=checkpointing)
+    # so that nothing stays gathered because it will be needed again
+    keys = ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
+    file = strategy(tmp_path, name, {f"zero_optimization.stage3_{key}": 0 for key in keys})
+    config = write(ds_config=file, model__activation_checkpointing=checkpointing)
     plain = plain_once(config, with_peft)
     module = "gathered" if name == "zero3" else "train"
     forks.finish(config, ranks=ranks, module=module)
     assert_same(tmp_path / "run", plain)
-    assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
+    assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
     for counted in (tmp_path / "run").glob("gathered_*.json"):
         counts = json.loads(counted.read_text())
         assert counts["after_backward"] == counts["after_a_step"] == 0, "frozen ones too"
@@ -100,14 +93,13 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
 ):
     config, run_folder, moved = write(), tmp_path / "run", tmp_path / "moved"
     plain = plain_once(config, with_peft)
-    run_folder.mkdir()
-    (run_folder / "stop").touch()  # seen after the first step
+    stop_after_one_step(run_folder)
     forks.finish(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
     shutil.copytree(base, moved)  # the same weights at another place
     flags = ("--ds_config", strategy(tmp_path, "zero3"), "--model.name_or_path", moved)
     forks.finish(config, *flags, ranks=3)
     assert_same(run_folder, plain)
-    last = last_checkpoint(run_folder)
+    last = checkpoints(run_folder)[-1]
     assert_only_trained(last, 4 * TRAINED)
 
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -135,13 +127,13 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
 
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     config = write(
-        model__quantization="nf4", ds_config=str(strategy(tmp_path, "zero2")),
+        model__quantization="nf4", ds_config=strategy(tmp_path, "zero2"),
         train__precision="fp32",
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, in_4_bits)
     forks.finish(config, ranks=2, module="nf4_on_cpu")
     assert_same(tmp_path / "run", expected)
-    assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * TRAINED)
+    assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
     assert "model.quantization needs an NVIDIA GPU" in forks.refusal(config)
 
 
@@ -157,12 +149,12 @@ def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
     """
     config = write(
         model__lora=None, model__trainable=[r"layers\.1\.mlp", r"model\.norm"],
-        train__learning_rate=1e-3, ds_config=str(strategy(tmp_path, "zero3")),
+        train__learning_rate=1e-3, ds_config=strategy(tmp_path, "zero3"),
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, freeze_others)
     forks.finish(config, ranks=2)
     assert_same(tmp_path / "run", expected)
-    assert_only_trained(last_checkpoint(tmp_path / "run"), 4 * (3 * 32 * INNER + 32))
+    assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * (3 * 32 * INNER + 32))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,17 +178,12 @@ def test_parameters_are_counted_without_weights(base):
 @pytest.mark.parametrize(
     "settings, line",
     [
-        (
-            {"lora": {"target_modules": ["q_prj"]}},
-            "remove it, or did you mean q_proj?",
-        ),
-        ({"lora": {"modules_to_save": ["embeddings"]}}, "the model has no embeddings"),
+        ({"lora": LoraConfig(target_modules=["q_prj"])}, "remove it, or did you mean q_proj?"),
+        ({"lora": LoraConfig(modules_to_save=["embeddings"])}, "the model has no embeddings"),
         ({"trainable": ["norm", "expert"]}, "model.trainable: the model has no expert"),
     ],
 )
 def test_names_that_the_model_does_not_have_are_one_line(base, settings, line):
-    if "lora" in settings:
-        settings = {"lora": LoraConfig(**settings["lora"])}
     skeleton = meta_model(AutoConfig.from_pretrained(base), False)
     with pytest.raises(UserError) as refused:
         count_trained(skeleton, ModelConfig(str(base), **settings))

@@ -50,7 +50,7 @@ def costs(plan, examples):
 @pytest.mark.parametrize("name", ["zero2", "zero3_offload", "ulysses", "zero3_autotp"])
 def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_path, name):
     """What it says fits is run by it: more than planned, up to a step of one micro-step."""
-    config = tiny_config(ds_config=str(strategy(tmp_path, name)), data__batching="packed")
+    config = tiny_config(ds_config=strategy(tmp_path, name), data__batching="packed")
     finished = forks.finish(config, "--rehearse", ranks=2)
     parsed = read_config(config)
     *_, plan, _ = open_plans(parsed, 1 if name in ("ulysses", "zero3_autotp") else 2)

@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from harness.batches import balance
 from harness.inputs import SMALL, read_config, strategy
-from harness.runs import read_metrics
+from harness.runs import export, read_metrics
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.tools.export import export_checkpoint
 from zerotrain.tools.open_plans import open_plans
 
 pytestmark = pytest.mark.launch
@@ -108,7 +106,7 @@ def test_training_is_that_of_a_plain_loop(
     checkpointing, compiled,
 ):  # fmt: skip
     config = tiny_config(
-        model=folders[name], ds_config=str(strategy(tmp_path, f"zero{stage}")),
+        model=folders[name], ds_config=strategy(tmp_path, f"zero{stage}"),
         model__activation_checkpointing=checkpointing, model__compile=compiled,
         data__batching=batching, data__micro_batch_tokens=400, data__eval_sources=None,
         train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
@@ -121,8 +119,7 @@ def test_training_is_that_of_a_plain_loop(
         np.testing.assert_allclose([s[key] for s in steps], plain, rtol=1e-5, err_msg=key)
     assert min(expected["router_loss"]) > 1.001, "the experts should not be balanced"
 
-    out = tmp_path / "hf"
-    export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
+    out = export(tmp_path / "run", tmp_path / "hf")
     trained = AutoModelForCausalLM.from_pretrained(out).state_dict()
     for key, parameter in model.named_parameters():
         assert (trained[key] - parameter).norm() < 2e-5 * parameter.norm(), key

@@ -29,14 +29,11 @@ def test_secondary_partitions_train_and_resume_the_same(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
     """hpZ: two groups of two ranks, and resumed with one group of two."""
-    file = strategy(tmp_path, "zeropp")
-    content = json.loads(file.read_text())
     # a group of two ranks on a node of four; and no parameter is kept whole
-    content["zero_optimization"] |= {
-        "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0,
-    }  # fmt: skip
-    file.write_text(json.dumps(content))
-    config = tiny_config(data__micro_batch_tokens=300, ds_config=str(file), train__epochs=1)
+    changes = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    changes = {f"zero_optimization.{key}": value for key, value in changes.items()}
+    file = strategy(tmp_path, "zeropp", changes)
+    config = tiny_config(data__micro_batch_tokens=300, ds_config=file, train__epochs=1)
     plain = plainly(config, sample_tokenizer)
     assert "3 ranks" in forks.refusal(config, "--dry_run", ranks=3)
     stop_after_one_step(tmp_path / "run")

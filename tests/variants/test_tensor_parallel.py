@@ -9,7 +9,9 @@ from harness.inputs import read_config
 from harness.runs import (
     assert_same,
     assert_same_weights,
+    checkpoints,
     determined,
+    export,
     plainly,
     read_metrics,
     stop_after_one_step,
@@ -17,12 +19,10 @@ from harness.runs import (
 from split_models import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.checkpoint.shards import read_shard, shard_name
 from zerotrain.model.architecture import SUPPORTED_TYPES, check_tensor_parallel, meta_model
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.export import export_checkpoint
 
 
 def save_model(folder, tokenizer, kind, **options):
@@ -83,7 +83,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
     assert len(read_metrics(run_folder, "eval")) == 2
     out = tmp_path / "hf"
     if kind == "llama":
-        export_checkpoint(list_complete(run_folder / "checkpoints")[-1], out)
+        export(run_folder, out)
     else:
         finished = forks.script("scripts.export", run_folder, out, "--verify")
         assert finished.code == 0, finished.output
@@ -119,7 +119,7 @@ def test_a_group_has_the_same_dropout_and_resumes_with_it(
     assert determined(cut) == determined(run_folder), "bit for bit"
     forks.finish(config, "--output_dir", cut, "--train.steps", 4, ranks=2)
     for folder, ranks in ((run_folder, 4), (cut, 2)):
-        checkpoint = list_complete(folder / "checkpoints")[-1]
+        checkpoint = checkpoints(folder)[-1]
         one, other, *rest = (read_shard(checkpoint, shard_name(rank)) for rank in range(ranks))
         whole = set(one.parts) - set(one.split)
         assert whole and set(one.split) & set(one.parts)
