@@ -97,5 +97,5 @@ def weight_bytes(ds_config: dict[str, Any]) -> int:
 
 def gradient_bytes(ds_config: dict[str, Any]) -> int:
     """Bytes of an element of the gradients that are summed over micro-steps."""
-    sums = ds_config["data_types"].get("grad_accum_dtype")
+    sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
     return 4 if sums == "fp32" else weight_bytes(ds_config)
