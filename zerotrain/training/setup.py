@@ -88,9 +88,7 @@ class Setup:
     @property
     def states(self) -> ModelStates:
         """The bytes of a rank's model states."""
-        model = self.architecture
-        ranks = self.machine.ranks
-        return model_states(self.config.model, model.skeleton, model.counts, self.ds_config, ranks)
+        return model_states(self)
 
 
 def resolve(config: Config, machine: Machine, architecture: Architecture) -> Setup:
