@@ -13,7 +13,13 @@ from harness.inputs import set_value
 from harness.processes import run
 from harness.repository import REPO
 
-from zerotrain.config.ds_config import KEYS, ONLY, check_machine, check_ranks, resolve_ds_config
+from zerotrain.config.ds_config import (
+    KEYS,
+    SUPPORTED_VALUES,
+    check_machine,
+    check_ranks,
+    resolve_ds_config,
+)
 from zerotrain.config.parse import (
     check_start,
     dump_config,
@@ -310,7 +316,7 @@ REFUSED = {  # part of the message -> values of the file
     "amp: ": {"amp.enabled": True},
     "tensor_parallel.preset_model: ": {"tensor_parallel.preset_model": "llama"},
     # what would train wrongly
-    **{f"{path} is 0.5: {why}": {path: 0.5} for path, (_, why) in ONLY.items()},
+    **{f"{path} is 0.5: {why}": {path: 0.5} for path, (_, why) in SUPPORTED_VALUES.items()},
     "zenflow: ": {"zero_optimization.zenflow": {}},
     "with offload": {"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 2,
                      "zero_optimization.offload_param.device": "cpu"},

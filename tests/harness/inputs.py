@@ -7,7 +7,7 @@ from harness.repository import REPO
 
 from zerotrain.config.parse import parse_command_line
 
-SMALL = {
+SMALL_SIZES = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip

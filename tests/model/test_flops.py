@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness.inputs import SMALL
+from harness.inputs import SMALL_SIZES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -17,7 +17,7 @@ from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import count_flops, meta_model
 from zerotrain.model.trained import choose_trained
 
-SIZES = {**SMALL, "num_hidden_layers": 3}
+SIZES = {**SMALL_SIZES, "num_hidden_layers": 3}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),

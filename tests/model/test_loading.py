@@ -7,14 +7,14 @@ import re
 
 import pytest
 import torch
-from harness.inputs import SMALL, read_config
+from harness.inputs import SMALL_SIZES, read_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from zerotrain.model.load import load_model, load_model_config
 from zerotrain.runtime.errors import UserError
 
-SIZES = {**SMALL, "initializer_range": 0.2}
+SIZES = {**SMALL_SIZES, "initializer_range": 0.2}
 TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
 EXPERTS = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
 EMBEDDINGS = "model.embed_tokens.weight"

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness.inputs import SMALL, read_config
+from harness.inputs import SMALL_SIZES, read_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,13 +31,13 @@ from zerotrain.runtime.errors import UserError
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-SIZES = {**SMALL, "max_position_embeddings": 64}
+SIZES = {**SMALL_SIZES, "max_position_embeddings": 64}
 
 
 # --------------------------------------------------------------------------------------------------
 # Causality
 
-BERT = {**SMALL, "max_position_embeddings": 300}
+BERT = {**SMALL_SIZES, "max_position_embeddings": 300}
 CAUSAL = {
     "llama": LlamaConfig(**SIZES),
     "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),

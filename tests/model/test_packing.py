@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness.inputs import SMALL, read_config
+from harness.inputs import SMALL_SIZES, read_config
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -33,7 +33,7 @@ from zerotrain.runtime.errors import UserError
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
 CPU = torch.device("cpu")
-SIZES = {**SMALL, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0}
+SIZES = {**SMALL_SIZES, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness.inputs import SMALL, read_config, strategy, write_rows
+from harness.inputs import SMALL_SIZES, read_config, strategy, write_rows
 from harness.runs import checkpoints, read_metrics
 
 from zerotrain.tools.open_plans import open_plans
@@ -18,7 +18,7 @@ def poisoned_model(tmp_path_factory, sample_tokenizer):
 
     torch.manual_seed(0)
     shape = LlamaConfig(
-        **SMALL, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None,
+        **SMALL_SIZES, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None,
         eos_token_id=1,
     )  # fmt: skip
     model, folder = LlamaForCausalLM(shape), tmp_path_factory.mktemp("poisoned")
@@ -83,11 +83,12 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(forks, tin
         train__warmup_examples=0, checkpoint={"every_steps": 1, "keep_last": 9},
         ds_config="ds_configs/zero0.json",
     )  # fmt: skip
-    finished = forks.train(config, ranks=2, module="changed_weights")
-    assert finished.code == 1 and "Traceback" not in finished.output, finished.output
-    [error] = finished.errors
+    finished = forks.train(config, ranks=2, module="changed_weights", code=1)
+    assert "Traceback" not in finished.output, finished.output
     saved = checkpoints(tmp_path / "run")
     assert [path.name for path in saved] == [f"step_0000000{step}" for step in (1, 2, 3)]
-    assert re.match(r"error: step 4: loss \S+, gradient norm \S+; 3 steps in a row were ", error)
+    assert re.match(
+        r"error: step 4: loss \S+, gradient norm \S+; 3 steps in a row were ", finished.error
+    )
     assert [event["step"] for event in read_metrics(tmp_path / "run", "event")] == [2, 3, 4]
     assert json.loads((tmp_path / "run" / "changed_1.json").read_text()) == [1]

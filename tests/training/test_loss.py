@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from harness.inputs import SMALL as SIZES
+from harness.inputs import SMALL_SIZES as SIZES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

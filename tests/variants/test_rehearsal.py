@@ -81,7 +81,7 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
         ("train", []),
         ("held", ["--eval.every_steps", 1]),
     ):
-        [line] = forks.train(config, *flags, module="little_memory", code=2).errors
+        line = forks.refusal(config, *flags, module="little_memory")
         assert f"{name}.jsonl:8 (199 tokens)" in line, line
         assert "micro_batch_tokens is 8,192" in line
         to_try = int(re.search(r"set it to ([\d,]+)", line)[1].replace(",", ""))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.batches import balance
-from harness.inputs import SMALL, read_config, strategy
+from harness.inputs import SMALL_SIZES, read_config, strategy
 from harness.runs import export, read_metrics
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
@@ -18,7 +18,7 @@ from zerotrain.tools.open_plans import open_plans
 
 pytestmark = pytest.mark.launch
 
-SIZES = {**SMALL, "max_position_embeddings": 512, "num_experts_per_tok": 2,
+SIZES = {**SMALL_SIZES, "max_position_embeddings": 512, "num_experts_per_tok": 2,
          "initializer_range": 0.2, "output_router_logits": True,
          "router_aux_loss_coef": 0.3}  # fmt: skip
 EXPERTS = 12

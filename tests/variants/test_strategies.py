@@ -21,7 +21,7 @@ NEEDS = {
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_a_machine_cannot_run_is_refused(forks, tiny_config, name):
     flags = ("--ds_config", f"ds_configs/{name}.json", "--dry_run")
-    [line] = forks.train(tiny_config(), *flags, PATH="/nowhere", code=2).errors
+    line = forks.refusal(tiny_config(), *flags, PATH="/nowhere")
     assert f"{name}.json: {NEEDS[name]}" in line
 
 

@@ -53,7 +53,7 @@ BLOCKS = (
 )  # fmt: skip
 OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 # The only values that train correctly and can be resumed from, and what others would do.
-ONLY = {
+SUPPORTED_VALUES = {
     "zero_optimization.compute_grad_norm": (True, "infinite gradients would be applied"),
     "zero_optimization.cpu_offload": (False, "offload_optimizer has taken its place"),
     "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
@@ -338,7 +338,7 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
     for path, value in _leaves(merged):
         if value == "auto":
             yield f'{path} is "auto", but the run config has no value for it'
-        only, why = ONLY.get(path, (value, ""))
+        only, why = SUPPORTED_VALUES.get(path, (value, ""))
         if value != only:
             yield f"{path} is {json.dumps(value)}: {why}; remove it"
         is_set = path in AT_STAGE_3 and value not in (False, "none")

@@ -126,13 +126,8 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
         UserError: as open_run; this machine cannot run it; or ranks resolve it differently.
     """
     machine = this_machine(ranks)
-
-    def open_here() -> tuple[Setup, PreTrainedTokenizerBase]:
-        setup, tokenizer = open_run(config, machine)
-        check_machine(setup.config, setup.ds_config, machine)
-        return setup, tokenizer
-
-    setup, tokenizer = ranks.run_on_all(open_here, first_on_node=True)
+    setup, tokenizer = ranks.run_on_all(lambda: open_run(config, machine), first_on_node=True)
+    ranks.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
     ds_config = json.dumps(setup.ds_config, indent=1)
     text = f"linear_cost: {setup.architecture.linear_cost}\n{dump_config(setup.config)}{ds_config}"
     ranks.require_same("the resolved config", text)
