@@ -88,7 +88,10 @@ class Setup:
     @property
     def states(self) -> ModelStates:
         """The bytes of a rank's model states."""
-        return model_states(self)
+        model = self.architecture
+        is_quantized = self.config.model.quantization is not None
+        ranks = self.machine.ranks
+        return model_states(model.skeleton, model.counts, self.ds_config, ranks, is_quantized)
 
 
 def resolve(config: Config, machine: Machine, architecture: Architecture) -> Setup:

@@ -1,14 +1,12 @@
 """Bytes of a rank's model states: weights, gradients and the optimizer's state, by arithmetic."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
-
-if TYPE_CHECKING:
-    from zerotrain.training.setup import Setup
+from zerotrain.model.architecture import Counts
 
 GIB = 2**30
 MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
@@ -36,14 +34,24 @@ class ModelStates:
         return f"model states {total:.3g} GiB per rank: {', '.join(parts)}"
 
 
-def model_states(setup: "Setup") -> ModelStates:
-    """The model states of a run with AdamW."""
-    ds_config = setup.ds_config
-    skeleton = setup.architecture.skeleton
-    counts = setup.architecture.counts
+def model_states(
+    skeleton: nn.Module,
+    counts: Counts,
+    ds_config: dict[str, Any],
+    ranks: int,
+    is_quantized: bool,
+) -> ModelStates:
+    """The model states of a run with bf16, fp16 or fp32 weights and AdamW on `ranks` ranks.
+
+    Args:
+        skeleton: the model on the meta device, with requires_grad as in training.
+        counts: numbers of its parameters.
+        ds_config: merged, with no value "auto".
+        is_quantized: whether frozen linear layers are in 4 bits.
+    """
     stage = zero_stage(ds_config)
     tensor_parallel, _ = group_sizes(ds_config)
-    ranks = setup.machine.ranks // tensor_parallel
+    ranks //= tensor_parallel
     width = weight_bytes(ds_config)
     summed = gradient_bytes(ds_config)
     linear = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
@@ -54,7 +62,7 @@ def model_states(setup: "Setup") -> ModelStates:
     trained = counts.trained - elsewhere
     updated = trained / ranks if stage >= 1 else trained
     quantized = 0
-    if setup.config.model.quantization:  # the frozen ones in 4 bits, but not the output head
+    if is_quantized:  # the frozen ones in 4 bits, but not the output head
         in_4_bits = linear.difference(skeleton.get_output_embeddings().parameters())
         quantized = sum(p.numel() for p in in_4_bits if not p.requires_grad)
 
