@@ -33,7 +33,7 @@ def test_runs_that_were_not_fitted_are_forecast_as_well_as_the_planner_says(runs
 
 
 def test_a_table_has_a_line_per_run_and_the_verdicts_on_further_nodes(forks, runs, tmp_path):
-    done = forks.script("benchmarks/forecast.py")
+    done = forks.script("benchmarks.forecast")
     assert done.code == 0, done.output
     *_, verdicts, errors = done.output.splitlines()
     assert done.output.count("-80gb, ZeRO") == sum(run.gpu_gib == 80 for run in runs)
@@ -42,14 +42,14 @@ def test_a_table_has_a_line_per_run_and_the_verdicts_on_further_nodes(forks, run
     table = tmp_path / "runs.csv"
     for old, new in (("a100", "z80"), (",8,", ",eight,"), ("llama-7b", "")):
         table.write_text(PUBLISHED.read_text().replace(old, new))
-        refused = forks.script("benchmarks/forecast.py", table)
+        refused = forks.script("benchmarks.forecast", table)
         assert refused.code == 2 and len(refused.errors) == 1, refused.output
 
 
 def test_a_run_gives_a_line_of_the_table(forks, tiny_config, tmp_path):
     path = tiny_config(train__steps=3, train__epochs=None)
     assert forks.train(path).code == 0
-    done = forks.script("benchmarks/forecast.py", "--run", tmp_path / "run", "--gpu", "a100-40gb")
+    done = forks.script("benchmarks.forecast", "--run", tmp_path / "run", "--gpu", "a100-40gb")
     assert done.code == 0, done.output
     header, line = done.output.splitlines()[:2]
     [row] = csv.DictReader(io.StringIO(f"{header}\n{line}"))
@@ -57,4 +57,4 @@ def test_a_run_gives_a_line_of_the_table(forks, tiny_config, tmp_path):
     assert sizes == ["32", "2", "4", "2", "3"] and float(row["tokens_per_s_per_gpu"]) > 0
     table = tmp_path / "runs.csv"
     table.write_text(f"{header}\n{line}\n")
-    assert forks.script("benchmarks/forecast.py", table).code == 0
+    assert forks.script("benchmarks.forecast", table).code == 0

@@ -7,7 +7,7 @@ import re
 
 
 def test_a_hundred_cases_of_each_target(forks):
-    finished = forks.script("tests/fuzz/fuzz.py", 100, code=0)
+    finished = forks.script("fuzz.fuzz", 100, code=0)
     counts = dict(re.findall(r"^(\w+): 100 cases, (\d+) accepted", finished.output, re.MULTILINE))
     # accepted ones are read to their end, and the others are cases of interest
     assert {"config", "rows", "checkpoint", "metrics"} <= counts.keys()

@@ -71,7 +71,7 @@ def rank(request, number):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = str(request["ranks"])
     os.environ.update(request["environment"])
-    if request["module"].startswith("scripts."):
+    if "." in request["module"]:  # not train, nor one of tests/mains
         sys.argv = [request["module"], *request["argv"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         return
