@@ -35,7 +35,7 @@ from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.tools.new_folder import new_folder
-from zerotrain.tools.saved import checkpoint_problem, count_elements, whole_weight
+from zerotrain.tools.saved import checkpoint_problem, whole_weight
 
 if TYPE_CHECKING:
     from peft import LoraModel
@@ -86,12 +86,14 @@ def export_checkpoint(
     working = torch.float32 if has_adapters else target
     with new_folder(out) as draft:
         _copy(small_files, draft)
+        model = _empty_model(draft, working)
         if only_adapters:
-            _write_adapters(draft, run, shards, target)
+            (draft / "config.json").unlink()  # that of the base model
+            _insert_adapters(model, run, shards)
+            _write_adapters(draft, model, shards, target)
         else:
-            _check_memory(shards, working)
+            _check_memory(model)
             if all(map(shards.holds, shards.first.shapes)):
-                model = _empty_model(draft, working)
                 model.to_empty(device="cpu").tie_weights()
             else:
                 model = _load_base(shards, run, base, draft).to(working)
@@ -110,19 +112,16 @@ def export_checkpoint(
         finish(draft)
 
 
-def _write_adapters(draft: Path, run: RunIdentity, shards: Shards, dtype: torch.dtype) -> None:
-    """Write peft's files; the base model's config.json is removed."""
+def _write_adapters(folder: Path, model: nn.Module, shards: Shards, dtype: torch.dtype) -> None:
+    """Write the adapters of a model, which may be empty, as peft's files."""
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-    model = _empty_model(draft, dtype)
-    (draft / "config.json").unlink()
-    _insert_adapters(model, run, shards)
-    model.peft_config[ADAPTER].save_pretrained(draft)
+    model.peft_config[ADAPTER].save_pretrained(folder)
     trained = {name: whole_weight(shards, name) for name in shards.first.trained}
     named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
     weights = {f"base_model.model.{n}": w.to(dtype, copy=True) for n, w in named.items()}
-    save_file(weights, draft / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+    save_file(weights, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
 
 
 def _copy(files: Iterable[Path], folder: Path) -> None:
@@ -130,8 +129,9 @@ def _copy(files: Iterable[Path], folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def _check_memory(shards: Shards, dtype: torch.dtype) -> None:
-    needed = count_elements(shards) * dtype.itemsize / 2**30
+def _check_memory(model: nn.Module) -> None:
+    """Raise a UserError if the parameters of an empty model do not fit into memory."""
+    needed = sum(p.nbytes for p in model.parameters()) / 2**30
     free = psutil.virtual_memory().available / 2**30
     if needed > free:
         raise UserError(
@@ -172,8 +172,7 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
     in_4_bits = run.settings.get("model.quantization") is not None
     options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
     try:
-        load = AutoModelForCausalLM.from_pretrained
-        model = load_pretrained(load, source, **options)
+        model = load_pretrained(AutoModelForCausalLM.from_pretrained, source, **options)
     except UserError as error:
         raise UserError(f"the frozen weights: {error}; {fix}") from error
     if not is_same_base(was, describe_base(source)):

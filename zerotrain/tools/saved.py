@@ -10,15 +10,6 @@ from zerotrain.checkpoint.shards import Shards
 from zerotrain.runtime.errors import UserError, describe
 
 
-def count_elements(shards: Shards) -> int:
-    """Elements of all parameters of the model."""
-    saved = shards.first
-    return sum(
-        prod(shape) * (saved.tensor if name in saved.split else 1)
-        for name, shape in saved.shapes.items()
-    )
-
-
 def whole_weight(shards: Shards, name: str) -> torch.Tensor:
     """A parameter in fp32 and its shape, on the CPU. Do not modify it.
 
