@@ -10,7 +10,7 @@ from harness.repository import REPO
 @pytest.fixture
 def bench(forks):
     """A function that runs a file of benchmarks/, with its imports already done."""
-    return lambda name, *args: forks.script(f"benchmarks/{name}.py", *args)
+    return lambda name, *args: forks.script(f"benchmarks.{name}", *args)
 
 
 def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
