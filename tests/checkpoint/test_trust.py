@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from harness.inputs import write_tiny_config
 
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
@@ -28,40 +27,25 @@ class Touch:
         return os.mknod, (self.canary,)
 
 
-def rewrite(checkpoint, file, content):
-    """Replace a file of a checkpoint and its entry in the manifest, as an attacker would."""
-    torch.save(content, file)
-    path = checkpoint / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["files"][str(file.relative_to(checkpoint))] = measure(file)
-    path.write_text(json.dumps(manifest))
-
-
 # --------------------------------------------------------------------------------------------------
 # Reading runs nothing
 
 
-@pytest.fixture(scope="module")
-def trained(forks, tmp_path_factory, tiny_model, chat_rows):
-    """A config and the checkpoint of its second step, ZeRO 2, 2 ranks."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = write_tiny_config(folder, chat_rows, tiny_model, train__steps=2)
+def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
+    """Its entry in the manifest is right, as an attacker would write it."""
+    config = tiny_config(train__steps=2)
     forks.finish(config, ranks=2)
-    return config, folder / "run" / "checkpoints" / "step_00000002"
-
-
-def test_a_shard_that_would_run_code_is_refused(forks, trained, tmp_path):
-    config, intact = trained
-    canary, checkpoint = tmp_path / "canary", tmp_path / "step_00000002"
-    shutil.copytree(intact, checkpoint)
-    shard = checkpoint / "shards" / "rank_00001.pt"
-    content = torch.load(shard, weights_only=False)
-    rewrite(checkpoint, shard, content | {"extra": Touch(canary)})
+    canary, checkpoint = tmp_path / "canary", tmp_path / "run/checkpoints/step_00000002"
+    shard, file = checkpoint / "shards/rank_00001.pt", checkpoint / "manifest.json"
+    torch.save(torch.load(shard, weights_only=False) | {"extra": Touch(canary)}, shard)
+    manifest = json.loads(file.read_text())
+    manifest["files"]["shards/rank_00001.pt"] = measure(shard)
+    file.write_text(json.dumps(manifest))
     line = f"{shard} holds something other than tensors"
     with pytest.raises(UserError, match=line):
         export_checkpoint(checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-    flags = "--output_dir", tmp_path / "run", "--checkpoint.resume", checkpoint
+    flags = "--output_dir", tmp_path / "other", "--checkpoint.resume", checkpoint
     for more in ([], ["--checkpoint.weights_only", "true"]):
         assert line in forks.refusal(config, *flags, *more, ranks=2)
     assert not canary.exists()

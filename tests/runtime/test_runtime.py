@@ -7,7 +7,7 @@ import time
 import pytest
 from harness.processes import free_port, run
 
-from zerotrain.runtime.errors import EnvironmentFailure, UserError, exit_on_error
+from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import check_devices
 from zerotrain.runtime.seeding import rng_state, set_rng_state
 from zerotrain.training import engine
@@ -28,18 +28,6 @@ def test_a_rank_without_a_gpu_is_one_line():
     check_devices(0, visible=1)
     with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs"):
         check_devices(1, visible=1)
-
-
-@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (EnvironmentFailure, 1)])
-def test_an_error_is_one_line_without_terminal_escapes(capsys, kind, code):
-    def fail():
-        raise kind("rows.jsonl: key '\x1b[2J\nerror: fake\u202e' caf\u00e9")
-
-    with pytest.raises(SystemExit) as ended:
-        exit_on_error(fail)
-    said = capsys.readouterr().err
-    assert ended.value.code == code
-    assert said == "error: rows.jsonl: key '\\x1b[2J\\nerror: fake\\u202e' caf\u00e9\n"
 
 
 @pytest.mark.parametrize("numpy_state", [1, ("MT19937", [1 << 40] * 624, 0, 0, 0.0)])

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from zerotrain.runtime.errors import AgreedError, UserError, exit_on_error
+from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, exit_on_error
 from zerotrain.tracking import console
 from zerotrain.tracking.console import ConsoleSink
 
@@ -79,7 +79,8 @@ def test_a_log_gets_the_first_line_the_last_and_one_now_and_then(capsys, monkeyp
     assert [int(line[5]) for line in lines if "loss 2.0000" in line] == [1, 9]
 
 
-def test_errors_carry_the_rank_and_agreed_ones_are_said_once(capsys, monkeypatch):
+def test_errors_are_one_line_with_the_rank_and_agreed_ones_are_said_once(capsys, monkeypatch):
+    """Without terminal escapes. A failure of the environment has another exit code."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
     def end(error, rank, local_rank, world_size=16):
@@ -97,6 +98,8 @@ def test_errors_carry_the_rank_and_agreed_ones_are_said_once(capsys, monkeypatch
     assert end(UserError("bad key"), 0, 0) == (2, "error: bad key\n")
     assert end(UserError("bad key"), 12, 4) == (2, f"[rank 12 @ {here}] error: bad key\n")
     assert end(AgreedError("bad key"), 8, 0) == (2, "")
+    escapes = EnvironmentFailure("key '\x1b[2J\nerror: fake\u202e' caf\u00e9")
+    assert end(escapes, 0, 0) == (1, "error: key '\\x1b[2J\\nerror: fake\\u202e' caf\u00e9\n")
     code, text = end(ValueError("a\nb"), 3, 3)
     assert code == 1 and text.endswith(f"[rank 3 @ {here}] ValueError: a\n[rank 3 @ {here}] b\n")
 
