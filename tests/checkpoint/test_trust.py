@@ -61,7 +61,7 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     )  # fmt: skip
     folder = tmp_path / "run" / "checkpoints"
     mine = [folder / name / "note" for name in (
-        "step_notes.tmp", "step_00000001.tmp", "step_00000001.old", "step_lowlr_ok",
+        ".step_notes.tmp", ".step_00000001.tmp", "step_00000001.old", "step_lowlr_ok",
         "step_\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661", "step_00000001.universal.mine",
     )]  # fmt: skip
     for file in mine:
@@ -77,15 +77,15 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     (folder / "step_00000001").rename(kept_elsewhere)
     (folder / "step_00000001").symlink_to(kept_elsewhere)
     shutil.copytree(kept_elsewhere, folder / "step_lowlr_ok", dirs_exist_ok=True)
-    (folder / "step_00000009.tmp").symlink_to(kept_elsewhere)
-    draft = folder / f"step_00000009.{'a' * 32}.tmp"
+    (folder / ".step_00000009.tmp").symlink_to(kept_elsewhere)
+    draft = folder / f".step_00000009.{'a' * 32}.tmp"
     draft.symlink_to(kept_elsewhere)  # a draft of a run by its name, a link by its kind
     finished = forks.finish(config)
     assert f"resuming from {folder}/step_00000002: step 2" in finished.output
     steps = [int(path.name[-1]) for path in list_complete(folder)]
     assert steps == [2, 4, 5], "that of step 2 was resumed from"
     assert all(file.read_text() == "mine" for file in [*mine, target])
-    assert (kept_elsewhere / "COMPLETE").exists() and (folder / "step_00000009.tmp").is_symlink()
+    assert (kept_elsewhere / "COMPLETE").exists() and (folder / ".step_00000009.tmp").is_symlink()
     assert not draft.is_symlink() and not (folder / "step_00000001").is_symlink()
 
 

@@ -35,7 +35,7 @@ def assert_each_step_once(run_folder):
 def is_saving(checkpoints, since):
     """Whether there is a draft newer than `since`; one of an earlier run may still exist."""
     with suppress(FileNotFoundError):
-        return any(draft.stat().st_ctime > since for draft in checkpoints.glob("step_*.tmp"))
+        return any(draft.stat().st_ctime > since for draft in checkpoints.glob(".step_*.tmp"))
 
 
 def checkpoints(run_folder):

@@ -11,7 +11,7 @@
         wandb/                          what W&B writes, if it is on
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
-            step_00001000.ID.tmp        being written or removed; ID has 32 hexadecimal digits
+            .step_00001000.ID.tmp       being written or removed; ID has 32 hexadecimal digits
 
 Only exactly these names are ever read, renamed or removed: anything else in the folder is the
 user's. A link is removed as a link; what it points to is never touched.
@@ -45,15 +45,6 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def temporary(checkpoint: Path, unique: str) -> Path:
-    """What a checkpoint is called while it is written or removed.
-
-    Args:
-        unique: 32 hexadecimal digits, so that no other run uses the same folder.
-    """
-    return checkpoint.with_name(f"{checkpoint.name}.{unique}.tmp")
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in `folder`, complete or not, oldest first."""
     return _matching(folder, STEP)
@@ -66,7 +57,7 @@ def list_complete(folder: Path) -> list[Path]:
 
 def list_temporary(folder: Path) -> list[Path]:
     """Checkpoints that are being written or removed, or were when a run was killed."""
-    return _matching(folder, rf"{STEP}\.[0-9a-f]{{32}}\.tmp")
+    return _matching(folder, rf"\.{STEP}\.[0-9a-f]{{32}}\.tmp")  # of files.temporary_name
 
 
 def remove(path: Path) -> None:

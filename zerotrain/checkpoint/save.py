@@ -7,7 +7,7 @@
         manifest.json         size and checksum of every file above
         COMPLETE              written last
 
-It is written as step_00001000.ID.tmp and renamed when complete. Every rank writes its own file and
+It is written as .step_00001000.ID.tmp and renamed when complete. Every rank writes its own file and
 computes its checksum: at once, or with checkpoint.async_save from a copy while the loop continues.
 
 Nodes without a shared disk need no setting. On each disk, the rank that has made the folder owns
@@ -19,7 +19,6 @@ import json
 import os
 import socket
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -44,14 +43,13 @@ from zerotrain.checkpoint.run_folder import (
     list_complete,
     list_temporary,
     remove,
-    temporary,
 )
 from zerotrain.checkpoint.shards import collect, shard_name
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.model.hub import Base
 from zerotrain.runtime.errors import RunFailed, UserError, describe
-from zerotrain.runtime.files import sync_folder, sync_tree
+from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.ranks import Ranks
 
 T = TypeVar("T")
@@ -151,10 +149,9 @@ class Saver:
         """
         self.finish()
         self._last_began = time.monotonic()
-        save_id = self.ranks.gather_json(uuid.uuid4().hex)[0]
         self._progress = progress
         self._target = self.folder / checkpoint_name(progress.step)
-        self._draft = temporary(self._target, save_id)
+        self._draft = Path(self.ranks.gather_json(str(temporary_name(self._target)))[0])
         self._owns_disk = False
         is_first = self.ranks.is_first
         # rank 0 creates the folder, then the first rank of every other node that does not see it
@@ -265,7 +262,13 @@ class Saver:
         self._hide(self._target)
         os.replace(self._draft, self._target)
         sync_folder(self.folder)
-        for path in self._superseded():
+        settings = self.settings
+        best = self._progress.best
+        complete = list_complete(self.folder)
+        kept = {*complete[-settings.keep_last :], self.started_from, self._target}
+        if settings.keep_best and best is not None:
+            kept.add(self.folder / checkpoint_name(best.step))
+        for path in sorted({*complete} - kept):
             try:
                 self._hide(path)
             except OSError as error:  # the new one is complete
@@ -283,20 +286,10 @@ class Saver:
         """
         self.lock.check()
         with suppress(FileNotFoundError):
-            checkpoint.rename(temporary(checkpoint, uuid.uuid4().hex))
+            checkpoint.rename(temporary_name(checkpoint))
 
     def _remove_temporary(self) -> None:
         """Remove what _hide has renamed, and what interrupted runs have left."""
         for path in list_temporary(self.folder):
             if path != self._draft:
                 remove(path)
-
-    def _superseded(self) -> list[Path]:
-        """The checkpoints that are no longer kept now that this one is complete."""
-        settings = self.settings
-        best = self._progress.best
-        complete = list_complete(self.folder)
-        kept = {*complete[-settings.keep_last :], self.started_from, self._target}
-        if settings.keep_best and best is not None:
-            kept.add(self.folder / checkpoint_name(best.step))
-        return [path for path in complete if path not in kept]

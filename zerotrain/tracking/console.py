@@ -65,8 +65,8 @@ class ConsoleSink:
         elif kind == "save":
             self._print(step, f"saved in {values['save_seconds']:.1f} s")
         elif kind == "eval":
-            numbers = {name: value for name, value in values.items() if name != "step"}
-            self._print(step, "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+            facts = (f"{name} {value:.4f}" for name, value in values.items() if name != "step")
+            self._print(step, "  ".join(facts))
             if self._on_terminal:
                 self._show(step)
 
