@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST, SHARDS
+from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST
 from zerotrain.runtime.errors import UserError, describe
 
 T = TypeVar("T")
@@ -67,12 +67,11 @@ def read_json(checkpoint: Path, name: str, kind: type[T]) -> T:
         if stat_inside(checkpoint, name).st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
         return TypeAdapter(kind).validate_json((checkpoint / name).read_bytes(), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        why = "".join(f"{part}: " for part in first["loc"]) + first["msg"]
-    except (OSError, ValueError) as error:
-        why = describe(error)
-    raise UserError(f"{checkpoint / name} cannot be read ({why}); use another checkpoint")
+    except (OSError, ValueError) as error:  # pydantic's is a ValueError, too
+        why = describe(error)[:200]
+        raise UserError(
+            f"{checkpoint / name} cannot be read ({why}); use another checkpoint"
+        ) from error
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -115,9 +114,7 @@ def inspect(checkpoint: Path) -> tuple[str | None, dict[str, str]]:
     has another size. No checksums are computed.
     """
     if not (checkpoint / COMPLETE).is_file():
-        if not (checkpoint / SHARDS).is_dir():
-            return None, {COMPLETE: f"is missing, and so is {SHARDS}: it is no checkpoint"}
-        return None, {COMPLETE: "is missing: the save was interrupted"}
+        return None, {COMPLETE: "is missing: it is no checkpoint, or its save was interrupted"}
     try:
         manifest = read_manifest(checkpoint)
     except UserError as error:

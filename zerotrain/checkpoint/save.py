@@ -57,15 +57,6 @@ T = TypeVar("T")
 OUT_OF_REACH_SECONDS = 30  # after which a save fails
 
 
-def wait_for(folder: Path) -> None:
-    """Wait for a folder that is out of reach for a moment, as while a file server restarts."""
-    for _ in range(OUT_OF_REACH_SECONDS):
-        with suppress(OSError):
-            if folder.is_dir():
-                return
-        time.sleep(1)
-
-
 def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write a rank's file and return its FileEntry, as JSON."""
     # 4 x as slow as writing; the manifest has a faster checksum of the whole file
@@ -222,7 +213,10 @@ class Saver:
     def _create(self) -> None:
         draft = self._draft
         if self.ranks.is_first:  # the other ranks create it on a disk of their own
-            wait_for(self.lock.folder)
+            for _ in range(OUT_OF_REACH_SECONDS):  # as while a file server restarts
+                if os.path.lexists(self.lock.folder):
+                    break
+                time.sleep(1)
             self.folder.mkdir(exist_ok=True)
         try:
             (draft / SHARDS).mkdir(parents=True)

@@ -129,40 +129,38 @@ def computed_part(p: torch.Tensor) -> torch.Tensor:
     return getattr(p, "ds_tensor", p).detach().view(-1)[: partition(p)[1]]
 
 
-def positions(engine: DeepSpeedEngine) -> Iterator[tuple[torch.Tensor, int, int, int, int]]:
-    """Where this rank's flat_weights have its parameters: parameter, number of the flat tensor,
-    first element in it, first element in the flattened parameter, and number of elements.
-    """
-    if engine.zero_optimization_stage() in (1, 2):  # groups are concatenated, then partitioned
-        for p in engine.module.parameters():
-            at = getattr(p, "_hp_mapping", None)
-            if at is not None:
-                in_flat = at.hp_fragment_address
-                start = at.lp_fragment_address.start
-                yield p, at.param_group_index, in_flat.start, start, in_flat.numel
-        return
-    groups = getattr(engine.optimizer, "fp16_groups", None) or [
-        group["params"] for group in engine.basic_optimizer.param_groups
-    ]
-    if len(flat_weights(engine)) > len(groups):  # each is a single parameter, not a group of them
-        groups = [[p] for group in groups for p in group]
-    for i, group in enumerate(groups):
-        offset = 0
-        for p in group:
-            start, numel = partition(p)
-            yield p, i, offset, start, numel
-            offset += p.ds_tensor.ds_numel if hasattr(p, "ds_tensor") else numel
-
-
 def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Part]]:
     """This rank's part of each parameter, after its name and itself, as views of the tensors in
     use: first of the trained parameters, then of the frozen ones.
     """
     names = {p: name for name, p in engine.module.named_parameters()}
     states = [saved_states(engine, flat) for flat in flat_weights(engine)]
-    for p, i, offset, start, numel in positions(engine):
+
+    def part(
+        p: torch.Tensor, i: int, offset: int, start: int, numel: int
+    ) -> tuple[str, torch.Tensor, Part]:
+        """Elements from `start` on of a flattened parameter, at `offset` in flat tensor i."""
         tensors = {key: flat.view(-1)[offset : offset + numel] for key, flat in states[i].items()}
-        yield names[p], p, (start, tensors)
+        return names[p], p, (start, tensors)
+
+    if engine.zero_optimization_stage() in (1, 2):  # groups are concatenated, then partitioned
+        for p in names:
+            at = getattr(p, "_hp_mapping", None)
+            if at is not None:
+                in_flat = at.hp_fragment_address
+                start = at.lp_fragment_address.start
+                yield part(p, at.param_group_index, in_flat.start, start, in_flat.numel)
+    else:
+        groups = getattr(engine.optimizer, "fp16_groups", None) or [
+            group["params"] for group in engine.basic_optimizer.param_groups
+        ]
+        if len(states) > len(groups):  # a flat tensor is a single parameter, not a group of them
+            groups = [[p] for group in groups for p in group]
+        for i, group in enumerate(groups):
+            offset = 0
+            for p in group:
+                yield part(p, i, offset, *partition(p))
+                offset += p.ds_tensor.ds_numel if hasattr(p, "ds_tensor") else p.numel()
     for p, name in names.items():
         if not p.requires_grad:
             yield name, p, (partition(p)[0], {"fp32": computed_part(p)})
@@ -178,7 +176,6 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     """
     stage = engine.zero_optimization_stage()
     counts = [int(state.get("step", 0)) for state in engine.basic_optimizer.state.values()]
-    has_optimizer = not engine.super_offload()  # its moments are in a process that keeps them
     parameters = dict(engine.module.named_parameters())
     parts = {}
     for name, p, (start, tensors) in local_parts(engine):
@@ -202,7 +199,8 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
         },
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
-        updates=max(counts, default=0) if has_optimizer else None,
+        # SuperOffload's moments are in a process that keeps them
+        updates=None if engine.super_offload() else max(counts, default=0),
         loss_scaler={name: scaler[name] for name in LOSS_SCALER if name in scaler},
         base=base,
         rng=rng_state(),
