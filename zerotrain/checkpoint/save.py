@@ -67,22 +67,6 @@ def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return measure(path)
 
 
-def copy_to_cpu(content: dict[str, Any]) -> dict[str, Any]:
-    """`content` with copies of its tensors in CPU memory, pinned if there is a GPU. The memory of
-    the previous copy, which is no longer used, is taken again: torch keeps what was pinned.
-    """
-    on_gpu = torch.cuda.is_initialized()  # not is_available: a CPU run leaves GPUs alone
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        buffer = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
-        return buffer.copy_(tensor, non_blocking=True)
-
-    copied = tree_map_only(torch.Tensor, copy, content)
-    if on_gpu:
-        torch.cuda.synchronize()
-    return copied
-
-
 @dataclass
 class Saver:
     """Writes checkpoints of one run into its output folder, and removes old ones.
@@ -150,7 +134,7 @@ class Saver:
             self._run(lambda turn=is_turn: turn and self._create())
         content = vars(collect(self.engine, self._owns_disk, self.base))
         if self.settings.async_save:
-            content = copy_to_cpu(content)
+            content = tree_map_only(torch.Tensor, lambda t: t.to("cpu", copy=True), content)
         path = self._draft / shard_name(self.ranks.rank)
         self._pending = self._threads.submit(write_shard, path, content)
         self._blocked_seconds = time.monotonic() - self._last_began
