@@ -47,8 +47,7 @@ from zerotrain.tracking.console import quieten_libraries
 from zerotrain.tracking.destinations import open_metrics
 from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
-from zerotrain.tracking.steps import StepReporter
-from zerotrain.tracking.timer import PhaseTimer
+from zerotrain.tracking.steps import PhaseTimer, StepReporter
 from zerotrain.training.engine import build_engine, check_engine
 from zerotrain.training.evaluate import HeldOutSets
 from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update, find_problem
@@ -130,21 +129,14 @@ def main(config: Config, mode: str = "train") -> None:
             loss=loss,
             held_out=HeldOutSets(setup.config, eval_plans, tokenizer, engine, loss, ranks),
             saver=Saver(
-                engine,
-                base,
-                tokenizer,
-                identity,
-                config.checkpoint,
-                ranks,
-                lock,
-                start.checkpoint,
-                metrics.log,
+                engine, base, tokenizer, identity, config.checkpoint, ranks, lock,
+                start.checkpoint, metrics.log,
             ),
             metrics=metrics,
             reporter=StepReporter(setup, start.plan, metrics, ranks),
             timer=PhaseTimer(ranks.device),
             hang_watch=HangWatch(job.timeout_seconds),
-        )
+        )  # fmt: skip
         exit_code = run_to_its_end(run, start.progress)
     if exit_code:
         sys.exit(exit_code)

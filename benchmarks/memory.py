@@ -28,7 +28,7 @@ from zerotrain.data.loader import load_steps
 from zerotrain.runtime.errors import exit_on_error
 from zerotrain.runtime.process_group import process_group
 from zerotrain.tools.memory import estimate_memory
-from zerotrain.tracking.timer import PhaseTimer
+from zerotrain.tracking.steps import PhaseTimer
 from zerotrain.training.engine import build_engine
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 from zerotrain.training.states import GIB

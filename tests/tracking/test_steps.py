@@ -9,11 +9,10 @@ import socket
 import numpy as np
 import pytest
 import torch
-from harness.runs import logged, read_metrics
+from harness.runs import read_metrics
 
 from zerotrain.tracking.slow_ranks import gpu_health, probe_seconds, slow_ranks
-from zerotrain.tracking.steps import WINDOWS
-from zerotrain.tracking.timer import PhaseTimer
+from zerotrain.tracking.steps import WINDOWS, PhaseTimer
 
 
 @pytest.mark.parametrize("ranks, slow", [(2, 1), (64, 63)])
@@ -38,18 +37,14 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     run.mkdir()
     (run / "profile_now").touch()
     ranks = forks.start(config, ranks=2, module="slow_rank")
-    name = f"rank 1 @ {socket.gethostname()} (local rank 1)"
-
-    def events(kind):
-        return [e for e in logged(run, "event") if e["name"] == kind]
-
     here = socket.gethostname()
     late = rf"\[rank 1 @ {here}\] Timeout (.*\n)+?\[rank 1 @ {here}\].*in load_late"
     ranks.until(lambda: re.search(late, ranks.log.read_text()))
     (run / "go_on").touch()
     ranks.wait(0)
-    [slow] = events("slow_rank")
-    assert slow["ranks"] == [1] and name in slow["text"] and slow["step"] == 4 * WINDOWS
+    [slow] = read_metrics(run, "event")
+    assert slow["name"] == "slow_rank" and slow["ranks"] == [1] and slow["step"] == 4 * WINDOWS
+    assert f"rank 1 @ {here} (local rank 1)" in slow["text"]
     windows = read_metrics(run, "ranks")
     assert [w["step"] for w in windows] == [4, 8, 12, 16, 20]
     waits = windows[-1]["data_seconds"]

@@ -29,7 +29,6 @@ def open_metrics(
         UserError: W&B rejects its settings; on every rank.
     """
     metrics = Metrics([])
-    folder = Path(config.output_dir)
     places = ranks.gather_json([socket.gethostname(), device_name(ranks.device)])
     cluster = {
         "step": start.step,
@@ -39,8 +38,10 @@ def open_metrics(
     }
 
     def open_sinks() -> None:
-        metrics.sinks.append(ConsoleSink(start.step, total_steps))
-        metrics.sinks.append(JsonlSink(folder / METRICS, start.step, lock))
+        metrics.sinks += [
+            ConsoleSink(start.step, total_steps),
+            JsonlSink(Path(config.output_dir, METRICS), start.step, lock),
+        ]
         if config.tracking.wandb != "disabled":
             # imported here, because W&B takes a second and may be disabled
             from zerotrain.tracking.wandb import WandbSink
