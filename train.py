@@ -33,6 +33,7 @@ import torch
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, SAVE_NOW, STOP, list_complete, take_request
 from zerotrain.checkpoint.save import Saver
+from zerotrain.checkpoint.shards import load_start
 from zerotrain.checkpoint.start import find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity
 from zerotrain.config.ds_config import group_sizes
@@ -115,7 +116,7 @@ def main(config: Config, mode: str = "train") -> None:
             rehearse(engine, loss, setup, start.plan, ranks)
             return
         # the files of the frozen weights, which checkpoints then need not hold
-        base = start.load(engine, ranks, config.train.seed, loaded.base)
+        base = load_start(engine, start, ranks, loaded.base, config.train.seed)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.

@@ -19,7 +19,8 @@ from harness.runs import (
 from split_models import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerotrain.checkpoint.shards import read_shard, shard_name
+from zerotrain.checkpoint.run_folder import shard_name
+from zerotrain.checkpoint.shards import read_shard
 from zerotrain.model.architecture import SUPPORTED_TYPES, check_tensor_parallel, meta_model
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.errors import UserError

@@ -45,6 +45,16 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def shard_name(rank: int) -> str:
+    """The file of a rank in a checkpoint."""
+    return f"{SHARDS}/rank_{rank:05d}.pt"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file of a checkpoint is a rank's file."""
+    return name.startswith(f"{SHARDS}/")
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in `folder`, complete or not, oldest first."""
     return _matching(folder, STEP)

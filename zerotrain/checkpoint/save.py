@@ -43,8 +43,9 @@ from zerotrain.checkpoint.run_folder import (
     list_complete,
     list_temporary,
     remove,
+    shard_name,
 )
-from zerotrain.checkpoint.shards import collect, shard_name
+from zerotrain.checkpoint.shards import collect
 from zerotrain.checkpoint.state import Progress, RunIdentity, TrainerState
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.model.hub import Base

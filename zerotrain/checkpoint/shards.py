@@ -29,12 +29,13 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from pydantic import ConfigDict, PositiveInt, TypeAdapter
 
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
-from zerotrain.checkpoint.run_folder import SHARDS
+from zerotrain.checkpoint.run_folder import is_shard, shard_name
+from zerotrain.checkpoint.start import Start
 from zerotrain.config.ds_config import offload_devices
 from zerotrain.model.hub import Base, is_same_base, source_of
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.ranks import Ranks
-from zerotrain.runtime.seeding import rng_state
+from zerotrain.runtime.seeding import rank_seed, rng_state, seed_everything, set_rng_state
 
 Part = tuple[int, dict[str, torch.Tensor]]
 """Consecutive elements of a flattened parameter: the number of the first one, and a tensor of them
@@ -74,15 +75,6 @@ class Shard:
     """The files that have the frozen weights; None: the checkpoint has them."""
     rng: dict[str, Any]
     """zerotrain.runtime.seeding.rng_state."""
-
-
-def shard_name(rank: int) -> str:
-    return f"{SHARDS}/rank_{rank:05d}.pt"
-
-
-def is_shard(name: str) -> bool:
-    """Whether a file of a manifest is a rank's file."""
-    return name.startswith(f"{SHARDS}/")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -295,12 +287,13 @@ def read_shard(checkpoint: Path, name: str) -> Shard:
 
 
 @torch.no_grad()
-def load_shards(
-    engine: DeepSpeedEngine, shards: Shards, ranks: Ranks, base: Base | None, weights_only: bool
+def load_start(
+    engine: DeepSpeedEngine, start: Start, ranks: Ranks, base: Base | None, seed: int
 ) -> Base | None:
-    """Load weights and buffers, and unless `weights_only` AdamW's state; called by all ranks.
-    Parameter groups keep this run's settings. What the checkpoint leaves out stays as it was read
-    from the model's files, `base`.
+    """Load what a run starts from, if it is a checkpoint: weights and buffers, and unless
+    `weights_only` AdamW's state and the state of random numbers; called by all ranks. Parameter
+    groups keep this run's settings. What the checkpoint leaves out stays as it was read from the
+    model's files, `base`.
 
     Returns:
         The files that hold the frozen weights from now on; None: checkpoints have to hold them.
@@ -308,17 +301,24 @@ def load_shards(
     Raises:
         UserError: the checkpoint is of another model, or damaged.
     """
+    if start.checkpoint is None:
+        return base
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
-    ranks.run_on_all(lambda: check_model(engine, shards, base, weights_only))
+    shards = ranks.run_on_all(lambda: Shards(start.checkpoint, ranks.rank))
+    ranks.run_on_all(lambda: check_model(engine, shards, base, start.weights_only))
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # releases all gathered parameters
-    ranks.run_on_all(lambda: _fill(engine, shards, weights_only))
+    ranks.run_on_all(lambda: _fill(engine, shards, start.weights_only))
     if stage == 3:
         optimizer.invalidate_secondary_tensor()  # the copies of hpZ
         optimizer.checkpoint_event_epilogue()
     elif stage > 0:
         optimizer.update_lp_params()  # from the fp32 weights of all ranks
+    is_same = shards.has_own and shards.world_size == ranks.world_size
+    if not (start.weights_only or (is_same and set_rng_state(shards.first.rng))):
+        # another seed than at step 0, whose random numbers would be repeated
+        seed_everything(rank_seed(seed, ranks.replica, start.progress.step))
     frozen = (name for name, p in engine.module.named_parameters() if not p.requires_grad)
     return None if any(map(shards.holds, frozen)) else base
 

@@ -6,18 +6,18 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from deepspeed import DeepSpeedEngine
-
 from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
-from zerotrain.checkpoint.run_folder import TRAINER_STATE, checkpoints_folder, list_checkpoints
-from zerotrain.checkpoint.shards import Shards, is_shard, load_shards
+from zerotrain.checkpoint.run_folder import (
+    TRAINER_STATE,
+    checkpoints_folder,
+    is_shard,
+    list_checkpoints,
+)
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
-from zerotrain.model.hub import Base
 from zerotrain.runtime.errors import AgreedError, UserError, describe, printable
 from zerotrain.runtime.ranks import Ranks
-from zerotrain.runtime.seeding import rank_seed, seed_everything, set_rng_state
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,6 @@ class Start:
     """Where weights come from; None: from the model's files, or they are random."""
     weights_only: bool = False
     """Whether the run starts at step 0 with nothing but the weights of the checkpoint."""
-
-    def load(
-        self, engine: DeepSpeedEngine, ranks: Ranks, seed: int, base: Base | None
-    ) -> Base | None:
-        """Load what the run starts from into the engine; called by all ranks.
-
-        Args:
-            base: the files that the engine's weights were read from.
-
-        Returns:
-            The files that hold the frozen weights from now on; None: checkpoints have to hold them.
-        """
-        if self.checkpoint is None:
-            return base
-        shards = ranks.run_on_all(lambda: Shards(self.checkpoint, ranks.rank))
-        base = load_shards(engine, shards, ranks, base, self.weights_only)
-        is_same = shards.has_own and shards.world_size == ranks.world_size
-        if not (self.weights_only or (is_same and set_rng_state(shards.first.rng))):
-            # another seed than at step 0, whose random numbers would be repeated
-            seed_everything(rank_seed(seed, ranks.replica, self.progress.step))
-        return base
 
 
 def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ranks) -> Start:
