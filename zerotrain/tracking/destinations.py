@@ -46,7 +46,7 @@ def open_metrics(
             # imported here, because W&B takes a second and may be disabled
             from zerotrain.tracking.wandb import WandbSink
 
-            metrics.sinks.append(WandbSink(config, start))
+            metrics.sinks.append(WandbSink(config, start.wandb_id))
         metrics.log("start", cluster)
 
     ranks.run_on_first(open_sinks)

@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 import wandb
 
-from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import EXIT_PREEMPTED, EnvironmentFailure, UserError, describe
 
@@ -42,10 +41,10 @@ def start_service() -> str:
 class WandbSink:
     """The run of rank 0. If its server cannot be reached within seconds, tracking is offline."""
 
-    def __init__(self, config: Config, start: Progress) -> None:
+    def __init__(self, config: Config, wandb_id: str) -> None:
         """
         Args:
-            start: the finished steps, and the W&B run, which a resumed run continues.
+            wandb_id: of the W&B run, which a resumed run continues.
 
         Raises:
             UserError: W&B rejects the settings.
@@ -60,7 +59,7 @@ class WandbSink:
             try:
                 self.run = wandb.init(
                     mode=attempt,
-                    id=start.wandb_id,
+                    id=wandb_id,
                     resume="allow",
                     project=config.tracking.project,
                     name=os.environ.get("WANDB_NAME", folder.name),
@@ -82,13 +81,10 @@ class WandbSink:
                 wandb.teardown()
         if attempt != mode:
             print("W&B: tracking is offline; `wandb sync` uploads it", flush=True)
-        # W&B drops rows whose number is lower than the last one's: where it has later steps of
-        # this run than the checkpoint, it numbers the rows itself
-        self._is_numbered = self.run.starting_step <= start.step + 1
+        # W&B numbers the rows itself: it would drop those of steps that it has had already
         self.run.define_metric("*", step_metric="step")
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        step = values["step"]
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
         row: dict[str, Any] = {f"{kind}/{k}": v for k, v in numbers.items() if k != "step"}
         if kind == "event":
@@ -98,8 +94,7 @@ class WandbSink:
             with pd.option_context("display.max_colwidth", None):
                 table = pd.DataFrame(values["rows"]).to_html(index=False)
             row[f"eval/generations/{values['set']}"] = wandb.Html(table, inject=False)
-        number = max(step, self.run.starting_step) if self._is_numbered else None
-        self.run.log({**row, "step": step}, step=number)
+        self.run.log({**row, "step": values["step"]})
 
     def close(self, exit_code: int) -> None:
         if exit_code == EXIT_PREEMPTED:
