@@ -9,6 +9,7 @@ import difflib
 import os
 import socket
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -97,12 +98,6 @@ def rank_prefix() -> str:
     return f"[rank {ranks['RANK']} @ {socket.gethostname()}] "
 
 
-def with_rank(text: str) -> str:
-    """The text with the rank's prefix before every line."""
-    prefix = rank_prefix()
-    return "\n".join(prefix + line for line in text.splitlines())
-
-
 def exit_on_error(work: Callable[[], T]) -> T:
     """Return `work()`, or exit: with one line for a UserError, with a traceback for anything else.
     What ranks other than 0 print of it, and tracebacks of all of them, carry the rank's prefix.
@@ -115,7 +110,8 @@ def exit_on_error(work: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:
-        print(with_rank(traceback.format_exc()), file=sys.stderr, flush=True)
+        text = textwrap.indent(traceback.format_exc(), rank_prefix(), bool)  # every line
+        print(text, end="", file=sys.stderr, flush=True)
         sys.exit(EXIT_FAILURE)
 
 
@@ -130,7 +126,7 @@ def _report(mistake: UserError) -> None:
     line = f"error: {mistake}"
     is_agreed = isinstance(mistake, AgreedError)
     if ranks.get("RANK", "0") != "0":
-        line = with_rank(line)
+        line = rank_prefix() + line
         if is_agreed or ranks["LOCAL_RANK"] != "0":
             time.sleep(3)
         if is_agreed:
