@@ -6,7 +6,6 @@ the time to, 1 anything else, such as a full disk.
 """
 
 import difflib
-import os
 import socket
 import sys
 import textwrap
@@ -92,7 +91,7 @@ def printable(text: str) -> str:
 
 def rank_prefix() -> str:
     """ "[rank 12 @ host-3] ", which begins a line about this rank; "" if it is the only one."""
-    ranks = rank_variables(os.environ)
+    ranks = rank_variables()
     if ranks.get("WORLD_SIZE", "1") == "1":
         return ""
     return f"[rank {ranks['RANK']} @ {socket.gethostname()}] "
@@ -122,7 +121,7 @@ def _report(mistake: UserError) -> None:
     processes as soon as one has failed, and the line must be printed before that. Those that are
     still running then have an error of their own.
     """
-    ranks = rank_variables(os.environ)
+    ranks = rank_variables()
     line = f"error: {mistake}"
     is_agreed = isinstance(mistake, AgreedError)
     if ranks.get("RANK", "0") != "0":

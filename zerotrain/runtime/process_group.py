@@ -41,7 +41,7 @@ def process_group(
         UserError: another world size, no GPU for this rank, or no address of a rendezvous.
         EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
     """
-    os.environ.update(rank_variables(os.environ) or ALONE)
+    os.environ.update(rank_variables() or ALONE)
     rank, local_rank, world_size, local_ranks = (int(os.environ[name]) for name in NAMES)
     if expected_ranks not in (None, world_size):
         raise UserError(

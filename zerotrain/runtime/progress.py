@@ -1,6 +1,5 @@
 """What is printed while long work runs, and tables."""
 
-import os
 import shutil
 import sys
 import textwrap
@@ -15,7 +14,7 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 def print_line(text: str) -> None:
     """Print a line on standard error if this is rank 0."""
-    if rank_variables(os.environ).get("RANK", "0") == "0":
+    if rank_variables().get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
 

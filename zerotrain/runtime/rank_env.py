@@ -1,11 +1,12 @@
 """The variables with which launchers tell a process its rank."""
 
+import os
 from collections.abc import Mapping
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """NAMES and their values for a process, by the variables of deepspeed, torchrun, mpirun or
     srun; empty if no launcher has started it.
     """
