@@ -61,10 +61,7 @@ def process_group(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     if world_size == local_ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node
-    accelerator = get_accelerator()
-    backend = "gloo"
-    if accelerator.device_name() != "cpu":
-        backend = accelerator.communication_backend_name()
+    backend = get_accelerator().communication_backend_name()
     _join(backend, timedelta(seconds=timeout_seconds))
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     to_destroy = None  # all groups
