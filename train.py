@@ -337,9 +337,8 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
         return progress, True
     values, answers = measured
     progress = progress.evaluated(next(iter(values.values())))  # of the first set
-    seconds = time.perf_counter() - began
-    record = {"step": progress.step, "eval_loss": progress.eval_loss, **values}
-    run.metrics.log("eval", {**record, "eval_seconds": seconds})
+    values = {"step": progress.step, "eval_loss": progress.eval_loss, **values}
+    run.metrics.log("eval", values | {"eval_seconds": time.perf_counter() - began})
     for name, rows in answers.items():
         run.metrics.log("generations", {"step": progress.step, "set": name, "rows": rows})
     return progress, False
