@@ -96,8 +96,8 @@ def serve():
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            codes = [os.waitpid(pid, 0)[1] for pid in request["wait"]]
-            answer = {"codes": [os.waitstatus_to_exitcode(code) for code in codes]}
+            ended = (os.waitpid(pid, 0)[1] for pid in request["wait"])
+            answer = {"codes": list(map(os.waitstatus_to_exitcode, ended))}
         else:
             pids = []
             for number in range(request["ranks"]):

@@ -15,16 +15,15 @@ def logged(run_folder, kind="train"):
     return read_metrics(run_folder, kind) if (Path(run_folder) / "metrics.jsonl").exists() else []
 
 
+def curve(run_folder, *more):
+    """What each step has computed; may differ a little in other layouts."""
+    names = ("step", "loss", "grad_norm", "lr", *more)
+    return [[step[name] for name in names] for step in read_metrics(run_folder)]
+
+
 def determined(run_folder):
     """Of each step the metrics that a resumed and an uninterrupted run must share bit for bit."""
-    names = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "micro_steps")
-    return [{name: step[name] for name in names} for step in read_metrics(run_folder)]
-
-
-def curve(run_folder):
-    """What each step has computed; may differ a little in other layouts."""
-    names = ("step", "loss", "grad_norm", "lr")
-    return [[step[name] for name in names] for step in read_metrics(run_folder)]
+    return curve(run_folder, "epoch", "tokens", "micro_steps")
 
 
 def assert_each_step_once(run_folder):
