@@ -73,9 +73,9 @@ def describe(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def first_of(names: Sequence[object], shown: int = 3) -> str:
-    """The first `shown` of some names, and "..." if there are more, for a message."""
-    return ", ".join(map(str, names[:shown])) + (" ..." if len(names) > shown else "")
+def first_of(names: Sequence[object]) -> str:
+    """The first three of some names, and "..." if there are more, for a message."""
+    return ", ".join(map(str, names[:3])) + (" ..." if len(names) > 3 else "")
 
 
 def similar(name: str, names: Sequence[str]) -> str:

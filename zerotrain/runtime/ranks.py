@@ -55,13 +55,10 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def data_size(self) -> int:
-        """The number of micro-batches that all ranks together run at a time."""
-        return self.world_size // (self.tensor * self.sequence)
-
-    @property
     def data_rank(self) -> int:
-        """The number of the micro-batch, of `data_size`, that this rank runs or runs a part of."""
+        """The number of the micro-batch, of those that all ranks together run at a time, that this
+        rank runs or runs a part of.
+        """
         return self.rank // (self.tensor * self.sequence)
 
     @property

@@ -49,7 +49,7 @@ def startup_table(
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{plan.data.meta['masks']}",
-        "batch": f"{micro_steps} micro-steps x {ranks.data_size} micro-batches x <= "
+        "batch": f"{micro_steps} micro-steps x {plan.budget.world_size} micro-batches x <= "
         f"{plan.budget.micro_batch_tokens:,} tokens = {examples} examples per step",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "

@@ -68,7 +68,8 @@ def rehearse(
     planned = plan.budget.micro_batch_tokens
     memory = attempt(planned)
     examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
-    most = -(-examples // ranks.data_size)  # of the longest example: a step of one micro-step
+    # of the longest example: a step of one micro-step
+    most = -(-examples // plan.budget.world_size)
     multiple = planned // longest
     while True:
         larger = min(most, int(multiple * min(LARGEST_GROWTH, growth(memory))))
