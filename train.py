@@ -103,7 +103,7 @@ def main(config: Config, mode: str = "train") -> None:
         start = find_start(setup.config, identity, train_plan, ranks)
         schedule = make_schedule(setup.config.train, start.plan)
         if ranks.is_first:
-            show_rows(startup_table(setup, start.plan, eval_plans, schedule, ranks))
+            show_rows(startup_table(setup, start.plan, eval_plans, schedule))
         if mode == "dry_run":
             return
         if mode == "train":

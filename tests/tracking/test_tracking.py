@@ -164,7 +164,7 @@ def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
 def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
     """One warning while the disk is full; every record is there afterwards, in order."""
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "none"):
-        metrics = Metrics([JsonlSink(tmp_path / "metrics.jsonl", 0, RunLock(tmp_path))])
+        metrics = Metrics([JsonlSink(0, RunLock(tmp_path))])
         metrics.log("train", {"step": 1})
         ballast = tmp_path / "ballast"
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
@@ -188,7 +188,7 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
     )
     [step] = read_metrics(tmp_path)
     assert step["step"] == 2 and math.isnan(step["loss"])
-    JsonlSink(path, 3, RunLock(tmp_path)).close(0)
+    JsonlSink(3, RunLock(tmp_path)).close(0)
     assert path.read_text() == '{"kind": "train", "step": 2, "loss": NaN}\n'
 
 

@@ -5,10 +5,8 @@ Another destination is a class with the methods log and close and a line in open
 
 import socket
 from collections import Counter
-from pathlib import Path
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
 from zerotrain.runtime.machine import device_name
@@ -38,10 +36,7 @@ def open_metrics(
     }
 
     def open_sinks() -> None:
-        metrics.sinks += [
-            ConsoleSink(start.step, total_steps),
-            JsonlSink(Path(config.output_dir, METRICS), start.step, lock),
-        ]
+        metrics.sinks += [ConsoleSink(start.step, total_steps), JsonlSink(start.step, lock)]
         if config.tracking.wandb != "disabled":
             # imported here, because W&B takes a second and may be disabled
             from zerotrain.tracking.wandb import WandbSink

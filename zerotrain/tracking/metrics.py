@@ -62,11 +62,12 @@ class JsonlSink:
     record.
     """
 
-    def __init__(self, path: Path, first_step: int, lock: RunLock) -> None:
+    def __init__(self, first_step: int, lock: RunLock) -> None:
+        path = lock.folder / METRICS
         kept = []
         if first_step and path.exists():
             kept = [
-                record for record in read_metrics(path.parent, None) if record["step"] <= first_step
+                record for record in read_metrics(lock.folder, None) if record["step"] <= first_step
             ]
         replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._file = path.open("ab", buffering=BUFFER_BYTES)

@@ -11,7 +11,6 @@ from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.runtime.files import replace_text
-from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
 
@@ -20,11 +19,7 @@ SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-ste
 
 
 def startup_table(
-    setup: Setup,
-    plan: DataPlan,
-    eval_plans: dict[str, DataPlan],
-    schedule: Schedule,
-    ranks: Ranks,
+    setup: Setup, plan: DataPlan, eval_plans: dict[str, DataPlan], schedule: Schedule
 ) -> dict[str, str]:
     """What the run is about to do: a text by name, with units."""
     config = setup.config
@@ -44,7 +39,7 @@ def startup_table(
     rows = {
         "model": f"{config.model.name_or_path}, {counts.total:,} parameters, "
         f"{counts.trained:,} of them trained",
-        "ranks": f"{ranks.world_size} on {ranks.device.type}, {setup.precision}, ZeRO stage "
+        "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {setup.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
