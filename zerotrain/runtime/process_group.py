@@ -48,9 +48,9 @@ def process_group(
             f"distributed.world_size is {expected_ranks}, but WORLD_SIZE is {world_size}; were all "
             "hosts started, with the same hostfile?"
         )
-    if world_size == 1:  # it meets nobody, at any free port
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
+    if world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # it meets nobody, at any free port: two such runs on a host need not be given two
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     find_ninja()
     stop = PreemptionHandler(grace_seconds)
     if follow_launcher():
