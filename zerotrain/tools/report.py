@@ -5,7 +5,7 @@ untrusted: they are escaped, and nothing is loaded from elsewhere.
 import difflib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from html import escape
@@ -15,7 +15,6 @@ from string import Template
 from typing import Any
 
 import pandas as pd
-import plotly.express as px
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
@@ -38,6 +37,8 @@ OTHER_CHARTS = {  # heading: keys of metrics.jsonl
     "Peak memory of rank 0, GiB": ("memory_peak_gib",),
     "Share of answers that match exactly": ("exact_match",),
     "Router loss, without its coefficient": ("router_loss",),
+    "Matrix products on each rank alone, seconds": ("probe_seconds of ranks",),
+    "Waiting for data on each rank, seconds of a step": ("data_seconds of ranks",),
     "Seconds of a step, and of its phases": (
         "step_seconds", "data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
     ),
@@ -81,6 +82,11 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     for record in lines:
         records[str(record["kind"])].append(record)
     measured = [*records["train"], *records["eval"]]
+    for record in records["ranks"]:
+        for key in ("probe_seconds", "data_seconds"):
+            seconds = pd.Series([number(value) for value in listed(record.get(key))], dtype=float)
+            of_ranks = seconds.agg(["median", "max"]).add_prefix(f"{key} of ranks/")
+            measured.append({"step": record["step"], **of_ranks})
     frame = pd.DataFrame(measured, index=[record["step"] for record in measured], dtype=object)
     frame = frame.map(number).groupby(level=0).last().dropna(axis="columns", how="all")
     if "loss" not in frame:
@@ -104,15 +110,13 @@ def report_page(folders: Sequence[Path]) -> str:
         boxes = (f"<div><b>{value}</b><br>{unit}</div>" for unit, value in figures(run).items())
         text = escape(run.prefix + sentence(run))
         body.append(f"<p>{text}</p><div class=cards>{''.join(boxes)}</div>")
-    first = [loss_chart(runs), *charts(runs, FIRST_CHARTS)]
-    body.append(f"<div class=first>{''.join(first)}</div>")
-    body.append(folded("Speed and memory", "".join(charts(runs, OTHER_CHARTS))))
+    body.append(f"<div class=first>{loss_chart(runs)}{charts(runs, FIRST_CHARTS)}</div>")
+    body.append(folded("Speed and memory", charts(runs, OTHER_CHARTS)))
     for run in runs:
         sections = {"Incidents": table(run.records["event"], "step", "text")}
         for record in run.records["generations"][-6:]:
             answers = table(record.get("rows"), "prompt", "expected", "answer", "score")
             sections[f"Answers at step {record['step']:,}: {record.get('set')}"] = answers
-        sections["Ranks"] = "".join(heat_maps(run))
         sections["Starts"] = table(run.records["start"], "step", "world_size", "hosts", "devices")
         sections["Configs"] = f"<pre>{escape(run.configs)}</pre>"
         if run is not runs[0]:
@@ -184,8 +188,9 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
     return section(f"Loss, nats per token{dashed}", figure)
 
 
-def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> str:
     """A section for each heading of which a run has values."""
+    sections = []
     for heading, keys in wanted.items():
         traces = [
             (run.prefix + key.removesuffix("_seconds"), values.dropna(), {"mode": "lines"})
@@ -194,7 +199,9 @@ def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> It
             if key.partition("/")[0] in keys
         ]
         if traces:
-            yield section(heading, drawn(traces, height=215).update_yaxes(rangemode="tozero"))
+            figure = drawn(traces, height=215).update_yaxes(rangemode="tozero")
+            sections.append(section(heading, figure))
+    return "".join(sections)
 
 
 def drawn(traces: Sequence[tuple[str, pd.Series, dict[str, Any]]], height: int) -> go.Figure:
@@ -212,31 +219,6 @@ def thin(points: pd.Series) -> pd.Series:
     """
     bins = points.groupby(pd.RangeIndex(len(points)) * (MAX_POINTS // 2) // max(1, len(points)))
     return points.loc[sorted({*bins.idxmin(), *bins.idxmax()})]
-
-
-def heat_maps(run: RunRecords) -> Iterator[str]:
-    """One row per rank and one column per comparison of the ranks."""
-    for key, title, limits in (
-        ("probe_seconds", "Matrix products on each rank alone, times the median rank", (0.5, 1.5)),
-        ("data_seconds", "Waiting for data, % of a step", (-20, 20)),
-    ):
-        columns = {}
-        names = {}
-        for record in run.records["ranks"]:
-            values = pd.Series([number(value) for value in listed(record.get(key))], dtype=float)
-            step = number(record.get("step_seconds")) / 100
-            whole = step if key == "data_seconds" else values.median()
-            columns[f"{record['step']:,}"] = values / whole
-            hosts = map(shown, listed(record.get("hosts")))
-            names |= {rank: escape(f"{rank} {host}") for rank, host in enumerate(hosts)}
-        frame = pd.DataFrame(columns).rename(index=names)
-        if frame.notna().any(axis=None):
-            heat = px.imshow(
-                frame, zmin=limits[0], zmax=limits[1], aspect="auto",
-                color_continuous_scale=[COLORS[0], FAINT, COLORS[-1]],
-                height=80 + 18 * min(len(frame), 60),
-            )  # fmt: skip
-            yield section(title, heat.update_coloraxes(showscale=False))
 
 
 def section(heading: str, figure: go.Figure) -> str:
