@@ -62,16 +62,16 @@ def changed(rng, tree, odd=ODD):
     """`tree` with one node replaced, removed, added or in a list."""
     if not isinstance(tree, dict | list | tuple) or not tree or rng.random() < 0.1:
         return rng.choice([rng.choice(odd), [tree]])
-    if isinstance(tree, dict):
-        key, how = rng.choice(list(tree)), rng.random()
-        if how < 0.1:
-            return {other: value for other, value in tree.items() if other != key}
-        if how < 0.2:
-            return {**tree, rng.choice(["x", "", "a\nb", "__class__"]): rng.choice(odd)}
-        return {**tree, key: changed(rng, tree[key], odd)}
-    items, at = list(tree), rng.randrange(len(tree))
-    items[at] = changed(rng, items[at], odd)
-    return type(tree)(items)
+    is_dict = isinstance(tree, dict)
+    copy = dict(tree) if is_dict else dict(enumerate(tree))
+    key, how = rng.choice(list(copy)), rng.random()
+    if how < 0.1:
+        del copy[key]
+    elif how < 0.2:
+        copy[rng.choice(["x", "", "a\nb", "__class__"])] = rng.choice(odd)
+    else:
+        copy[key] = changed(rng, copy[key], odd)
+    return copy if is_dict else type(tree)(copy.values())
 
 
 def damaged(rng, content):
@@ -96,6 +96,10 @@ def with_changes(rng, change, value, *more):
     for _ in range(rng.randrange(3)):
         value = change(rng, value, *more)
     return value
+
+
+def perhaps_damaged(rng, content):
+    return damaged(rng, content) if rng.random() < 0.3 else content
 
 
 # --------------------------------------------------------------------------------------------------
@@ -129,9 +133,10 @@ def config_target():
 
     def make(rng):
         text = yaml.safe_dump(with_changes(rng, changed, tree)).encode("utf-8", "surrogatepass")
-        if rng.random() < 0.3:
-            text = damaged(rng, text)
-        return {"config.yaml": text, "ds.json": to_json(with_changes(rng, changed, ds_tree))}
+        return {
+            "config.yaml": perhaps_damaged(rng, text),
+            "ds.json": to_json(with_changes(rng, changed, ds_tree)),
+        }
 
     def read(folder):
         dump_config(resolve_ds_config(parse("config.yaml"), Machine(1, 1), 64)[0])
@@ -140,24 +145,25 @@ def config_target():
 
 
 def rows_target():
-    import pyarrow.parquet
+    import numpy as np
+    import pyarrow
+    from pyarrow.feather import write_feather
+    from pyarrow.parquet import write_table
     from test_messages import AS_THEY_ARE
     from transformers import AutoTokenizer
 
     from zerotrain.config.schema import DataConfig, Source
-    from zerotrain.data import sources
-    from zerotrain.data.render import cut_to_length, tokenize_row
+    from zerotrain.data.tokenize import tokenize_sources
 
     tokenizer = AutoTokenizer.from_pretrained(REPO / "data" / "sample" / "model")
     rows = [row for row, *_ in AS_THEY_ARE.values()] + [{"text": "one"}]
     binary = []
     for row in rows:
         table = pyarrow.Table.from_pylist([row] * 3)
-        arrow, parquet = io.BytesIO(), io.BytesIO()
-        with pyarrow.ipc.new_file(arrow, table.schema) as writer:
-            writer.write_table(table)
-        pyarrow.parquet.write_table(table, parquet)
-        binary += [("rows.arrow", arrow.getvalue()), ("rows.parquet", parquet.getvalue())]
+        for name, write in (("rows.arrow", write_feather), ("rows.parquet", write_table)):
+            file = io.BytesIO()
+            write(table, file, compression=None)
+            binary.append((name, file.getvalue()))
 
     def make(rng):
         row = with_changes(rng, changed, rng.choice(rows))
@@ -173,17 +179,14 @@ def rows_target():
 
     def read(folder):
         [file] = folder.glob("rows.*")
-        for raw in sources.read_rows(Source(path=str(file))):
-            for as_chat in (False, True):
-                try:
-                    row = sources.parse_row(raw, {})
-                    source = Source("x", format=sources.detect_format(row))
-                    config = DataConfig(["x"], as_chat=as_chat, max_length=64, on_too_long="split")
-                    ids, mask, _ = tokenize_row(row, tokenizer, source, config)
-                    for piece, targets in cut_to_length(ids, mask, config)[0]:
-                        assert len(piece) == len(targets) <= 64
-                except sources.BadRow:  # tokenizing counts it, or raises a UserError
-                    pass
+        source = Source(path=str(file), on_bad_row="skip")
+        for as_chat in (False, True):
+            config = DataConfig(
+                [source], as_chat=as_chat, max_length=64, on_too_long="split", cache_dir="cache"
+            )
+            rows = tokenize_sources([source], tokenizer, config)
+            ids, masks = rows.fetch(np.arange(len(rows)))
+            assert all(len(i) == len(m) <= 64 for i, m in zip(ids, masks, strict=True))
 
     return make, read
 
@@ -193,7 +196,6 @@ def checkpoint_target():
     import xxhash
 
     from zerotrain.checkpoint import state
-    from zerotrain.checkpoint.manifest import FileEntry, Manifest
     from zerotrain.checkpoint.shards import Shards
     from zerotrain.data.data_plan import PlanRecord
     from zerotrain.runtime.errors import UserError
@@ -216,31 +218,34 @@ def checkpoint_target():
     shallow = [value for value in ODD if value is not DEEP]  # which cannot be pickled
     odd = (*shallow, torch.empty(0), torch.ones(3, dtype=torch.int8), *[RunsCode()] * 5)
 
+    def to_shard(tree):
+        out = io.BytesIO()
+        torch.save(tree, out)
+        return out.getvalue()
+
     def make(rng):
-        damage = rng.choice(["state", "shard", "bytes of a shard", "manifest", "bytes"])
+        victim = rng.choice(["trainer_state.json", "manifest.json", "shards/rank_00000.pt"])
 
-        def perhaps(what, change, value, *more):
-            return with_changes(rng, change, value, *more) if what == damage else value
+        def content(name, write, tree):
+            if name != victim:
+                return write(tree)
+            return perhaps_damaged(rng, write(with_changes(rng, changed, tree, odd)))
 
-        files = {"trainer_state.json": to_json(perhaps("state", changed, tree))}
+        files = {"trainer_state.json": content("trainer_state.json", to_json, tree)}
         for rank, shard in enumerate(rng.choice([[whole], [split, split]])):
-            out = io.BytesIO()
-            torch.save(perhaps("shard", changed, shard, odd), out)
-            content = perhaps("bytes of a shard", damaged, out.getvalue())
-            files[f"shards/rank_0000{rank}.pt"] = content
+            name = f"shards/rank_0000{rank}.pt"
+            files[name] = content(name, to_shard, shard)
         entries = {
-            name: FileEntry(len(content), xxhash.xxh3_64_hexdigest(content))
-            for name, content in files.items()
+            name: {"bytes": len(written), "xxh3_64": xxhash.xxh3_64_hexdigest(written)}
+            for name, written in files.items()
         }
-        manifest = asdict(Manifest("68e2", entries))
+        manifest = {"save_id": "68e2", "files": entries}
         files |= {
-            "manifest.json": to_json(perhaps("manifest", changed, manifest)),
+            "manifest.json": content("manifest.json", to_json, manifest),
             "shards/rank_00007.pt": pickle.dumps(RunsCode()),  # not in the manifest
             "COMPLETE": b"complete\n",
         }
-        name = rng.choice(["manifest.json", "trainer_state.json"])
-        files[name] = perhaps("bytes", damaged, files[name])
-        return {f"checkpoints/step_00000004/{name}": content for name, content in files.items()}
+        return {f"checkpoints/step_00000004/{name}": written for name, written in files.items()}
 
     def read(folder):
         checkpoint = folder / "checkpoints/step_00000004"
@@ -251,11 +256,8 @@ def checkpoint_target():
             if shards.holds(name):
                 weight = whole_weight(shards, name)
                 assert name in shards.first.split or list(weight.shape) == shape
-                for key in ("fp32", "exp_avg"):
-                    shards.read(name, key, 0, math.prod(shape))
-        read = state.read_state(checkpoint)
-        (checkpoint / "trainer_state.json").write_text(json.dumps(asdict(read)))
-        assert repr(state.read_state(checkpoint)) == repr(read)
+                shards.read(name, "exp_avg", 0, math.prod(shape))
+        state.read_state(checkpoint)
 
     return make, read
 
@@ -263,7 +265,6 @@ def checkpoint_target():
 def metrics_target():
     from test_report import write_run
 
-    from zerotrain.runtime.errors import UserError
     from zerotrain.tools.report import read_run, report_page
 
     written = write_run(Path(tempfile.mkdtemp()) / "run", 2) / "metrics.jsonl"
@@ -272,15 +273,13 @@ def metrics_target():
     def make(rng):
         chosen = [with_changes(rng, changed, record) for record in rng.sample(records, 2)]
         content = b"\n".join(map(to_json, [records[1], *chosen]))
-        content = damaged(rng, content) if rng.random() < 0.3 else content
         configs = {"resolved_config.yaml": b"{}", "resolved_ds_config.json": b"{}"}
-        return {"metrics.jsonl": content, **configs}
+        return {"metrics.jsonl": perhaps_damaged(rng, content), **configs}
 
     def read(folder):
         page = report_page([folder]).partition("<h1>")[2]  # behind plotly
         assert "<img" not in page, "a text could load something"
-        if problems := read_run(folder).problems:
-            raise UserError(f"left out: {problems[0]}")
+        return not read_run(folder).problems
 
     return make, read
 
@@ -313,8 +312,7 @@ def run_cases(name, make, read, cases, folder):
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process
         try:
             with redirect_stdout(io.StringIO()):
-                read(folder)
-            accepted += 1
+                accepted += read(folder) is not False
         except UserError as error:
             assert "\n" not in str(error), error
         finally:
