@@ -356,10 +356,8 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
         "--hostfile", hostfile, "--master_addr", "node-1", "--master_port", "29572",
         "--no_ssh_check", "train.py", "--config", config,
     ]  # fmt: skip
-    command = hosts.ssh(1, shlex.join(map(str, deepspeed)))
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resuming from" in resumed.stdout
+    resumed = run(hosts.ssh(1, shlex.join(map(str, deepspeed))))
+    assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
     assert curve(tmp_path / "run") == curve(tmp_path / "whole"), "bit for bit"
     assert not left_on(hosts, str(config))
 
@@ -379,24 +377,13 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
         hosts, log, LAUNCH, "--hostfile", hostfile, *options, "--", "train.py", "--config", config
     )
 
-    def ranks_of_node_1():
-        lines = hosts.run(1, "ps -eo pid,args").splitlines()
-        return {line.split()[0] for line in lines if f"train.py --config {config}" in line}
-
     def printed(text):
         return lambda: text in log.read_text()
 
     try:
         wait_until(at_step(run, 10), process, log)
-        first = ranks_of_node_1()  # a restart follows at once
         hosts.cut(2)
         hosts.kill(2)
-        lost_at = time.monotonic()
-        wait_until(printed("launch: node-2 is lost"), process, log)
-        looked = time.monotonic()
-        while first & ranks_of_node_1():
-            assert looked - lost_at < 30 + 3, "--heartbeat_seconds, and some for signals"
-            looked = time.monotonic()
         wait_until(printed("launch: continuing on node-1"), process, log)
         hosts.mend(2)
         hosts.boot(2)

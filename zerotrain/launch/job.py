@@ -11,7 +11,7 @@ from typing import Any
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.launch.environment import PREFIXES, deepspeed_env_files, environment_of_job
-from zerotrain.launch.hostfile import Hosts, between, read_hosts, world_size
+from zerotrain.launch.hostfile import Hosts, between, read_hosts
 from zerotrain.runtime.errors import UserError
 
 
@@ -107,23 +107,14 @@ def job_of(arguments: argparse.Namespace) -> Job:
             "a hostfile, and after -- a script that exists, are needed: --hostfile "
             f"{arguments.hostfile or 'FILE'} -- train.py {' '.join(command) or '--config FILE'}"
         )
-    hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
-    config = None
-    if Path(command[0]).name == "train.py":
-        config = parse_command_line(command[1:]).config
-        wanted = config.distributed.world_size
-        if wanted not in (None, world_size(hosts)):
-            raise UserError(
-                f"distributed.world_size is {wanted}, but the slots of {arguments.hostfile} add up "
-                f"to {world_size(hosts)}"
-            )
+    is_training = Path(command[0]).name == "train.py"
     return Job(
-        hosts=hosts,
+        hosts=read_hosts(arguments.hostfile, arguments.include, arguments.exclude),
         command=command,
         environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
         ssh=ssh_command(arguments.ssh_args, arguments.heartbeat_seconds),
         heartbeat_seconds=arguments.heartbeat_seconds,
         master_addr=arguments.master_addr,
         master_port=arguments.master_port,
-        config=config,
+        config=parse_command_line(command[1:]).config if is_training else None,
     )
