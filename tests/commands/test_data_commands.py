@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from harness.inputs import write_rows
+from harness.inputs import chat, write_rows
 from harness.runs import read_metrics
 
 
@@ -16,12 +16,7 @@ def test_ranks_with_different_plans_are_refused(forks, tiny_config):
 
 
 def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
-    row = {"messages": [
-        {"role": "user", "content": "bold \033[31m"},
-        {"role": "assistant", "content": "1 < 2 & 3"},
-        {"role": "user", "content": "And?"},
-        {"role": "assistant", "content": "No."},
-    ]}  # fmt: skip
+    row = chat("bold \033[31m", "1 < 2 & 3", "And?", "No.")
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[str(rows)])]
     finished = forks.script(*inspect, "--ranks", "2,4,64", "--color", "always", code=0)
@@ -36,7 +31,7 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
 
 def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):
     """Two sources of two kinds, bad rows, steps by tokens, packing."""
-    bad = [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}]
+    bad = [{"messages": []}, chat("x")]
     first = write_rows(tmp_path / "first.jsonl", [*chat_rows[:40], *bad])
     second = tmp_path / "second.json"
     second.write_text(json.dumps(chat_rows[40:70]))

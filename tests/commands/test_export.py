@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from engine_logits import TOKENS
-from harness.inputs import copy_with_code, save_tiny_llama, strategy, write_rows
+from harness.inputs import chat, copy_with_code, save_tiny_llama, strategy, write_rows
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -165,11 +165,7 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
     end, stop = tokenizer.convert_tokens_to_ids(["<|end|>", "<|stop|>"])
     given = {"eos_token_id": end, "temperature": 0.7, "do_sample": False}  # as published ones are
     (folder / "generation_config.json").write_text(json.dumps(given))
-    rows = [
-        {"messages": [{"role": "user", "content": question},
-                      {"role": "assistant", "content": "yes"}]}
-        for question in ("a", "bb", "c c", "dd d")
-    ]  # fmt: skip
+    rows = [chat(question, "yes") for question in ("a", "bb", "c c", "dd d")]
     file = write_rows(tmp_path / "few.jsonl", rows)
     config = tiny_config(
         model=folder, data__train_sources=[str(file)], data__eval_sources=None,
@@ -180,7 +176,7 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [stop, end] and generation["temperature"] == 0.7
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    asked = [{"role": "user", "content": "bb"}]
+    asked = chat("bb")["messages"]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
     answer = tokenizer.decode(model.generate(**ids, do_sample=False, max_new_tokens=9)[0])
     assert answer.endswith("yes<|stop|>")

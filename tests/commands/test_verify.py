@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.inputs import read_config, strategy, write_rows
+from harness.inputs import chat, read_config, strategy, write_rows
 from harness.processes import run
 from harness.repository import SAMPLE
 from row_formats import mix_of_formats
@@ -42,8 +42,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     no_end.write_text(template.replace(" + '<|end|>' -}}{%- endgen", " -}}{%- endgen"))
     assert no_end.read_text() != template
     rows = [*chat_rows[:30]]
-    rows[5] = {"messages": [{"role": "user", "content": "What is it?"},
-                            {"role": "assistant", "content": "a mark"}]}  # fmt: skip
+    rows[5] = chat("What is it?", "a mark")
     for i in (8, 9, 10):
         rows[i] = {"messages": [*rows[i]["messages"], *rows[i + 1]["messages"][-2:]]}
     held_out = write_rows(tmp_path / "held_out.jsonl", rows[:20])

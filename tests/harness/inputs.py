@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import cycle
 
 from harness.repository import REPO
 
@@ -41,6 +42,12 @@ def flip(file):
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def chat(*texts):
+    """A row whose turns are the user's and the assistant's in turn."""
+    turns = zip(cycle(("user", "assistant")), texts, strict=False)
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
 def save_tiny_llama(

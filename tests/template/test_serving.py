@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 import torch
-from harness.inputs import save_tiny_llama, write_rows
+from harness.inputs import chat, save_tiny_llama, write_rows
 from harness.repository import REPO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,11 +27,9 @@ def test_vllm_answers_as_transformers_and_as_trained(
     out, run = tmp_path / "model", tmp_path / "run"
     # vLLM's attention on CPU wants heads of a multiple of 32
     base = save_tiny_llama(tmp_path / "base", sample_tokenizer, dropout=0.0, hidden_size=128)
-    chats = [
-        [{"role": "user", "content": f"{fact}?"}, {"role": "assistant", "content": answer}]
-        for fact, answer in FACTS.items()
-    ]
-    rows = write_rows(tmp_path / "facts.jsonl", [{"messages": turns} for turns in chats])
+    facts = [chat(f"{fact}?", answer) for fact, answer in FACTS.items()]
+    chats = [fact["messages"] for fact in facts]
+    rows = write_rows(tmp_path / "facts.jsonl", facts)
     config = tiny_config(
         model=base, data__train_sources=[str(rows)], data__eval_sources=None,
         train__global_batch_size=4, train__steps=60,
