@@ -309,8 +309,8 @@ REFUSED = {  # part of the message -> values of the file
     '_steps": 9': {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
     # unknown keys at every level
     "did you mean zero_optimization?": {"zero_optimisation.stage": 1},
-    "offload_optimizer.devise is 1: Extra": {"zero_optimization.offload_optimizer.devise": 1},
-    "loss_scal is 1: Extra": {"fp16.loss_scal": 1},
+    "n.offload_optimizer.devise: Extra": {"zero_optimization.offload_optimizer.devise": 1},
+    "fp16.loss_scal: Extra": {"fp16.loss_scal": 1},
     "checkpoint.load_universal: ": {"checkpoint.load_universal": 1},
     "quux: ": {"quux": 1},
     "amp: ": {"amp.enabled": True},

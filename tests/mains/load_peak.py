@@ -74,7 +74,7 @@ def main(config, mode):
                 config, Machine(1, 1), model_config.hidden_size
             )
             with PeakBytes() as held:
-                model = load_model(config, model_config, ds_config).model
+                model = load_model(config, model_config, ds_config, "fp32").model
             sizes = [p.ds_shape.numel() for p in model.parameters()]
             measured = {
                 "rank": ranks.rank,

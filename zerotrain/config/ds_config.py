@@ -384,8 +384,9 @@ def _refusals(merged: dict[str, Any]) -> Iterator[str]:
         DeepSpeedConfig(copy.deepcopy(merged))
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        yield f"{key} is {json.dumps(first['input'])}: {first['msg']}; change or remove it"
+        key = ".".join(map(str, first["loc"]))  # in its block
+        path = next((path for path, _ in _leaves(merged) if path.endswith(f".{key}")), key)
+        yield f"{path}: {first['msg']}, got {json.dumps(first['input'])}; change or remove it"
     except Exception as error:  # its own errors and assertions, all of them about `merged`
         yield f"DeepSpeed refuses it: {describe(error)}"
 
