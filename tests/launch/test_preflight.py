@@ -89,7 +89,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     node_1, no_answers = f"{namespaces.TAG}1", f"blackhole {namespaces.PREFIX}.2"
     namespaces.sh(f"ip -n {node_1} route add {no_answers}")
     try:
-        blocked = preflight("--timeout", "10", "--links", links)
+        blocked = preflight("--timeout", "20", "--links", links)
     finally:
         namespaces.sh(f"ip -n {node_1} route del {no_answers}")
     assert blocked.code == 1 and "error: ports: node-2: " in blocked.output

@@ -11,6 +11,7 @@ from harness.inputs import copy_with_code, read_config, strategy
 
 from zerotrain.config.schema import Source
 from zerotrain.data.sources import loaded_commit
+from zerotrain.model.hub import load_pretrained
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError
 
@@ -36,6 +37,14 @@ def hub(tmp_path, tiny_model, chat_rows):
              "splits": {"train": split}}  # fmt: skip
     (prepared / "dataset_info.json").write_text(json.dumps(info))
     return {"HUB_CACHE": str(tmp_path / "hub"), "DATASETS_CACHE": str(tmp_path / "datasets")}
+
+
+def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("models/typo", "./typo"):
+        with pytest.raises(UserError, match=r"^model.name_or_path: .* no such folder$"):
+            load_pretrained(pytest.fail, name, "model.name_or_path")
 
 
 def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):

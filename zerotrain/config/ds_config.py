@@ -75,12 +75,12 @@ ON_GPU = (
     SUPER_OFFLOAD,
     "compile.deepcompile",
 )
-# What DeepSpeed would ignore below stage 3, whatever its value if it is neither false nor none.
-AT_STAGE_3 = (
-    *(path for path in ON_GPU if path.startswith("zero")),
-    "zero_optimization.offload_param.device",
-    "zero_optimization.zero_hpz_partition_size",
-)
+# What DeepSpeed would ignore below stage 3 if it has another value.
+AT_STAGE_3 = {
+    **{path: False for path in ON_GPU if path.startswith("zero")},
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.zero_hpz_partition_size": 1,
+}
 EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
 
@@ -341,8 +341,7 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
         only, why = SUPPORTED_VALUES.get(path, (value, ""))
         if value != only:
             yield f"{path} is {json.dumps(value)}: {why}; remove it"
-        is_set = path in AT_STAGE_3 and value not in (False, "none")
-        if stage < 3 and (is_set or value == "nvme"):
+        if stage < 3 and (value != AT_STAGE_3.get(path, value) or value == "nvme"):
             yield f"{path} is {json.dumps(value)}: it needs zero_optimization.stage 3; remove it"
 
 

@@ -206,8 +206,13 @@ def tokenize_batch(
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
-            row = raw._replace(text=raw.text[:SHOWN_CHARACTERS])._asdict()
-            line = {**row, "reason": error.reason, "problem": str(error)}
+            line = {
+                "file": raw.file,
+                "place": raw.place,
+                "text": raw.text[:SHOWN_CHARACTERS],
+                "reason": error.reason,
+                "problem": str(error),
+            }
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)

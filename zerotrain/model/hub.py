@@ -50,6 +50,10 @@ def load_pretrained(
         UserError: loading failed.
     """
     name, revision = split_revision(source)
+    place = f"{key and f'{key}: '}cannot load {source}"
+    # the owner of a hub id is no folder here; its hub would be asked for a minute
+    if "/" in name and Path(name).parent.is_dir() and not Path(name).is_dir():
+        raise UserError(f"{place}: there is no such folder")
     try:
         return load(name, revision=revision, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
@@ -59,7 +63,7 @@ def load_pretrained(
             reason += "--model.trust_remote_code true"
         if not Path(name).is_dir():
             reason = f"there is no such folder, and {reason}"
-        raise UserError(f"{key and f'{key}: '}cannot load {source}: {reason}") from error
+        raise UserError(f"{place}: {reason}") from error
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
