@@ -14,11 +14,11 @@ from pathlib import Path
 
 # What each is today, rounded up: it may only fall. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 53_200,
-    "all but tests": 95_600,
-    "tests": 86_100,
-    "smallest copy, all but tests": 62_600,
-    "smallest copy, tests": 28_300,
+    "train.py and its imports": 49_700,
+    "all but tests": 92_100,
+    "tests": 81_700,
+    "smallest copy, all but tests": 58_500,
+    "smallest copy, tests": 26_600,
     "settings": 60,
 }
 LAYOUT = {
