@@ -19,14 +19,15 @@ TOLERANCE = 1e-5
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise UserError("give two run folders: compare_runs.py runs/before runs/after")
+        raise UserError(
+            "give two run folders: python -m scripts.compare_runs runs/before runs/after"
+        )
     runs = [{record["step"]: record for record in read_metrics(run)} for run in sys.argv[1:]]
     first, last = max(min(run, default=1) for run in runs), min(max(run, default=0) for run in runs)
     steps = np.array([step for step in sorted({*runs[0], *runs[1]}) if first <= step <= last])
     is_same = True
     for name in ("loss", "grad_norm"):
-        # None, of a step that is missing, becomes NaN
-        curves = np.array([[run.get(k, {}).get(name) for k in steps] for run in runs], float)
+        curves = np.array([[number(run.get(k, {}).get(name)) for k in steps] for run in runs])
         is_number = np.isfinite(curves)
         in_both = is_number.all(0)
         if not in_both.any():
@@ -42,6 +43,11 @@ def main() -> None:
         is_same &= bool(differences[worst] <= TOLERANCE) and not len(in_one)
     print("the same curve" if is_same else f"NOT the same within {TOLERANCE:.0e}")
     sys.exit(0 if is_same else EXIT_FAILURE)
+
+
+def number(value: object) -> float:
+    """NaN for what is no number, and for None, of a step that is missing."""
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 if __name__ == "__main__":

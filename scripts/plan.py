@@ -70,7 +70,7 @@ def main() -> None:
         text = f"{rate.metadata['help']} ({rate.default:g})"
         add(f"--{rate.name}", type=float, default=rate.default, help=text)
     args, rest = parser.parse_known_args()
-    config = parse_command_line(["--config", args.config, *rest], "scripts/plan.py").config
+    config = parse_command_line(["--config", args.config, *rest], "python -m scripts.plan").config
     cluster = choose_cluster(args)
     options = ("nodes", "gpus", "price", "mean_tokens", "rows")
     named = {name: getattr(args, name) for name in options}

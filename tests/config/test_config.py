@@ -158,7 +158,7 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
         "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
         "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
         "? [a]\n: b": "unknown key",
-        "output_dir: a\ntrain:\n": "train: Input should be a dictionary",
+        "output_dir: a\ntrain:\n": "train: it is empty",
         "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
     }.items():
         path.write_text(text)

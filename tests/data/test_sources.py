@@ -51,7 +51,8 @@ def save(folder, name):
             delimiter = "," if ".csv" in name else "\t"
             pyarrow.csv.write_csv(table, out, pyarrow.csv.WriteOptions(delimiter=delimiter))
         elif ".jsonl" in name:
-            out.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n\n" for row in ROWS)
+            for row in ROWS:  # as of joined files, each with its mark
+                out.write(codecs.BOM_UTF8 + json.dumps(row, ensure_ascii=False).encode() + b"\n\n")
         else:
             out.write(json.dumps(ROWS, indent=1).encode())
     return path

@@ -122,6 +122,8 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     script = ["--", "train.py", "--config", "recipes/demo.yaml"]
     for command, named in (
         ([LAUNCH, *hostfile, "--", "--config", "x"], "-- train.py --config x"),
+        ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "-- train.py --config x"),
+        ([LAUNCH, *hostfile, *script, "--distributed.world_size", "16"], "add up to 1"),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),
         ([LAUNCH, *hostfile, "--master_port", "99999999", *script], "from 1 to 65535"),

@@ -67,7 +67,7 @@ def list_complete(folder: Path) -> list[Path]:
 
 def list_temporary(folder: Path) -> list[Path]:
     """Checkpoints that are being written or removed, or were when a run was killed."""
-    return _matching(folder, rf"\.{STEP}\.[0-9a-f]{{32}}\.tmp")  # of files.temporary_name
+    return _matching(folder, rf"\.?{STEP}\.[0-9a-f]{{32}}\.tmp")  # of files.temporary_name
 
 
 def remove(path: Path) -> None:
@@ -92,4 +92,7 @@ def take_request(output_dir: str | Path, name: str) -> bool:
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if re.fullmatch(pattern, path.name))
+    if not folder.is_dir():
+        return []
+    # glob would take a folder that cannot be read for an empty one
+    return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))

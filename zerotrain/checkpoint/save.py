@@ -20,7 +20,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -160,6 +160,7 @@ class Saver:
         began = time.monotonic()
         entry = self._pending
         self._pending = None
+        wait([entry])  # also if the lock is lost: then the draft is removed
         entries = self.ranks.gather_json(self._run(entry.result))
         self._run(lambda: self._owns_disk and self._seal(entries))
         # the owners of all disks have sealed theirs; it is usable once all have renamed it
@@ -213,7 +214,8 @@ class Saver:
                 f"WARNING: {socket.gethostname()} does not share {self.folder} with rank 0: it "
                 "keeps the files of its own ranks, and other nodes need them to resume elsewhere"
             )
-        self._remove_temporary()
+        for path in self._leftovers():
+            remove(path)
         model = self.engine.module
         model.config.save_pretrained(draft / "model")
         if model.can_generate():
@@ -252,7 +254,8 @@ class Saver:
                 self._hide(path)
             except OSError as error:  # the new one is complete
                 print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
-        self._threads.submit(self._remove_temporary)  # in a thread, since 5 GB take a second
+        left = self._leftovers()  # not in the thread, when the lock may be lost
+        self._threads.submit(lambda: [remove(path) for path in left])  # 5 GB take a second
 
     def _hide(self, checkpoint: Path) -> None:
         """Rename a checkpoint before it is removed, so that an interrupted removal does not leave
@@ -267,8 +270,6 @@ class Saver:
         with suppress(FileNotFoundError):
             checkpoint.rename(temporary_name(checkpoint))
 
-    def _remove_temporary(self) -> None:
-        """Remove what _hide has renamed, and what interrupted runs have left."""
-        for path in list_temporary(self.folder):
-            if path != self._draft:
-                remove(path)
+    def _leftovers(self) -> list[Path]:
+        """What _hide has renamed, and what interrupted runs have left."""
+        return [path for path in list_temporary(self.folder) if path != self._draft]

@@ -265,6 +265,8 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
             name = str(first["loc"][-1])
             names = config_keys(Source)
         problem = f"unknown key {name}; remove it{likely(name, names)}"
+    elif first["input"] is None:
+        problem = "it is empty; give a value, or remove it"
     elif first["type"] != "value_error":
         problem += f", got {json.dumps(first['input'], default=str)[:100]}"
     return ": ".join(filter(None, (places[place], key, problem)))

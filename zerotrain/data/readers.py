@@ -56,7 +56,7 @@ def _lines(file: str) -> Iterator[str]:
             rest = line
             while rest and not rest.endswith("\n"):
                 rest = stream.readline(MAX_LINE_CHARACTERS)
-            yield line
+            yield line.removeprefix("\ufeff")  # within a file, where files were joined
 
 
 def _read_lines(file: str) -> Iterator[Row]:

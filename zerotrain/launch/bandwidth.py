@@ -92,10 +92,11 @@ def main(seconds: str, file: str, *hosts: str) -> None:
                 raise UserError(f"rank {rank} on {hosts[rank]}: an all-reduce gives a wrong sum")
             measured = measure(ranks, list(hosts))
     except (EnvironmentFailure, dist.DistStoreError) as failure:
-        raise UserError(
-            f"ports: {hosts[rank]}: {describe(failure)[:200]}; allow all traffic between the "
-            "hosts, or name the right interface in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-        ) from None
+        why = describe(failure)
+        if "EADDRINUSE" not in why:
+            why = f"{why[:200]}; allow all traffic between the hosts, or name the right interface "
+            why += "in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+        raise UserError(f"ports: {hosts[rank]}: {why}") from None
     if rank == 0:
         show(measured)
         if file:

@@ -103,18 +103,28 @@ def job_of(arguments: argparse.Namespace) -> Job:
     """
     command = arguments.command
     if not arguments.hostfile or not command or not Path(command[0]).is_file():
+        rest = " ".join(command if "".join(command).startswith("-") else command[1:])
         raise UserError(
-            "a hostfile, and after -- a script that exists, are needed: --hostfile "
-            f"{arguments.hostfile or 'FILE'} -- train.py {' '.join(command) or '--config FILE'}"
+            f"--hostfile is {arguments.hostfile}, and the script is {' '.join(command[:1])}: both "
+            f"have to exist, as in `--hostfile hostfile -- train.py {rest or '--config FILE'}`"
         )
-    is_training = Path(command[0]).name == "train.py"
+    hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
+    config = None
+    if Path(command[0]).name == "train.py":
+        config = parse_command_line(command[1:]).config
+        slots = sum(map(len, hosts.values()))
+        if config.distributed.world_size not in (None, slots):
+            raise UserError(
+                f"distributed.world_size is {config.distributed.world_size}, but the slots of "
+                f"{arguments.hostfile} add up to {slots}; change one of them"
+            )
     return Job(
-        hosts=read_hosts(arguments.hostfile, arguments.include, arguments.exclude),
+        hosts=hosts,
         command=command,
         environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
         ssh=ssh_command(arguments.ssh_args, arguments.heartbeat_seconds),
         heartbeat_seconds=arguments.heartbeat_seconds,
         master_addr=arguments.master_addr,
         master_port=arguments.master_port,
-        config=parse_command_line(command[1:]).config if is_training else None,
+        config=config,
     )

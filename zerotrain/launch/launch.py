@@ -90,6 +90,7 @@ class Attempt:
         self.connections = [Connection(host, job, events) for host in job.hosts]
         self.running = set(self.connections)
         self.failures: list[tuple[int, int, int, str]] = []
+        self.mistakes: set[str] = set()  # printed lines that begin with `error: `
         """(kind, number, exit code, cause); the lowest is the cause of the others: a host that is
         lost or a rank that is killed before a mistake, a mistake before anything else.
         """
@@ -193,6 +194,10 @@ class Attempt:
             source.last_line = value
             if error := ERROR.match(value):
                 source.last_error = f": {error[1][:500]}"
+                if source.last_error in self.mistakes:
+                    return  # every host names it
+                if error[1].startswith("error: "):
+                    self.mistakes.add(source.last_error)
             print(f"{source.host}: {value}", flush=True)
         else:
             self.handle_said(source, json.loads(value.removeprefix(EVENT)))

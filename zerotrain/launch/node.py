@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -80,6 +81,8 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
     """
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
     environment = os.environ | job["environment"]
+    # programs of the environment come before the system's
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     ranks = int(environment["LOCAL_WORLD_SIZE"])
     if int(environment["WORLD_SIZE"]) > ranks and "GLOO_SOCKET_IFNAME" not in environment:
         interface = interface_towards(environment["MASTER_ADDR"], requests)
@@ -221,8 +224,8 @@ def main() -> int:
         say(greeting())
         # unbuffered, because a buffer would hide later lines
         line = sys.stdin.buffer.raw.readline()
-        if not line:
-            return 0  # launch.sh could not reach all hosts
+        if not line.endswith(b"\n"):
+            return 0  # launch.sh could not reach all hosts, or is gone
         job = json.loads(line)
         threading.Thread(
             target=read_requests, args=(requests, job["silence_seconds"]), daemon=True

@@ -38,14 +38,15 @@ Problems = Iterator[tuple[str, str]]
 
 
 def fingerprint(file: str) -> str:
-    """Checksum of a file's size and of up to 65 evenly spaced blocks of 1 MiB: all of a file of up
-    to 64 MiB; strong evidence, but no proof, for a larger one.
+    """Checksum of a file's size, of evenly spaced blocks of 1 MiB and of the last one: all of a
+    file of up to 64 MiB; strong evidence, but no proof, for a larger one.
     """
     try:
         size = Path(file).stat().st_size
         checksum = xxhash.xxh3_64(str(size).encode())
         with Path(file).open("rb") as stream:
-            for start in range(0, size, max(BLOCK_BYTES, size // BLOCKS)):
+            starts = range(0, size, max(BLOCK_BYTES, size // BLOCKS))
+            for start in (*starts, max(0, size - BLOCK_BYTES)):
                 stream.seek(start)
                 checksum.update(stream.read(BLOCK_BYTES))
         return checksum.hexdigest()

@@ -35,18 +35,18 @@ def meta_model(
         UserError: the config is not that of a causal language model, or describes several, e.g. a
             music model with a text encoder; or the attention is unknown or not installed.
     """
+    # None would replace what the model's config says
+    options = {"attn_implementation": attention} if attention else {}
     try:
         model_config.get_text_config()
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                model_config,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=attention,
+                model_config, trust_remote_code=trust_remote_code, **options
             )
     except Exception as error:  # a model's own constructor can raise anything
+        which = f", or not one with model.attn_implementation {attention}" if attention else ""
         raise UserError(
-            f"model.name_or_path: not a causal language model, or not one with "
-            f"model.attn_implementation {attention}: {summarize(error)}"
+            f"model.name_or_path: not a causal language model{which}: {summarize(error)}"
         ) from error
 
 

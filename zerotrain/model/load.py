@@ -123,7 +123,9 @@ def load_model(
     # refuses to load them.
     hf_ds_config = HfDeepSpeedConfig({**ds_config, "tensor_parallel": {}})
     dtype = DTYPES[precision]
-    options = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
+    options = {"dtype": dtype}
+    if config.model.attn_implementation:  # None would replace what the model's config says
+        options["attn_implementation"] = config.model.attn_implementation
     device = torch.device(get_accelerator().current_device_name())
     if config.model.quantization:
         options |= quantized(dtype, device)

@@ -138,8 +138,7 @@ def prove_rows(
 ) -> tuple[int, int]:
     """Compare every row that became one whole example, and print what was found. Rows of plain
     text, cut or split rows, and all rows under data.supervise: all are counted but not compared.
-    The ends of answers that are joined in the example are not
-    compared.
+    The ends of answers that are joined in the example are not compared.
 
     Returns:
         How many rows were compared, and how many problems were found.

@@ -63,7 +63,7 @@ def build_engine(
     seed_everything(config.train.seed)
     loaded = ranks.run_on_all(
         lambda: load_model(
-            config, setup.architecture.skeleton.config, setup.ds_config, setup.precision
+            config, setup.architecture.model_config, setup.ds_config, setup.precision
         )
     )
     model = loaded.model

@@ -54,7 +54,7 @@ class HeldOutSets:
             for name, plan in self.plans.items():
                 loss = self._mean_loss(plan)
                 values[f"loss/{name}"] = loss
-                values[f"perplexity/{name}"] = float(np.exp(loss))
+                values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
                 if self.config.eval.generate:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
                         answers[name] = self._answers(name, plan)

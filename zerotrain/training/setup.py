@@ -37,6 +37,8 @@ from zerotrain.training.states import ModelStates, model_states
 class Architecture:
     """A model without weights, and what follows from its shapes."""
 
+    model_config: PretrainedConfig
+    """As loaded: the skeleton may have the part for text alone."""
     skeleton: PreTrainedModel
     """The model on the meta device, with requires_grad as in training."""
     counts: Counts
@@ -55,7 +57,7 @@ class Architecture:
         """
         skeleton = meta_model(model_config, config.trust_remote_code, config.attn_implementation)
         counts = count_trained(skeleton, config)
-        return cls(skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
+        return cls(model_config, skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
 
 
 @dataclass(frozen=True)
