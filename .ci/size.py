@@ -16,9 +16,9 @@ from pathlib import Path
 LIMITS = {
     "train.py and its imports": 49_800,
     "all but tests": 92_300,
-    "tests": 81_700,
+    "tests": 82_200,
     "smallest copy, all but tests": 58_600,
-    "smallest copy, tests": 26_600,
+    "smallest copy, tests": 27_000,
     "settings": 60,
 }
 LAYOUT = {

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from harness.batches import balance
 from harness.inputs import SMALL_SIZES as SIZES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,15 +98,23 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch)
     assert whole.shape[:2] == (3, 17)  # other forward passes stay as they are
 
 
-def test_filler_has_no_router_loss():
-    """Neither has it a target. test_router_loss.py has the loss of other micro-batches."""
+def test_the_router_loss_is_that_of_tokens_without_padding():
+    """Times their number; and 0 of filler, which has no target."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(
         **SIZES, num_local_experts=6, output_router_logits=True, initializer_range=0.5,
     ))  # fmt: skip
     loss, _ = supervised_loss(model)
     batch, _ = micro_batch()
-    assert loss(model, batch).router.item() > 29
+    rows = zip(batch.input_ids, batch.attention_mask.bool(), strict=True)
+    alone = [model(input_ids=ids[mask][None]).router_logits for ids, mask in rows]
+    expected = balance([torch.cat(layer) for layer in zip(*alone, strict=True)], experts=6)
+    assert loss(model, batch).router.item() == pytest.approx(29 * expected.item(), rel=1e-6)
+    packed = MicroBatch.of(
+        batch.input_ids[:1].numpy(), np.arange(17)[None] > 0, position_ids=np.arange(17)[None]
+    )
+    expected = balance(alone[0], experts=6)
+    assert loss(model, packed).router.item() == pytest.approx(17 * expected.item(), rel=1e-6)
     filler = MicroBatch.of(batch.input_ids.numpy(), np.zeros((3, 17), bool))
     assert loss(model, filler).router.item() == 0
 
