@@ -334,12 +334,29 @@ def test_a_turn_of_weight_0_is_context():
     assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
 
-def test_marks_that_leave_out_part_of_an_answer_are_refused():
-    content = "{{ m.reasoning_content }}{% generation %}{{ m.content }}{% endgeneration %}"
-    tokenizer = family("chatml", lambda t: t.replace("{{ m.content }}", content))
+def test_generation_marks_may_not_leave_out_part_of_an_answer():
+    """In several blocks as TRL's diffusion_gemma_training, and without one of them."""
+    parts = ["{{ '<think>\n' }}", "{{ m.reasoning_content }}", "{{ '\n</think>\n\n' }}",
+             "{{ m.content }}", "{{ '<|im_end|>\n' }}"]  # fmt: skip
     thought = {**CHAT[1], "reasoning_content": "easy"}
-    with pytest.raises(BadRow, match=r"message 2 .*is not complete"):
-        supervised_turns(tokenizer, [CHAT[0], thought, *CHAT[2:]])
+    for left_out in (None, *range(4)):
+        marked = "".join(
+            part if i == left_out else f"{{% generation %}}{part}{{% endgeneration %}}"
+            for i, part in enumerate(parts)
+        )
+        content = (
+            f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{{{{ m.content }}}}<|im_end|>\n"
+        )
+        template = FAMILIES["chatml"][0].replace(
+            "{{ m.content }}<|im_end|>\n", content + "{% endif %}"
+        )
+        tokenizer = family("chatml", lambda _, template=template: template)
+        chat = [CHAT[0], thought, CHAT[2], thought]
+        if left_out is None:
+            assert_supervised(tokenizer, chat, ["<think>easy</think>2<|im_end|>"] * 2)
+        else:
+            with pytest.raises(BadRow, match=r"message 2 .*generation marks"):
+                supervised_turns(tokenizer, chat)
 
 
 def test_templates_whose_turns_are_not_known_are_refused():
@@ -398,7 +415,7 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
 
 
 # --------------------------------------------------------------------------------------------------
-# Special tokens in text
+# Special tokens in text, rows without a template
 
 
 @pytest.mark.parametrize("role", range(3))
@@ -407,6 +424,15 @@ def test_special_tokens_in_a_row_are_refused(role):
     messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
     with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
         supervised_turns(family("chatml"), messages)
+
+
+def test_rows_without_a_template():
+    tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
+    row = {"prompt": "1+1? ", "completion": "2"}
+    source = Source("rows", format="prompt_completion")
+    ids, mask, _ = tokenize_row(row, tokenizer, source, CONFIG)
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
+    assert tokenizer.decode(ids) == "1+1? 2</s>"
 
 
 # --------------------------------------------------------------------------------------------------

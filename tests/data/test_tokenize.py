@@ -243,6 +243,18 @@ def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
     assert tokenizer.convert_ids_to_tokens(cut.meta["end_tokens"]) == ["<|end|>"]
 
 
+def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
+    """That of earlier turns is one too, also if another source ends otherwise."""
+    tokenizer = copy.deepcopy(sample_tokenizer)
+    tokenizer.eos_token = "<|tool|>"
+    write_rows(tmp_path / "chat.jsonl", [{"messages": TURNS}])
+    write_rows(tmp_path / "text.jsonl", [{"text": "one"}])
+    sources = [str(tmp_path / "chat.jsonl"), str(tmp_path / "text.jsonl")]
+    data = build(tmp_path, tokenizer, [], train_sources=sources)
+    ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
+    assert sorted(ends) == ["<|end|>", "<|tool|>"]
+
+
 @pytest.mark.parametrize("thinks", [True, False])
 def test_rows_without_what_the_generation_prompt_ends_with_are_counted(
     tmp_path, sample_tokenizer, thinks

@@ -154,8 +154,8 @@ class Template(NamedTuple):
     tools: str
     """As JSON."""
 
-    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, str]:
-        """The text; and its part within {% generation %} marks, if it has any, else all of it.
+    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
+        """The text; and its spans within {% generation %} marks, if it has any, else all of it.
 
         Raises:
             BadRow: the template raises an exception.
@@ -169,7 +169,7 @@ class Template(NamedTuple):
                 return_assistant_tokens_mask="endgeneration" in self.source,
                 **self.tokenizer.special_tokens_map,
             )
-            return text, "".join(text[a:b] for spans in marks for a, b in spans) or text
+            return text, [span for spans in marks for span in spans] or [(0, len(text))]
         except TemplateSyntaxError as error:
             raise UserError(
                 f"the chat template of tokenizer {self.tokenizer.name_or_path} or of "
@@ -257,13 +257,21 @@ class Layout:
             for label in LABEL.findall(json.dumps(message, ensure_ascii=False))
         }
         self.unprompted = ""
-        text, marked = template.render(self.messages)
+        text, spans = template.render(self.messages)
         self.constants = LABEL.split(text)
         self.labels = LABEL.findall(text)
-        self._check_complete(text, marked, wanted)
+        self._check_complete(text, wanted)
         self.turns = [self._turn(number) for number in wanted]
+        marked = {i for start, end in spans for i in range(start, end)}
+        places = [match.start() for match in LABEL.finditer(text)]
+        for number, ((first, before), (last, _)) in zip(wanted, self.turns, strict=True):
+            turn = range(places[first] - before, places[last] + 1)
+            if any(i not in marked and not text[i].isspace() for i in turn):
+                raise self._refused(
+                    number, "is not all within the template's generation marks", INCOMPLETE
+                )
 
-    def _check_complete(self, text: str, marked: str, wanted: tuple[int, ...]) -> None:
+    def _check_complete(self, text: str, wanted: tuple[int, ...]) -> None:
         for tool in json.loads(self.template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in text:
                 raise BadRow(
@@ -278,8 +286,7 @@ class Layout:
                     raise self._refused(number, "is not written with its arguments as JSON")
         for label, owner in self.owners.items():
             is_needed = owner in wanted or self.messages[owner]["role"] != "assistant"
-            written = marked if owner in wanted else text
-            if is_needed and label not in written:
+            if is_needed and label not in text:
                 raise self._refused(owner, "is not complete", INCOMPLETE)
 
     def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
