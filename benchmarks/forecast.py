@@ -210,7 +210,7 @@ def own_run(folder: Path, gpu: str) -> PublishedRun:
     sequence = round(steps.tokens.sum() / steps.examples.sum())
     offloads = set(offload_devices(ds_config).values()) != {"none"}
     model = config.model
-    name, _, gib = gpu.removesuffix("gb").rpartition("-")
+    device = find_gpu(gpu)
     return PublishedRun(
         source="train.py",
         model=Path(model.name_or_path).name,
@@ -222,8 +222,8 @@ def own_run(folder: Path, gpu: str) -> PublishedRun:
         mlp_width=inner,
         vocabulary=text.vocab_size,
         tied=text.tie_word_embeddings,
-        gpu=name,
-        gpu_gib=int(gib),
+        gpu=device.name,
+        gpu_gib=device.memory_gib,
         gpus=ranks,
         sequence=sequence,
         micro_batch=max(1, config.data.micro_batch_tokens // sequence),

@@ -58,3 +58,5 @@ def test_a_run_gives_a_line_of_the_table(forks, tiny_config, tmp_path):
     table = tmp_path / "runs.csv"
     table.write_text(f"{header}\n{line}\n")
     assert forks.script("benchmarks.forecast", table).code == 0
+    refused = forks.script("benchmarks.forecast", "--run", tmp_path / "run", "--gpu", "h100")
+    assert refused.code == 2 and len(refused.errors) == 1, refused.output
