@@ -35,6 +35,8 @@ SwitchType=switch/none
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+# SLURM kills what it has ended after this many seconds: a busy machine saves slowly.
+KillWait=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 GresTypes=gpu
 NodeName=n1 NodeHostname=controller NodeAddr=127.0.0.11 Port={ports[1]} CPUs=2 Gres=gpu:2
