@@ -12,7 +12,7 @@ from harness.runs import read_metrics
 
 def test_ranks_with_different_plans_are_refused(forks, tiny_config):
     refused = forks.refusal(tiny_config(), ranks=2, module="different_plans")
-    assert "the data plan: 'b' on rank 1 (" in refused
+    assert "the data plan: 'b' on this rank, but 'a' on rank 0" in refused
 
 
 def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):

@@ -22,7 +22,7 @@ def main(config, mode):
             ({"seed": ranks.rank}, "seed: 1"),
         ):
             own = replace(config, train=replace(config.train, **change))
-            with pytest.raises(UserError, match=f"{line}.* on rank 1"):
+            with pytest.raises(UserError, match=f"rank 1 @ .*{line}"):
                 open_run_on_all_ranks(own, ranks)
         ranks.require_same("the same", "a\nb")
         ranks.require_same("the data plan", "a" if ranks.rank == 0 else "b")

@@ -1,7 +1,6 @@
 """The ranks of a run: this process among them, and what they agree on: errors, flags, sums."""
 
 import json
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -136,21 +135,23 @@ class Ranks:
         """Raise UserError on all ranks if `text` is not the same on all of them; it shows the first
         line that differs.
         """
-        first, *others = self.gather_json([*text.splitlines(), f"host: {socket.gethostname()}"])
-        for rank, lines in enumerate(others, start=1):
-            for expected, line in zip_longest(first[:-1], lines[:-1], fillvalue="nothing"):
+        of_first = self.gather_json(text)[0]
+
+        def compare() -> None:
+            pairs = zip_longest(of_first.splitlines(), text.splitlines(), fillvalue="nothing")
+            for expected, line in pairs:
                 if line != expected:
-                    raise AgreedError(
-                        f"{name}: {line.strip()!r} on rank {rank} ({lines[-1]}), but "
-                        f"{expected.strip()!r} on rank 0 ({first[-1]}): do all nodes have the same "
-                        "files, tokenizer, library versions and kind of GPU?"
+                    raise UserError(
+                        f"{name}: {line.strip()!r} on this rank, but {expected.strip()!r} on rank "
+                        "0: do all nodes have the same files, tokenizer, library versions and "
+                        "kind of GPU?"
                     )
 
-    def count(self, *flags: bool) -> list[int]:
+        self.run_on_all(compare)
+
+    def count(self, *flags: bool) -> list[float]:
         """The number of ranks on which each flag is set; the same on all ranks."""
-        counts = torch.tensor(flags, dtype=torch.float32, device=self.device)
-        dist.all_reduce(counts)
-        return [int(count) for count in counts.tolist()]
+        return self.sum(torch.tensor(flags, device=self.device)).tolist()
 
     def any_preempted(self) -> bool:
         """Whether any rank was preempted; the same on all ranks."""

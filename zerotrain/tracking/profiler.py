@@ -1,5 +1,7 @@
 """A trace of some steps, for https://ui.perfetto.dev, whenever a user asks for one."""
 
+from collections.abc import Iterator
+
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from zerotrain.checkpoint.run_folder import PROFILE_NOW, take_request
@@ -7,27 +9,18 @@ from zerotrain.checkpoint.run_folder import PROFILE_NOW, take_request
 STEPS = 3
 
 
-class Profiler:
-    """Traces three steps of this rank into OUTPUT_DIR/profile, once OUTPUT_DIR/profile_now is
-    touched. The step before them is torch's warm-up.
+def trace_on_request(output_dir: str) -> Iterator[None]:
+    """An iterator to advance after each step of this rank. Once OUTPUT_DIR/profile_now is touched,
+    it traces three steps into OUTPUT_DIR/profile.
     """
-
-    def __init__(self, output_dir: str) -> None:
-        self._output_dir = output_dir
-        self._running: profile | None = None
-
-    def step(self) -> None:
-        """Called after each step."""
-        if self._running is not None:
-            self._running.step()  # at the last one it writes the trace
-            if self._running.step_num > STEPS:
-                self._running.stop()
-                self._running = None
-        elif take_request(self._output_dir, PROFILE_NOW):
-            self._running = profile(
+    while True:
+        if take_request(output_dir, PROFILE_NOW):
+            with profile(
+                # torch warms up in the step before: its first one would look slow
                 schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
-                on_trace_ready=tensorboard_trace_handler(
-                    f"{self._output_dir}/profile", use_gzip=True
-                ),
-            )
-            self._running.start()
+                on_trace_ready=tensorboard_trace_handler(f"{output_dir}/profile", use_gzip=True),
+            ) as running:
+                for _ in range(1 + STEPS):
+                    yield
+                    running.step()  # at the last one it writes the trace
+        yield

@@ -2,9 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
@@ -30,8 +30,7 @@ def startup_table(
     sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
     padded = sum(step.padded_tokens for step in sampled) / sum(step.tokens for step in sampled)
     supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch
-    micro_steps = span([len(step.micro_batches) for step in sampled])
-    examples = span([step.examples for step in sampled])
+    micro_steps = fmean(len(step.micro_batches) for step in sampled)
     rate = f"{schedule.peak:.3g}"
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
@@ -44,8 +43,8 @@ def startup_table(
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{plan.data.meta['masks']}",
-        "batch": f"{micro_steps} micro-steps x {plan.budget.world_size} micro-batches x <= "
-        f"{plan.budget.micro_batch_tokens:,} tokens = {examples} examples per step",
+        "batch": f"{micro_steps:,.3g} micro-steps x {plan.budget.world_size} micro-batches x <= "
+        f"{plan.budget.micro_batch_tokens:,} tokens, {plan.mean_examples:,.6g} examples per step",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
@@ -92,12 +91,6 @@ def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) 
 def counted(count: int, noun: str) -> str:
     """For example "1 row" or "2,000 rows"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def span(values: Sequence[int]) -> str:
-    low = min(values)
-    high = max(values)
-    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
 def write_resolved_configs(setup: Setup) -> None:

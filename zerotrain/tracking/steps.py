@@ -16,7 +16,7 @@ from zerotrain.data.loader import StepBatch
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
-from zerotrain.tracking.profiler import Profiler
+from zerotrain.tracking.profiler import trace_on_request
 from zerotrain.tracking.slow_ranks import gpu_health, probe_seconds, slow_ranks
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
@@ -65,8 +65,7 @@ class StepReporter:
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
-        self._places = ranks.gather_json(f"{socket.gethostname()} (local rank {ranks.local_rank})")
-        self._profiler = Profiler(setup.config.output_dir)
+        self._tracing = trace_on_request(setup.config.output_dir)
         # of 16-bit matrix products; None if unknown
         self._peak_flops_per_s = (
             None if setup.precision == "fp32" else peak_flops_per_s(device_name(ranks.device))
@@ -103,27 +102,28 @@ class StepReporter:
             if self._peak_flops_per_s is not None:
                 record["mfu"] = flops_per_s / (self._peak_flops_per_s * self._ranks.world_size)
             self._metrics.log("train", record)
-            self._profiler.step()
+            next(self._tracing)
         if len(self._step_seconds) % WINDOW_STEPS == 0:
             self._compare_ranks(progress.step)
 
     def _compare_ranks(self, step: int) -> None:
         """Report what each rank has measured in the last WINDOW_STEPS, and which ranks are slow."""
         step_seconds = fmean(self._step_seconds[-WINDOW_STEPS:])
+        ranks = self._ranks
         measured = {
-            "probe_seconds": probe_seconds(self._ranks.device),
+            "hosts": f"{socket.gethostname()} (local rank {ranks.local_rank})",
+            "probe_seconds": probe_seconds(ranks.device),
             "data_seconds": fmean(self._data_seconds[-WINDOW_STEPS:]),
             "gpu": gpu_health(),
         }
-        by_rank = self._ranks.gather_json(measured)
+        by_rank = ranks.gather_json(measured)
         columns = {name: [rank[name] for rank in by_rank] for name in measured}
-        record = {"step": step, "hosts": self._places, "step_seconds": step_seconds, **columns}
-        self._metrics.log("ranks", record)
+        self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, **columns})
         slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
         self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
         for rank, windows in self._windows_slow.items():
             if windows == WINDOWS:
-                name = f"rank {rank} @ {self._places[rank]}"
+                name = f"rank {rank} @ {by_rank[rank].pop('hosts')}"
                 text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
                 event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
                 self._metrics.log("event", event)
