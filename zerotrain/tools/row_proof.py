@@ -8,17 +8,16 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zerotrain.data.messages import canonical_row
-from zerotrain.data.sources import BadRow, parse_row, read_rows
+from zerotrain.data.sources import BadRow
 from zerotrain.data.tokenize import TokenizedRows
 from zerotrain.data.turns import FIXED_DATE, Template
+from zerotrain.tools.source_rows import canonical_rows, supervised_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,13 +29,6 @@ COMPARED_CHARACTERS = 12  # of the text before an answer
 SHOWN = 20  # characters of a text in a problem
 THOUGHTS = re.compile("think|channel", re.IGNORECASE)  # in marks that an answer may repeat
 MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|.")
-
-
-def supervised_answers(messages: list[dict[str, Any]], supervise: str) -> list[int]:
-    """The indices of the messages that carry loss by data.supervise and their own weights."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = answers[-1:] if supervise == "last" else answers
-    return [i for i in wanted if messages[i].get("weight") != 0]
 
 
 def check_contents(
@@ -138,27 +130,23 @@ def prove_rows(
 ) -> tuple[int, int]:
     """Compare every row that became one whole example, and print what was found. Rows of plain
     text, cut or split rows, and all rows under data.supervise: all are counted but not compared.
-    The ends of answers that are joined in the example are not compared.
-
-    Returns:
-        How many rows were compared, and how many problems were found.
+    The ends of answers that are joined in the example are not compared. Returns how many rows were
+    compared, and how many problems were found.
     """
     row_of = data.column("row")
     supervise = config.data.supervise
-    compared = 0
-    compared_answers = 0
+    compared = compared_answers = 0
     ends = Counter()
     problems = []
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    encode = partial(tokenizer, add_special_tokens=False)
 
     def decoded(text: str) -> str:
-        return decode(encode(text, split_special_tokens=True).input_ids)
+        return decode(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def written(tools: Any, messages: list[dict[str, Any]], prompt: bool) -> str:
         template = FIXED_DATE + tokenizer.get_chat_template(tools=tools)
         text, _ = Template(tokenizer, template, json.dumps(tools)).render(messages, prompt)
-        return decode(encode(text).input_ids)
+        return decode(tokenizer.encode(text, add_special_tokens=False))
 
     for rows, (place, row) in enumerate(canonical_rows(sources, data, config), start=1):
         first, last = np.searchsorted(row_of, [rows - 1, rows])
@@ -168,16 +156,15 @@ def prove_rows(
         compared += 1
         [ids], [mask] = data.fetch(np.array([first]))
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-        first_tokens, last_tokens = (
-            [decode(token) for token in ids[places]] for places in (edges[::2], edges[1::2] - 1)
-        )
+        first_tokens = [*map(decode, ids[edges[::2]])]
+        last_tokens = [*map(decode, ids[edges[1::2] - 1])]
         ends.update(last_tokens)
         messages = row.get("messages") or [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
         ]
         answers = supervised_answers(messages, supervise)
-        texts = [decode(part) for part in np.split(ids, edges)]
+        texts = [*map(decode, np.split(ids, edges))]
         wrong = check_contents(messages, answers, texts, supervise, decoded)
         if "messages" in row and not wrong and len(answers) == len(last_tokens):
             render = partial(written, row.get("tools"))
@@ -185,28 +172,13 @@ def prove_rows(
                 wrong = check_answers(messages, answers, texts, first_tokens, last_tokens, render)
                 compared_answers += len(answers)
         problems += [f"{place}: {problem}" for problem in wrong]
-    print(f"  {rows:,} rows, {compared:,} compared with their text")
-    print(
-        f"  {compared_answers:,} answers, compared with what the chat template writes around them"
-    )
     listed = ", ".join(f"{text!r} {n:,} times" for text, n in ends.most_common(MAX_NAMED))
-    print(f"  last tokens of answers: {listed}")
-    for problem in problems[:MAX_NAMED]:
-        print(f"  {problem}")
-    print(f"  {len(problems):,} problems")
+    print(
+        f"  {rows:,} rows, {compared:,} compared with their text",
+        f"{compared_answers:,} answers, compared with what the chat template writes around them",
+        f"last tokens of answers: {listed}",
+        *problems[:MAX_NAMED],
+        f"{len(problems):,} problems",
+        sep="\n  ",
+    )
     return compared, len(problems)
-
-
-def canonical_rows(
-    sources: Sequence["Source"], data: TokenizedRows, config: "Config"
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(FILE:LINE, row) of all rows of the sources that `data` were tokenized from; a row that
-    cannot be used is empty.
-    """
-    for source, kind in zip(sources, data.meta["formats"], strict=True):
-        for raw in read_rows(source):
-            row = {}
-            with contextlib.suppress(BadRow):
-                parsed = parse_row(raw, source.columns, config.data.ignore_keys)
-                row = canonical_row(parsed, replace(source, format=kind), config.data)
-            yield f"{raw.file}:{raw.place}", row

@@ -133,7 +133,7 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
     Raises:
         UserError: a source cannot be read.
     """
-    from zerotrain.tools.row_proof import canonical_rows
+    from zerotrain.tools.source_rows import canonical_rows
 
     sources = config.data.sources("train_sources")
     if held_out:
@@ -154,7 +154,7 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
 def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(part, arguments of prompt_ids) of a canonical row."""
     from zerotrain.data.turns import FIXED_DATE, with_arguments_as_text
-    from zerotrain.tools.row_proof import supervised_answers
+    from zerotrain.tools.source_rows import supervised_answers
 
     if "messages" not in row:  # no template: the tokenizer alone
         yield "its text", {"text": row.get("text", row.get("prompt"))}
