@@ -264,7 +264,7 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
         is_last = i == len(batch.micro_batches) - 1
         # Set explicitly, because the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
-        cross_entropy, router = loss_sum(engine, micro_batch.to(ranks.device))
+        cross_entropy, router = loss_sum(engine, micro_batch)
         loss = cross_entropy * scale
         losses[0, i] = cross_entropy.detach()
         if router is not None:

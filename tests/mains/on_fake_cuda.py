@@ -78,7 +78,7 @@ def run(name, config, options):
         change_blocks(model.train(), ModelConfig("x", **options))
         loss = SupervisedLoss(model)
         with Counted() as counted:
-            cross_entropy, router = loss(model, batch.to(CUDA))
+            cross_entropy, router = loss(model, batch)
             (cross_entropy * 0.5 if router is None else cross_entropy + router).backward()
     packing.varlen_attn = own
     return {

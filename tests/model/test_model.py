@@ -33,7 +33,6 @@ from zerotrain.runtime.errors import UserError
 from zerotrain.training.setup import Architecture
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 SIZES = {**SMALL_SIZES, "max_position_embeddings": 64}
 
 
@@ -62,10 +61,10 @@ def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
     architecture = (CAUSAL | SEES_AHEAD)[name]
     model = AutoModelForCausalLM.from_config(architecture, dtype=dtype).train()
     if name in CAUSAL:
-        check_causal(model, range(5, 64), CPU)
+        check_causal(model, range(5, 64))
     else:
         with pytest.raises(UserError, match=rf"{type(model).__name__} is not causal .*is_decoder"):
-            check_causal(model, range(5, 64), CPU)
+            check_causal(model, range(5, 64))
     assert model.training
 
 
@@ -84,12 +83,12 @@ def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tok
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     end = sample_tokenizer.eos_token_id
     head = model.get_output_embeddings().requires_grad_(False)
-    check_end_tokens(model, sample_tokenizer, [end], CPU)
+    check_end_tokens(model, sample_tokenizer, [end])
     head.weight[7] = head.weight[end]
     with pytest.raises(UserError, match="the token of id 7: the model would never learn to stop"):
-        check_end_tokens(model, sample_tokenizer, [end], CPU)
+        check_end_tokens(model, sample_tokenizer, [end])
     head.requires_grad_(True)
-    check_end_tokens(model, sample_tokenizer, [end], CPU)
+    check_end_tokens(model, sample_tokenizer, [end])
 
 
 # --------------------------------------------------------------------------------------------------

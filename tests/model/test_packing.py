@@ -32,7 +32,6 @@ from zerotrain.runtime.errors import UserError
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
-CPU = torch.device("cpu")
 SIZES = {**SMALL_SIZES, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -96,8 +95,8 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
         if expected[parameter_name].grad is not None:  # some experts may have no token
             difference = (parameter.grad - expected[parameter_name].grad).abs().max()
             assert difference < 1e-6 * largest, parameter_name
-    check_causal(ours, range(3, 320), CPU)
-    check_packing(ours, range(3, 320), CPU)
+    check_causal(ours, range(3, 320))
+    check_packing(ours, range(3, 320))
     assert ours.config._attn_implementation == PACKED_EXAMPLES
 
 
@@ -227,5 +226,5 @@ def test_a_model_whose_packed_examples_differ_is_refused():
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     with pytest.raises(UserError, match="packed examples of FalconForCausalLM differ from"):
-        check_packing(model.train(), range(64), CPU)
+        check_packing(model.train(), range(64))
     assert model.training

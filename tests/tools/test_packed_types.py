@@ -15,7 +15,6 @@ from zerotrain.model.probes import check_causal, check_packing
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.equivalence import small_config
 
-CPU = torch.device("cpu")
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
 
@@ -46,7 +45,7 @@ def test_auto_packs_no_type_of_model_that_would_be_refused(tiny_config):
             if weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=0.1)
         try:
-            check_causal(model, range(3, 320), CPU)
+            check_causal(model, range(3, 320))
         except (UserError, RuntimeError, AttributeError):  # an encoder; sizes that do not fit
             continue
         try:
@@ -56,6 +55,6 @@ def test_auto_packs_no_type_of_model_that_would_be_refused(tiny_config):
             continue
         if batching == "packed":
             model.set_attn_implementation(PACKED_EXAMPLES)
-            check_packing(model, range(3, 320), CPU)
+            check_packing(model, range(3, 320))
             packed.append(kind)
     assert len(packed) > 75, packed

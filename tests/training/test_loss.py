@@ -26,7 +26,6 @@ from zerotrain.training.loss import CHUNK_TOKENS, SupervisedLoss
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
-CPU = torch.device("cpu")
 HEADS = {"head_dim": 8}
 ARCHITECTURES = {
     "llama": LlamaConfig(**SIZES),
@@ -65,7 +64,7 @@ def plain_loss(model, batch, labels):
 
 def supervised_loss(model):
     loss = SupervisedLoss(model)
-    return loss, loss.check(model, range(3, 64), CPU)
+    return loss, loss.check(model, range(3, 64))
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 4])

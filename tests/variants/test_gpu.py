@@ -50,7 +50,7 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
     change_blocks(model.train(), ModelConfig("x", **options))
     batch = micro_batch(packed)
     batch = batch.each(torch.Tensor.pin_memory) if device == "cuda" else batch
-    loss = SupervisedLoss(model)(model, batch.to(device)).cross_entropy
+    loss = SupervisedLoss(model)(model, batch).cross_entropy
     loss.backward()
     return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
 

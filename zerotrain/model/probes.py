@@ -35,7 +35,7 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder))
 
 
-def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device) -> None:
+def check_causal(forward: nn.Module, tokens: Sequence[int]) -> None:
     """Refuse a model whose tokens attend to later ones: an encoder (BERT, XLNet), or a decoder that
     is not configured as one.
 
@@ -51,7 +51,7 @@ def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device
         UserError: the logits differ.
     """
     before, after, other = draw(tokens, *[PROBE_TOKENS // 2] * 3)
-    ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1).to(device)
+    ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1)
     halves = compute_logits(forward, ids)[:, : PROBE_TOKENS // 2]  # [3, half, vocabulary]
     leak, noise = (_change(half, halves[0]) for half in halves[1:])
     if leak > SEEN_AHEAD + 10 * noise:
@@ -65,7 +65,6 @@ def check_causal(forward: nn.Module, tokens: Sequence[int], device: torch.device
 def check_packing(
     forward: nn.Module,
     tokens: Sequence[int],
-    device: torch.device,
     sequence_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Refuse a model whose packed examples differ from the same examples alone: some silently
@@ -91,13 +90,17 @@ def check_packing(
     before, probe = draw(tokens, *lengths)
     ids = torch.cat([before, probe], 1).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
-    batch = MicroBatch.of(ids, positions < 0, position_ids=positions).part(part, parts).to(device)
+    batch = (
+        MicroBatch.of(ids, positions < 0, position_ids=positions)
+        .part(part, parts)
+        .to(forward.device)
+    )
     with attend_within(model, batch, sequence_group) as inputs:
         packed = compute_logits(forward, batch.input_ids, **inputs)
     own = model.config._attn_implementation
     if own == PACKED_EXAMPLES:
         model.set_attn_implementation(None)  # what transformers chooses
-    alone = compute_logits(forward, probe.to(device))[:, 27 * part : 27 * part + 15]
+    alone = compute_logits(forward, probe)[:, 27 * part : 27 * part + 15]
     model.set_attn_implementation(own)
     leak = _change(packed[:, 12:], alone)
     is_wide = next(model.parameters()).dtype == torch.float32
@@ -113,7 +116,6 @@ def check_end_tokens(
     forward: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     trained: Sequence[int],
-    device: torch.device,
 ) -> None:
     """Refuse to train a model with a frozen output head that cannot tell a token that ends answers
     from another one: new tokens have the same row of the head until they are trained, and so have
@@ -130,7 +132,7 @@ def check_end_tokens(
     if any(p.requires_grad for p in head.parameters()):
         return
     [ids] = draw(ordinary_tokens(tokenizer), PROBE_TOKENS)
-    [logits] = compute_logits(forward, ids.to(device))  # [tokens, vocabulary]
+    [logits] = compute_logits(forward, ids)  # [tokens, vocabulary]
     spread = (logits - logits.median()).abs().median()  # some models mask logits with -3e38
     for end in trained:
         distance = (logits - logits[:, end, None]).abs().amax(0) / spread
@@ -156,13 +158,16 @@ def draw(tokens: Sequence[int], *lengths: int) -> list[torch.Tensor]:
 def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """float32 [examples, length, vocabulary], in evaluation mode.
 
+    Args:
+        ids: int64 [examples, length], on any device.
+
     Raises:
         UserError: the model needs other inputs.
     """
     was_training = forward.training
     forward.eval()
     try:
-        return forward(input_ids=ids, use_cache=False, **options).logits.float()
+        return forward(input_ids=ids.to(forward.device), use_cache=False, **options).logits.float()
     except (TypeError, ValueError) as error:  # X-MOD needs a language, other models an encoder
         raise UserError(
             f"model.name_or_path: {_name(forward)} cannot be trained on tokens alone: "

@@ -97,7 +97,7 @@ def build_engine(
         engine.compile()
     engine.train()
     tokens = ordinary_tokens(tokenizer)
-    problem = ranks.run_on_all(lambda: loss.check(engine, tokens, ranks.device))
+    problem = ranks.run_on_all(lambda: loss.check(engine, tokens))
     if problem and ranks.is_first:
         print(f"the loss takes more time and memory: {problem}", flush=True)
     seed_everything(rank_seed(config.train.seed, ranks.replica))
@@ -120,7 +120,7 @@ def check_engine(
     """
     tokens = ordinary_tokens(tokenizer)
     ends = plan.data.meta["end_tokens"]
-    ranks.run_on_all(lambda: check_causal(engine, tokens, ranks.device))
-    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, ends, ranks.device))
+    ranks.run_on_all(lambda: check_causal(engine, tokens))
+    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, ends))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
-        ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.device, ranks.sequence_group))
+        ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.sequence_group))

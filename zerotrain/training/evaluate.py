@@ -80,7 +80,7 @@ class HeldOutSets:
             describe = partial(describe_micro_batch, plan, examples)
             with explain_out_of_memory(describe):
                 for batch in step.micro_batches:
-                    total += self.loss(self.engine, batch.to(ranks.device)).cross_entropy
+                    total += self.loss(self.engine, batch).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
         return float(ranks.sum(total) / ranks.tensor / tokens)

@@ -81,7 +81,7 @@ class SupervisedLoss:
         self._backend = "torch" if triton_problem() else "auto"
         self._takes_whole_logits = False
 
-    def check(self, engine: nn.Module, tokens: Sequence[int], device: torch.device) -> str | None:
+    def check(self, engine: nn.Module, tokens: Sequence[int]) -> str | None:
         """Let the model finish logits of 2, and compare with LOGIT_FUNCTIONS; if it makes something
         else of them, take whole logits from now on. Called by all ranks.
 
@@ -93,7 +93,7 @@ class SupervisedLoss:
         """
         [ids] = draw(tokens, 20)
         with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
-            final = compute_logits(engine, ids.to(device))
+            final = compute_logits(engine, ids)
         dtype = next(self._head.parameters()).dtype
         expected = self._finish(torch.full_like(final, 2, dtype=dtype)).float()
         is_known = torch.allclose(final, expected, rtol=1e-5)
@@ -101,14 +101,16 @@ class SupervisedLoss:
         if self._takes_whole_logits:
             name = type(self._model).__name__
             return f"{name} changes the logits of its output head, or has adapters on it"
-        return triton_problem() if device.type == "cuda" else None
+        return triton_problem() if final.is_cuda else None
 
     def __call__(self, engine: nn.Module, batch: MicroBatch) -> MicroLoss:
         """The losses, with a graph even if the micro-batch has no target.
 
         Args:
             engine: the engine (or the model) to call.
+            batch: on any device.
         """
+        batch = batch.to(engine.device)
         hidden: list[torch.Tensor] = []
         losses: list[torch.Tensor] = []
 

@@ -123,7 +123,7 @@ def run_costliest(
                 batch = batch.part(*ranks.sequence_part)
             before = accelerator.memory_allocated()
             engine.set_gradient_accumulation_boundary(i == len(chosen) - 1)
-            losses = loss(engine, batch.to(ranks.device))
+            losses = loss(engine, batch)
             total = sum(each for each in losses if each is not None)
             engine.backward(total / rows.size, scale_wrt_gas=False)
         if ranks.device.type == "cuda":
