@@ -38,11 +38,12 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
     config = tiny_config(model=tiny_model_with_dropout, model__lora={"r": 4, "dropout": 0.1})
     changes = {"optimizer.type": "Adam", "optimizer.params.adam_w_mode": False}
     l2_decay = strategy(tmp_path, "zero1", changes)
-    files = ["ds_configs/zero3.json", "ds_configs/deepcompile.json"]
+    quantized = strategy(tmp_path, "zeropp", {"zero_optimization.zero_quantized_weights": True})
+    files = ["ds_configs/zero3.json", quantized]
     code, out = equivalence(config, "--ds_configs", *files)
     assert code == 0 and out.endswith("\nproved\n"), out
     lines = [line for line in out.splitlines() if " ranks " in line]
-    for line, verdict in zip(lines, ["equal"] * 4 + ["compile.deepcompile"], strict=True):
+    for line, verdict in zip(lines, ["equal"] * 4 + ["zero_quantized_weights"], strict=True):
         assert verdict in line, out
     rows = [line.split() for line in lines[:4]]
     cases = [("bucketed,", "2"), ("bucketed,", "1"), ("packed,", "2"), ("packed,", "1")]
@@ -60,12 +61,13 @@ def test_rounding_to_bf16_is_within_its_tolerance(equivalence, tiny_config):
     assert code == 0 and out.count("  equal\n") == 2 and out.endswith("\nproved\n"), out
 
 
-def test_what_cannot_run_proves_nothing(equivalence, tiny_config, monkeypatch):
+def test_what_cannot_run_proves_nothing(equivalence, tiny_config, tmp_path, monkeypatch):
     """On forked ranks, and with the launcher."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    config = tiny_config(ds_config="ds_configs/deepcompile.json")
+    file = strategy(tmp_path, "zero0", {"compile.deepcompile": True})
+    config = tiny_config(ds_config=file)
     with pytest.raises(UserError, match="nothing could be run"):
-        equivalence(config, "--ranks", 1, "--ds_configs", "ds_configs/deepcompile.json")
+        equivalence(config, "--ranks", 1, "--ds_configs", file)
     config = read_config(config)
     code, output, gib = start_training(config, 1)
     assert code == 2 and 0.1 < gib < 10, output

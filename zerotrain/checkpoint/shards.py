@@ -67,8 +67,8 @@ class Shard:
     """Names of the parameters that are not frozen."""
     buffers: dict[str, torch.Tensor]
     """The model's persistent buffers."""
-    updates: int | None
-    """Finished updates, for AdamW's bias correction; None: without the optimizer's state."""
+    updates: int
+    """Finished updates, for AdamW's bias correction."""
     loss_scaler: dict[str, Any]
     """LOSS_SCALER, of fp16."""
     base: Base | None
@@ -191,8 +191,7 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
         },
         trained=[name for name, p in parameters.items() if p.requires_grad],
         buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
-        # SuperOffload's moments are in a process that keeps them
-        updates=None if engine.super_offload() else max(counts, default=0),
+        updates=max(counts, default=0),
         loss_scaler={name: scaler[name] for name in LOSS_SCALER if name in scaler},
         base=base,
         rng=rng_state(),
@@ -342,12 +341,6 @@ def check_model(
             "go on with --ds_config ds_configs/zero3.json or zero3_offload.json"
         )
     own = collect(engine, has_whole=False, base=base)  # what this run would save
-    if not weights_only and None in (saved.updates, own.updates):
-        raise UserError(
-            f"{checkpoint} cannot be continued from: SuperOffload neither saves nor loads the "
-            "optimizer's state; start a new run in another output_dir from its weights: "
-            f"--checkpoint.weights_only true --checkpoint.resume {checkpoint}"
-        )
     for name in (*own.shapes, *saved.shapes):
         was, now = (shard.shapes.get(name, "missing") for shard in (saved, own))
         if was != now:

@@ -35,7 +35,7 @@ SCHEDULES = {
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
     "": """
-        aio bf16 checkpoint comet comms_logger communication_data_type compile csv_monitor
+        aio bf16 checkpoint comet comms_logger communication_data_type csv_monitor
         data_types disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
         gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
         prescale_gradients sequence_parallel_size steps_per_print tensor_parallel tensorboard
@@ -48,7 +48,7 @@ KEYS = {
     "tensor_parallel": "autotp_size vocab_parallel_lm_head",
 }
 BLOCKS = (
-    "bf16", "fp16", "zero_optimization", "checkpoint", "compile", "data_types", "tensor_parallel",
+    "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
 OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
@@ -58,6 +58,7 @@ SUPPORTED_VALUES = {
     "zero_optimization.cpu_offload": (False, "offload_optimizer has taken its place"),
     "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
     "zero_optimization.offload_optimizer.ratio": (1, "what stays on the GPU would not be trained"),
+    "zero_optimization.offload_optimizer.super_offload": (False, "its moments cannot be saved"),
     "zero_optimization.legacy_stage1": (False, "DeepSpeed refuses it"),
     "prescale_gradients": (False, "DeepSpeed refuses it from stage 2 on"),
     "gradient_predivide_factor": (1, "DeepSpeed refuses it from stage 2 on"),
@@ -66,18 +67,15 @@ SUPPORTED_VALUES = {
     "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
     "fp16.fp16_master_weights_and_grads": (False, "master weights are in fp32"),
 }
-SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 # What needs an NVIDIA GPU, whatever its value if it is not false.
 ON_GPU = (
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
     "zero_optimization.zero_quantized_nontrainable_weights",
-    SUPER_OFFLOAD,
-    "compile.deepcompile",
 )
 # What DeepSpeed would ignore below stage 3 if it has another value.
 AT_STAGE_3 = {
-    **{path: False for path in ON_GPU if path.startswith("zero")},
+    **dict.fromkeys(ON_GPU, False),
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.zero_hpz_partition_size": 1,
 }
@@ -348,7 +346,6 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
 def _contradictions(merged: dict[str, Any], config: Config, precision: str) -> Iterator[str]:
     """Values that DeepSpeed would train wrongly together, or that are not supported together."""
     stage = zero_stage(merged)
-    on_gpu = gpu_keys(merged)
     kind = merged["optimizer"]["type"]
     if min(group_sizes(merged)) > 1:
         yield "sequence_parallel_size and tensor_parallel.autotp_size: set one of them to 1"
@@ -356,13 +353,6 @@ def _contradictions(merged: dict[str, Any], config: Config, precision: str) -> I
         yield "zero_optimization.zenflow: it corrupts weights; remove it"
     if secondary_ranks(merged) > 1 and set(offload_devices(merged).values()) != {"none"}:
         yield "zero_optimization.zero_hpz_partition_size does not work with offload; remove one"
-    if SUPER_OFFLOAD in on_gpu and not config.train.gradient_clipping:
-        yield (
-            f"{SUPER_OFFLOAD} updates in the backward pass where gradients are not clipped; set "
-            "train.gradient_clipping"
-        )
-    if config.model.compile and "compile.deepcompile" in on_gpu:
-        yield "compile.deepcompile: model.compile is true; remove one of them"
     if str(kind).lower() not in ("adam", "adamw"):
         yield f"optimizer.type is {json.dumps(kind)}: use AdamW or Adam"
     if precision == "fp16" and stage == 0:

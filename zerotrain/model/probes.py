@@ -90,12 +90,8 @@ def check_packing(
     before, probe = draw(tokens, *lengths)
     ids = torch.cat([before, probe], 1).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
-    batch = (
-        MicroBatch.of(ids, positions < 0, position_ids=positions)
-        .part(part, parts)
-        .to(forward.device)
-    )
-    with attend_within(model, batch, sequence_group) as inputs:
+    batch = MicroBatch.of(ids, positions < 0, position_ids=positions).part(part, parts)
+    with attend_within(model, batch.to(forward.device), sequence_group) as inputs:
         packed = compute_logits(forward, batch.input_ids, **inputs)
     own = model.config._attn_implementation
     if own == PACKED_EXAMPLES:

@@ -176,8 +176,8 @@ class Estimate:
 
     @property
     def keeps_the_run(self) -> bool:
-        """Whether it neither sums micro-steps in 16 bits nor has what has not been compared with
-        plain torch here: quantized messages, and what else needs a GPU.
+        """Whether it neither sums micro-steps in 16 bits nor has quantized messages, which have not
+        been compared with plain torch here.
         """
         ds_config = self.setup.ds_config
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"

@@ -93,8 +93,6 @@ def build_engine(
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
-    if ds_config["compile"].get("deepcompile"):
-        engine.compile()
     engine.train()
     tokens = ordinary_tokens(tokenizer)
     problem = ranks.run_on_all(lambda: loss.check(engine, tokens))
