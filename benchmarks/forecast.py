@@ -204,7 +204,7 @@ def own_run(folder: Path, gpu: str) -> PublishedRun:
     if steps.empty:
         raise UserError(f"{folder}: has no second step, the first that counts")
     ranks = read_metrics(folder, "start")[-1]["world_size"]
-    skeleton = Architecture.of(config.model, load_model_config(config)).skeleton
+    skeleton = Architecture.of(config.model, load_model_config(config.model)).skeleton
     text = skeleton.config.get_text_config()
     hidden, queries, keys, inner, _ = map(round, layer_widths(skeleton))
     sequence = round(steps.tokens.sum() / steps.examples.sum())

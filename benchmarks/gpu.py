@@ -229,7 +229,7 @@ class Bench:
 def estimated_peak(command: list[object]) -> float:
     """The bytes that a run on one GPU needs by the estimate, from the command of train.py."""
     config = parse_command_line([str(word) for word in command[1:]]).config
-    model = Architecture.of(config.model, load_model_config(config))
+    model = Architecture.of(config.model, load_model_config(config.model))
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
     return estimate_memory(resolve(config, machine, model)).peak
 

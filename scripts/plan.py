@@ -140,7 +140,7 @@ def load_shape(config: Config) -> "PretrainedConfig":
     shapes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if shape := shapes.get(config.model.name_or_path):
         return AutoConfig.for_model(**shape)
-    return load_model_config(config)
+    return load_model_config(config.model)
 
 
 # --------------------------------------------------------------------------------------------------

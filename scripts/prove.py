@@ -107,7 +107,7 @@ def prove_data(config: Config) -> bool:
     from zerotrain.model.load import load_tokenizer
     from zerotrain.tools.row_proof import prove_rows
 
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model)
     compared = 0
     problems = 0
     held_out = config.data.eval_sets().values()

@@ -71,7 +71,7 @@ def test_what_is_frozen_is_only_its_weights(setup_of):
 def test_model_states_are_those_of_the_table(setup_of, file, gpu, gpu_share, cpu_share):
     """Bytes per parameter on 4 ranks, in bf16, of the table in ds_configs/README.md."""
     setup = setup_of({}, ds_config=f"ds_configs/{file}.json")
-    config, _, ds_config = resolve_ds_config(setup.config, setup.machine, SIZES["hidden_size"])
+    config, ds_config = resolve_ds_config(setup.config, setup.machine, SIZES["hidden_size"])
     memory = estimate_memory(replace(setup, config=config, ds_config=ds_config))
     parameters = setup.architecture.counts.total
     on_gpu = sum(memory.states.values()) - memory.states.get("buffers", 0)

@@ -235,16 +235,14 @@ def resolved(tiny_config, tmp_path):
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
 def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
     config = parse(tiny_config(ds_config=str(path)))
-    _, precision, merged = resolve_ds_config(
-        config, Machine(1, 1, precision="bf16"), hidden_size=64
-    )
-    assert '"auto"' not in json.dumps(merged) and precision == "bf16"
+    resolved, merged = resolve_ds_config(config, Machine(1, 1, precision="bf16"), hidden_size=64)
+    assert '"auto"' not in json.dumps(merged) and resolved.train.precision == "bf16"
     assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
     assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
     # the resolved configs alone give the same run
     (tmp_path / "resolved.json").write_text(json.dumps(merged))
     again = parse(tiny_config(ds_config=str(tmp_path / "resolved.json")))
-    assert resolve_ds_config(again, Machine(1, 1), hidden_size=64)[2] == merged
+    assert resolve_ds_config(again, Machine(1, 1), hidden_size=64)[1] == merged
 
 
 def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
@@ -254,30 +252,15 @@ def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
     }  # fmt: skip
     folders = set()
     for output_dir in ("one", "other"):
-        *_, merged = resolved({"zero_optimization": offload}, output_dir=output_dir)
+        _, merged = resolved({"zero_optimization": offload}, output_dir=output_dir)
         zero = merged["zero_optimization"]
         folders |= {zero[f"offload_{what}"]["nvme_path"] for what in ("optimizer", "param")}
     assert len(folders) == 4 and sum(folder.startswith("/disk/") for folder in folders) == 2
 
 
-def test_schedules_of_a_file(resolved):
-    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
-    for block, expected in (
-        ({"type": "WarmupLR", "params": auto}, "constant_with_warmup"),
-        ({"type": "WarmupDecayLR", "params": {**auto, "total_num_steps": "auto"}}, "linear"),
-        ({"type": "WarmupCosineLR"}, "cosine"),
-        ({}, "cosine"),
-    ):
-        assert (
-            resolved({"scheduler": block}, train__lr_schedule=None)[0].train.lr_schedule == expected
-        )
-    assert resolved({})[0].train.lr_schedule == "linear"
-
-
 def test_precision_is_that_of_either_config(resolved):
-    assert resolved({"bf16.enabled": True})[1] == "bf16"
-    config, precision, merged = resolved({"fp16.enabled": True}, train__precision="fp16")
-    assert precision == "fp16"
+    assert resolved({"bf16.enabled": True})[0].train.precision == "bf16"
+    config, merged = resolved({"fp16.enabled": True}, train__precision="fp16")
     refused = complaint(config, merged, Machine(1, 1), of=check_machine)  # before the run
     assert "set train.precision" in refused
     for values in ({"fp16.enabled": True}, {"bf16.enabled": False}):
@@ -304,9 +287,7 @@ REFUSED = {  # part of the message -> values of the file
     "gradient_accumulation_steps is 4, but": {"gradient_accumulation_steps": 4},
     "gradient_clipping is 1.0, but train.gradient_clipping": {"gradient_clipping": 1.0},
     "params.lr is 1e-05, but train.learning_rate": {"optimizer.params.lr": 1e-5},
-    '"WarmupCosineLR", "params": {}}, but': {"scheduler.type": "WarmupCosineLR"},
-    "WarmupLR or WarmupDecayLR": {"scheduler.type": "OneCycle"},
-    '_steps": 9': {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+    "set train.lr_schedule: ": {"scheduler": {"params": {"warmup_min_lr": "auto"}}},
     # unknown keys at every level
     "did you mean zero_optimization?": {"zero_optimisation.stage": 1},
     "n.offload_optimizer.devise: Extra": {"zero_optimization.offload_optimizer.devise": 1},

@@ -69,12 +69,10 @@ def main(config, mode):
         gc.freeze()  # modules need not be looked through at every collection
         for from_config in (False, True):
             config = replace(config, model=replace(config.model, from_config=from_config))
-            model_config = load_model_config(config)
-            config, _, ds_config = resolve_ds_config(
-                config, Machine(1, 1), model_config.hidden_size
-            )
+            model_config = load_model_config(config.model)
+            config, ds_config = resolve_ds_config(config, Machine(1, 1), model_config.hidden_size)
             with PeakBytes() as held:
-                model = load_model(config, model_config, ds_config, "fp32").model
+                model = load_model(config.model, config.train, model_config, ds_config).model
             sizes = [p.ds_shape.numel() for p in model.parameters()]
             measured = {
                 "rank": ranks.rank,

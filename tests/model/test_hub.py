@@ -83,5 +83,5 @@ def test_code_that_comes_with_a_model_never_runs_nor_asks(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     config = read_config(tiny_config(model=folder))
     with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:
-        load_model_config(config)
+        load_model_config(config.model)
     assert "\n" not in str(said.value) and not (tmp_path / "ran").exists()

@@ -42,9 +42,9 @@ def check(tiny_config):
     """Loads the model of a folder."""
 
     def of(folder):
-        config = read_config(tiny_config(model=folder))
+        config = read_config(tiny_config(model=folder, train__precision="fp32"))
         ds_config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
-        load_model(config, load_model_config(config), ds_config, "fp32")
+        load_model(config.model, config.train, load_model_config(config.model), ds_config)
 
     return of
 

@@ -109,8 +109,8 @@ def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenize
         skeleton = meta_model(architecture, False)
         assert linear_cost(skeleton) > 0
         count_flops(skeleton)
-        check_model_fits(config, skeleton, sample_tokenizer)
-        _, why = resolve_batching(config, skeleton, "cpu", "fp32")
+        check_model_fits(skeleton, sample_tokenizer, 64)
+        _, why = resolve_batching(config, skeleton, "cpu")
         assert why
     except UserError as error:
         assert REFUSED[family] in str(error)
@@ -125,4 +125,4 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
     larger.add_tokens([f"<|{i}|>" for i in range(400 - len(larger))])
     config = read_config(tiny_config())
     with pytest.raises(UserError, match=r"has 400 token ids, .* 320; .*rows for its new tokens"):
-        check_model_fits(config, meta_model(load_model_config(config), False), larger)
+        check_model_fits(meta_model(load_model_config(config.model), False), larger, 64)

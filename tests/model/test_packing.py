@@ -153,10 +153,11 @@ def resolve(tiny_config):
             config,
             data=replace(config.data, batching=batching),
             model=replace(config.model, attn_implementation=attention),
+            train=replace(config.train, precision=precision),
         )
         skeleton = meta_model(copy.deepcopy(architecture), False)
         chosen = skeleton.config._attn_implementation
-        resolved, why = resolve_batching(asked, skeleton, device, precision, sequence)
+        resolved, why = resolve_batching(asked, skeleton, device, sequence)
         assert skeleton.config._attn_implementation == chosen  # the probe has left no trace
         return resolved.data.batching, resolved.model.attn_implementation, why
 

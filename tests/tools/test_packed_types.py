@@ -50,7 +50,7 @@ def test_auto_packs_no_type_of_model_that_would_be_refused(tiny_config):
             continue
         try:
             skeleton = meta_model(copy.deepcopy(model.config), False)
-            batching = resolve_batching(run, skeleton, "cpu", "fp32")[0].data.batching
+            batching = resolve_batching(run, skeleton, "cpu")[0].data.batching
         except UserError:  # one part of several
             continue
         if batching == "packed":

@@ -41,13 +41,13 @@ class RunIdentity:
             plan=record,
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
-            precision=setup.precision,
+            precision=config.train.precision,
             settings={
                 "train.seed": record.seed,
                 "train.global_batch_size": record.global_batch_size,
                 "train.global_batch_tokens": record.global_batch_tokens,
                 **optimization_of(config, plan.mean_batch),
-                "train.precision": setup.precision,
+                "train.precision": config.train.precision,
             },
         )
 

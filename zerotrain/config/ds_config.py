@@ -2,7 +2,7 @@
 
 `ds_configs/*.json` set ZeRO stage, offload and communication, and have "auto" where the value comes
 from the run config. The same files work with transformers' Trainer and accelerate, and files made
-for those work here. Where both configs set a value, the values must agree.
+for those work here without their scheduler. Where both configs set a value, the values must agree.
 """
 
 import copy
@@ -25,12 +25,6 @@ from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import Machine
 
-# DeepSpeed's schedulers and the schedules of transformers that are used in their place.
-SCHEDULES = {
-    "WarmupLR": "constant_with_warmup",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "cosine",
-}
 # Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones, or where not all
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
@@ -49,7 +43,7 @@ KEYS = {
 }
 BLOCKS = (
     "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
-    "optimizer", "optimizer.params", "scheduler", "scheduler.params",
+    "optimizer", "optimizer.params",
 )  # fmt: skip
 OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 # The only values that train correctly and can be resumed from, and what others would do.
@@ -84,7 +78,7 @@ EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
 def resolve_ds_config(
     config: Config, machine: Machine, hidden_size: int
-) -> tuple[Config, str, dict[str, Any]]:
+) -> tuple[Config, dict[str, Any]]:
     """Read the DeepSpeed config file, resolve what it shares with the run config, and check it.
 
     Args:
@@ -92,8 +86,8 @@ def resolve_ds_config(
         hidden_size: of the model; Hugging Face derives ZeRO-3's bucket sizes from it.
 
     Returns:
-        The run config with train.lr_schedule; the precision; and the merged DeepSpeed config, in
-        which no value is "auto".
+        The run config with the precision that train.precision auto stands for, and the merged
+        DeepSpeed config, in which no value is "auto".
 
     Raises:
         UserError: an unreadable file, a key or value that is not supported, or a value that
@@ -101,18 +95,15 @@ def resolve_ds_config(
     """
     file = config.ds_config
     merged = read_ds_config(file)
-    config = _with_schedule(config, merged.pop("scheduler"))
-    precision = config.train.precision
-    if precision == "auto":
+    if config.train.precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
-        precision = [*stated, machine.precision][0]
-    _fill_from_run(merged, config, precision)
+        train = replace(config.train, precision=[*stated, machine.precision][0])
+        config = replace(config, train=train)
+    _fill_from_run(merged, config)
     _fill_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
-    for problem in chain(
-        _unsupported(merged), _contradictions(merged, config, precision), _refusals(merged)
-    ):
+    for problem in chain(_unsupported(merged), _contradictions(merged, config), _refusals(merged)):
         raise UserError(f"{file}: {problem}")
-    return config, precision, merged
+    return config, merged
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
@@ -221,27 +212,7 @@ def read_ds_config(file: str) -> dict[str, Any]:
     return raw
 
 
-def _with_schedule(config: Config, block: dict[str, Any]) -> Config:
-    """The config with train.lr_schedule: as given, else the scheduler block's, else cosine.
-
-    Raises:
-        UserError: the block has no equal schedule, or contradicts the run config.
-    """
-    own = config.train.lr_schedule
-    name = own or "cosine"
-    if "type" in block:
-        name = SCHEDULES.get(str(block["type"]))
-        is_set = any(value != "auto" for value in block["params"].values())
-        if name is None or own not in (None, name) or is_set:
-            raise UserError(
-                f"{config.ds_config}: scheduler is {json.dumps(block)}, but the run config sets "
-                f"the schedule (train.lr_schedule is {own}): remove the block, or make its type "
-                f'{" or ".join(SCHEDULES)}, the same schedule, and its params "auto"'
-            )
-    return replace(config, train=replace(config.train, lr_schedule=name))
-
-
-def _fill_from_run(merged: dict[str, Any], config: Config, precision: str) -> None:
+def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
     """Fill in what the run config sets; the file may have the same values, or "auto".
 
     Raises:
@@ -256,6 +227,7 @@ def _fill_from_run(merged: dict[str, Any], config: Config, precision: str) -> No
     # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
     own = "micro-batches follow from data.micro_batch_tokens"
     values = [("train_micro_batch_size_per_gpu", 1, own), ("gradient_accumulation_steps", 1, own)]
+    precision = config.train.precision
     for name in ("bf16", "fp16"):
         values.append((f"{name}.enabled", precision == name, f"the run's precision is {precision}"))
     # train.py sets the scaled and scheduled rate before each step
@@ -317,6 +289,11 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
     """Single values that DeepSpeed would silently ignore or train wrongly, or that are not
     supported. What is said of a value assumes that there is nothing to say of those before it.
     """
+    if "scheduler" in merged:
+        yield (
+            "scheduler: remove it, and set train.lr_schedule: constant_with_warmup for WarmupLR, "
+            "linear for WarmupDecayLR, cosine for WarmupCosineLR"
+        )
     tensor, sequence = group_sizes(merged)
     stage = zero_stage(merged)
     for path, value, least in (
@@ -343,7 +320,7 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
             yield f"{path} is {json.dumps(value)}: it needs zero_optimization.stage 3; remove it"
 
 
-def _contradictions(merged: dict[str, Any], config: Config, precision: str) -> Iterator[str]:
+def _contradictions(merged: dict[str, Any], config: Config) -> Iterator[str]:
     """Values that DeepSpeed would train wrongly together, or that are not supported together."""
     stage = zero_stage(merged)
     kind = merged["optimizer"]["type"]
@@ -355,7 +332,7 @@ def _contradictions(merged: dict[str, Any], config: Config, precision: str) -> I
         yield "zero_optimization.zero_hpz_partition_size does not work with offload; remove one"
     if str(kind).lower() not in ("adam", "adamw"):
         yield f"optimizer.type is {json.dumps(kind)}: use AdamW or Adam"
-    if precision == "fp16" and stage == 0:
+    if config.train.precision == "fp16" and stage == 0:
         yield (
             "fp16 at zero_optimization.stage 0: DeepSpeed divides gradients there by a loss scale "
             "that it has not multiplied with; set the stage to 1, or use bf16"

@@ -247,23 +247,18 @@ class TrainConfig(Section):
     """The global batch that learning_rate was tuned for, in the unit of the global batch; needed by
     sqrt and linear.
     """
-    lr_schedule: (
-        Literal[
-            "constant",
-            "constant_with_warmup",
-            "linear",
-            "cosine",
-            "cosine_with_restarts",
-            "polynomial",
-            "inverse_sqrt",
-            "cosine_with_min_lr",
-            "warmup_stable_decay",
-        ]
-        | None
-    ) = None
-    """Name of a schedule of transformers' get_scheduler; default: that of ds_config's scheduler,
-    else cosine.
-    """
+    lr_schedule: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "warmup_stable_decay",
+    ] = "cosine"
+    """Name of a schedule of transformers' get_scheduler."""
     lr_schedule_args: dict[str, ScheduleArgument] = field(default_factory=dict)
     """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
     warmup_examples: NonNegativeInt = 0
@@ -292,7 +287,7 @@ class TrainConfig(Section):
             )
         if self.lr_schedule == "constant" and self.warmup_examples:
             raise ValueError("lr_schedule constant has no warm-up; use constant_with_warmup")
-        if (self.lr_schedule or "").startswith("constant") and self.lr_schedule_args:
+        if self.lr_schedule.startswith("constant") and self.lr_schedule_args:
             raise ValueError(f"lr_schedule {self.lr_schedule} takes no lr_schedule_args")
 
     @property
@@ -402,11 +397,6 @@ class Config(Section):
     def __post_init__(self) -> None:
         if self.eval.generate and self.data.supervise == "all":
             raise ValueError("eval.generate needs data.supervise answers or last")
-
-    @property
-    def tokenizer_source(self) -> str:
-        """Folder or hub id of the tokenizer."""
-        return self.model.tokenizer or self.model.name_or_path
 
 
 def section_of(kind: Any) -> type | None:

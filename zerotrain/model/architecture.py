@@ -56,7 +56,7 @@ def is_multimodal(model_config: PretrainedConfig) -> bool:
 
 
 def check_model_fits(
-    config: Config, skeleton: nn.Module, tokenizer: PreTrainedTokenizerBase
+    skeleton: nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
     """Refuse a vocabulary or data.max_length that is too large for the model; ProphetNet; and
     experts that are modules of their own, as in code that comes with a model: ranks choose
@@ -65,6 +65,7 @@ def check_model_fits(
 
     Args:
         skeleton: the model on the meta device.
+        max_length: data.max_length.
 
     Raises:
         UserError: names the two sizes, or the module.
@@ -74,14 +75,14 @@ def check_model_fits(
     ids = max(tokenizer.get_vocab().values(), default=-1) + 1
     if ids > text.vocab_size:
         raise UserError(
-            f"model.tokenizer: {config.tokenizer_source} has {ids:,} token ids, but the model's "
+            f"model.tokenizer: {tokenizer.name_or_path} has {ids:,} token ids, but the model's "
             f"vocabulary has {text.vocab_size:,}; use the tokenizer that belongs to the model, or "
             "a model whose embeddings have rows for its new tokens"
         )
     positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < config.data.max_length:
+    if isinstance(positions, int) and 0 < positions < max_length:
         raise UserError(
-            f"data.max_length: {config.data.max_length:,} exceeds the model's "
+            f"data.max_length: {max_length:,} exceeds the model's "
             f"max_position_embeddings ({positions:,})"
         )
     if text.model_type == "prophetnet":

@@ -21,7 +21,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.ds_config import group_sizes, zero_stage
-from zerotrain.config.schema import CHAT_TEMPLATES, Config, chat_template_file
+from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, TrainConfig, chat_template_file
 from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.model.hub import (
     Base,
@@ -38,7 +38,7 @@ from zerotrain.runtime.seeding import seed_everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The run's tokenizer, with model.chat_template, if given, instead of its own.
 
     Raises:
@@ -46,12 +46,12 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """
     tokenizer = load_pretrained(
         AutoTokenizer.from_pretrained,
-        config.tokenizer_source,
-        "model.tokenizer" if config.model.tokenizer else "model.name_or_path",
-        config.model.trust_remote_code,
+        config.tokenizer or config.name_or_path,
+        "model.tokenizer" if config.tokenizer else "model.name_or_path",
+        config.trust_remote_code,
     )
-    if config.model.chat_template:
-        set_chat_template(tokenizer, config.model.chat_template)
+    if config.chat_template:
+        set_chat_template(tokenizer, config.chat_template)
     end_answers(tokenizer)
     return tokenizer
 
@@ -74,16 +74,16 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     tokenizer.chat_template = fit_template(template, tokenizer) if named else template
 
 
-def load_model_config(config: Config) -> PretrainedConfig:
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's config, which gives its architecture.
 
     Raises:
         UserError: it cannot be loaded, or is that of quantized weights.
     """
-    name = config.model.name_or_path
-    trust = config.model.trust_remote_code
+    name = config.name_or_path
+    trust = config.trust_remote_code
     model_config = load_pretrained(AutoConfig.from_pretrained, name, "model.name_or_path", trust)
-    if getattr(model_config, "quantization_config", None) and not config.model.from_config:
+    if getattr(model_config, "quantization_config", None) and not config.from_config:
         raise UserError(
             f"model.name_or_path: the weights of {name} are quantized (quantization_config in its "
             "config.json), and cannot be trained; use the model in 16 bits, or a copy that "
@@ -105,34 +105,40 @@ class LoadedModel:
 
 
 def load_model(
-    config: Config, model_config: PretrainedConfig, ds_config: dict[str, Any], precision: str
+    config: ModelConfig,
+    train: TrainConfig,
+    model_config: PretrainedConfig,
+    ds_config: dict[str, Any],
 ) -> LoadedModel:
-    """The model in a precision (fp32, bf16 or fp16), pretrained or randomly initialized from the
-    global RNG.
+    """The model in train.precision, pretrained or randomly initialized from the global RNG.
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
     an HfDeepSpeedConfig exists, to which it holds only a weak reference. Below, each rank reads or
     draws the weights on its own device, not all of a node's ranks in its CPU memory.
 
+    Args:
+        config: the run config's section model.
+        train: with a precision that is not auto.
+
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
     """
-    name = config.model.name_or_path
-    trust = config.model.trust_remote_code
+    name = config.name_or_path
+    trust = config.trust_remote_code
     # Matrices are split later, by deepspeed.initialize; transformers 5.23 takes them for split, and
     # refuses to load them.
     hf_ds_config = HfDeepSpeedConfig({**ds_config, "tensor_parallel": {}})
-    dtype = DTYPES[precision]
+    dtype = DTYPES[train.precision]
     options = {"dtype": dtype}
-    if config.model.attn_implementation:  # None would replace what the model's config says
-        options["attn_implementation"] = config.model.attn_implementation
+    if config.attn_implementation:  # None would replace what the model's config says
+        options["attn_implementation"] = config.attn_implementation
     device = torch.device(get_accelerator().current_device_name())
-    if config.model.quantization:
+    if config.quantization:
         options |= quantized(dtype, device)
     elif zero_stage(ds_config) == 3 or group_sizes(ds_config)[0] > 1:
         device = nullcontext()  # DeepSpeed moves to the device what a rank keeps of the model
     with device:
-        if config.model.from_config:
+        if config.from_config:
             model = AutoModelForCausalLM.from_config(
                 model_config, trust_remote_code=trust, **options
             )
@@ -148,7 +154,7 @@ def load_model(
                 **options,
             )
     base = None
-    if not config.model.from_config:
+    if not config.from_config:
         check_report(name, report)
         _check_ties(name, model, weight_files(name))
         if hasattr(model, "peft_config"):
@@ -157,11 +163,11 @@ def load_model(
                 "loads too; merge them into the weights, or remove adapter_config.json"
             )
         base = describe_base(name)
-    if config.model.quantization:  # a checkpoint's config.json is that of what is exported
+    if config.quantization:  # a checkpoint's config.json is that of what is exported
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.
-    seed_everything(config.train.seed)
-    choose_trained(model, config.model)
+    seed_everything(train.seed)
+    choose_trained(model, config)
     return LoadedModel(model, base, hf_ds_config)
 
 

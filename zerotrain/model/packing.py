@@ -44,11 +44,12 @@ VARLEN = ("flash", "flex_attention")
 
 
 def resolve_batching(
-    config: Config, skeleton: nn.Module, device: str, precision: str, sequence: int = 1
+    config: Config, skeleton: nn.Module, device: str, sequence: int = 1
 ) -> tuple[Config, str]:
     """The config with data.batching and model.attn_implementation decided, and the reason.
 
     Args:
+        config: with a precision that is not auto.
         skeleton: the model on the meta device.
         device: cpu or cuda.
         sequence: ranks that share a sequence.
@@ -80,7 +81,7 @@ def resolve_batching(
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
     if batching == "auto":
         if device == "cuda" and not attention:
-            problem = problem or _kernel_problem(precision)
+            problem = problem or _kernel_problem(config.train.precision)
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
     if (batching == "packed" and not attention) or sequence > 1:
         attention = PACKED_EXAMPLES

@@ -76,7 +76,9 @@ def prove_equivalence(
     """
     config = cut_down(config, work, ranks, precision)
     cases = list(_cases(config, ranks))
-    plain = train_plainly(config, load_tokenizer(config), lambda m: _prepared(m, config), EPSILON)
+    plain = train_plainly(
+        config, load_tokenizer(config.model), lambda m: _prepared(m, config), EPSILON
+    )
     tolerance = TOLERANCES[precision]
     names = ["loss", "norm", "weights"] if precision == "fp32" else ["loss", "norm"]
     _print_row("", "micro-steps", *names)
@@ -161,7 +163,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         UserError: the model cannot be made that small, or a source cannot be read.
     """
     model_folder = work / "model"
-    model_config = small_config(load_model_config(config))
+    model_config = small_config(load_model_config(config.model))
     torch.manual_seed(config.train.seed)
     trust = config.model.trust_remote_code
     try:
@@ -182,7 +184,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         model=replace(
             config.model,
             name_or_path=str(model_folder),
-            tokenizer=config.tokenizer_source,
+            tokenizer=config.model.tokenizer or config.model.name_or_path,
             from_config=False,
             quantization=None,
             lora=config.model.lora and replace(config.model.lora, dropout=0.0),

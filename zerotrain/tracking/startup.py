@@ -38,7 +38,7 @@ def startup_table(
     rows = {
         "model": f"{config.model.name_or_path}, {counts.total:,} parameters, "
         f"{counts.trained:,} of them trained",
-        "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {setup.precision}, ZeRO stage "
+        "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "

@@ -66,10 +66,9 @@ class StepReporter:
         self._metrics = metrics
         self._ranks = ranks
         self._tracing = trace_on_request(setup.config.output_dir)
+        is_16_bit = setup.config.train.precision != "fp32"
         # of 16-bit matrix products; None if unknown
-        self._peak_flops_per_s = (
-            None if setup.precision == "fp32" else peak_flops_per_s(device_name(ranks.device))
-        )
+        self._peak_flops_per_s = peak_flops_per_s(device_name(ranks.device)) if is_16_bit else None
 
     def report(self, batch: StepBatch, values: Mapping[str, float], progress: Progress) -> None:
         """Report a finished step. Counts are of the global batch, over all ranks.

@@ -55,6 +55,7 @@ def build_engine(
         UserError: DeepSpeed refuses the config, or the weights cannot be loaded or do not fit.
     """
     config = setup.config
+    ds_config = setup.ds_config
     if not config.model.from_config:
         # once per node, within the 24 hours of Ranks.control
         name = config.model.name_or_path
@@ -62,16 +63,13 @@ def build_engine(
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = ranks.run_on_all(
-        lambda: load_model(
-            config, setup.architecture.model_config, setup.ds_config, setup.precision
-        )
+        lambda: load_model(config.model, config.train, setup.architecture.model_config, ds_config)
     )
     model = loaded.model
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
-    ds_config = setup.ds_config
     stage = zero_stage(ds_config)
     change_blocks(model, config.model, stage)
-    if stage == 0 and setup.precision == "fp32":
+    if stage == 0 and config.train.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
     name_locks()
     try:

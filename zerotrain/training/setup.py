@@ -68,8 +68,6 @@ class Setup:
     """The run config with every default that depends on the model or the machine filled in."""
     machine: Machine
     architecture: Architecture
-    precision: str
-    """fp32, bf16 or fp16."""
     ds_config: dict[str, Any]
     """Merged with the run config: no value is "auto"."""
     why_batching: str
@@ -103,11 +101,11 @@ def resolve(config: Config, machine: Machine, architecture: Architecture) -> Set
         UserError: settings contradict each other, or do not fit the model.
     """
     skeleton = architecture.skeleton
-    config, precision, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
+    config, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
     tensor, sequence = group_sizes(ds_config)
-    config, why = resolve_batching(config, skeleton, machine.device, precision, sequence)
+    config, why = resolve_batching(config, skeleton, machine.device, sequence)
     check_tensor_parallel(config, ds_config, skeleton, architecture.counts, tensor)
-    return Setup(config, machine, architecture, precision, ds_config, why)
+    return Setup(config, machine, architecture, ds_config, why)
 
 
 def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokenizerBase]:
@@ -116,11 +114,11 @@ def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokeniz
     Raises:
         UserError: something cannot be loaded, or as resolve.
     """
-    tokenizer = load_tokenizer(config)
-    model_config = load_model_config(config)
+    tokenizer = load_tokenizer(config.model)
+    model_config = load_model_config(config.model)
     pinned = pin_revisions(config)
     architecture = Architecture.of(pinned.model, model_config)
-    check_model_fits(pinned, architecture.skeleton, tokenizer)
+    check_model_fits(architecture.skeleton, tokenizer, config.data.max_length)
     return resolve(pinned, machine, architecture), tokenizer
 
 
