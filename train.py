@@ -22,10 +22,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerotrain.config.parse import check_start, parse_own_command_line
+from zerotrain.config.parse import check_start, parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, exit_on_error
 
-COMMAND_LINE = parse_own_command_line(__name__)  # --help need not wait for the imports below
+if __name__ == "__main__":  # --help, and a mistake, need not wait for the imports below
+    COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
 
 import deepspeed
 import torch
@@ -53,7 +54,7 @@ from zerotrain.training.engine import build_engine, check_engine
 from zerotrain.training.evaluate import HeldOutSets
 from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update, find_problem
 from zerotrain.training.loss import SupervisedLoss
-from zerotrain.training.optimizer import Schedule, make_schedule, set_learning_rate
+from zerotrain.training.optimizer import Schedule, make_schedule
 from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 
@@ -106,8 +107,6 @@ def main(config: Config, mode: str = "train") -> None:
             show_rows(startup_table(setup, start.plan, eval_plans, schedule))
         if mode == "dry_run":
             return
-        if mode == "train":
-            ranks.run_on_first(lambda: write_resolved_configs(setup))
 
         # 4. Model and engine, in the state that the run starts from.
         engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
@@ -115,6 +114,7 @@ def main(config: Config, mode: str = "train") -> None:
         if mode == "rehearse":
             rehearse(engine, loss, setup, start.plan, ranks)
             return
+        ranks.run_on_first(lambda: write_resolved_configs(setup))
         # the files of the frozen weights, which checkpoints then need not hold
         base = load_start(engine, start, ranks, loaded.base, config.train.seed)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
@@ -206,7 +206,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     batch = next(batches)
     run.timer.mark("data")
     lr = run.schedule.rate(batch.global_step)
-    set_learning_rate(run.engine.basic_optimizer, lr)
+    for group in run.engine.basic_optimizer.param_groups:
+        group["lr"] = lr
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(lambda: describe_micro_batch(run.plan, examples)):
         values, problem = train_step(run, batch)

@@ -43,7 +43,7 @@ def setup_of(tiny_config):
         config = read_config(tiny_config(**settings))
         model = Architecture.of(config.model, LlamaConfig(**SIZES))
         machine = Machine(4, local_ranks, precision="bf16")
-        return Setup(config, machine, model, "bf16", {"bf16": {"enabled": True}, **merged}, "")
+        return Setup(config, machine, model, {"bf16": {"enabled": True}, **merged}, "")
 
     return setup
 

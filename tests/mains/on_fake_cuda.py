@@ -16,7 +16,7 @@ from harness.batches import micro_batch
 from harness.counted import Counted
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model import packing
-from zerotrain.model.blocks import change_blocks
+from zerotrain.training.engine import change_blocks
 from zerotrain.training.loss import CHUNK_TOKENS, SupervisedLoss
 
 CUDA = torch.device("cuda")
@@ -75,7 +75,7 @@ def run(name, config, options):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention
             )
-        change_blocks(model.train(), ModelConfig("x", **options))
+        change_blocks(model.train(), ModelConfig("x", **options), 0)
         loss = SupervisedLoss(model)
         with Counted() as counted:
             cross_entropy, router = loss(model, batch)

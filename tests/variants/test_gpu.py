@@ -11,9 +11,9 @@ from harness.repository import REPO
 from transformers import AutoModelForCausalLM
 
 from zerotrain.config.schema import ModelConfig
-from zerotrain.model.blocks import change_blocks
 from zerotrain.model.packing import PACKED_EXAMPLES
 from zerotrain.runtime.seeding import rng_state, seed_everything, set_rng_state
+from zerotrain.training.engine import change_blocks
 from zerotrain.training.loss import SupervisedLoss
 
 
@@ -47,7 +47,7 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
     ).to(device)
-    change_blocks(model.train(), ModelConfig("x", **options))
+    change_blocks(model.train(), ModelConfig("x", **options), 0)
     batch = micro_batch(packed)
     batch = batch.each(torch.Tensor.pin_memory) if device == "cuda" else batch
     loss = SupervisedLoss(model)(model, batch).cross_entropy

@@ -17,7 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from zerotrain.config.schema import Config, Source, config_keys, section_of, settings_of
-from zerotrain.runtime.errors import UserError, describe, disk_error, exit_on_error, similar
+from zerotrain.runtime.errors import UserError, describe, disk_error, similar
 from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
@@ -99,14 +99,6 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
         )
     modes = [flag.removeprefix("--") for flag in MODE_FLAGS if flag in argv]
     return CommandLine(config, *modes[:1])
-
-
-def parse_own_command_line(name: str) -> CommandLine | None:
-    """parse_command_line of the process whose script is the module `name`; the process ends with a
-    line and code 2 where the user has made a mistake. Nothing is parsed if another script imports
-    the module.
-    """
-    return exit_on_error(lambda: parse_command_line(sys.argv[1:])) if name == "__main__" else None
 
 
 def settings_table() -> str:

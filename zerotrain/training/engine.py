@@ -2,17 +2,21 @@
 
 import os
 import sys
+import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import deepspeed
+from deepspeed.utils import set_z3_leaf_module
+from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from zerotrain.config.ds_config import zero_stage
+from zerotrain.config.schema import ModelConfig
 from zerotrain.data.data_plan import DataPlan
-from zerotrain.model.blocks import change_blocks
 from zerotrain.model.hub import summarize, weight_files
 from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
 from zerotrain.model.probes import (
@@ -27,6 +31,8 @@ from zerotrain.runtime.seeding import rank_seed, seed_everything
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import parameter_groups, reset_update_count
 from zerotrain.training.setup import Setup
+
+MAX_GRAPHS = 64  # of one function: training or not, one example or several, kinds of layers
 
 
 def name_locks() -> None:
@@ -58,8 +64,7 @@ def build_engine(
     ds_config = setup.ds_config
     if not config.model.from_config:
         # once per node, within the 24 hours of Ranks.control
-        name = config.model.name_or_path
-        ranks.run_on_all(lambda: weight_files(name), first_on_node=True)
+        ranks.run_on_all(lambda: weight_files(config.model.name_or_path), first_on_node=True)
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
     loaded = ranks.run_on_all(
@@ -80,20 +85,17 @@ def build_engine(
                 config=ds_config,
             )
     except Exception as error:
-        # out of memory and lost connections are RuntimeErrors
-        is_refusal = not isinstance(error, RuntimeError | OSError | MemoryError)
-        if is_refusal or isinstance(error, NotImplementedError):
-            raise UserError(
-                f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}"
-            ) from error
-        raise
+        # out of memory and lost connections are RuntimeErrors, as is what is not implemented
+        is_failure = isinstance(error, RuntimeError | OSError | MemoryError)
+        if is_failure and not isinstance(error, NotImplementedError):
+            raise
+        raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}") from error
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)
     engine.train()
-    tokens = ordinary_tokens(tokenizer)
-    problem = ranks.run_on_all(lambda: loss.check(engine, tokens))
+    problem = ranks.run_on_all(lambda: loss.check(engine))
     if problem and ranks.is_first:
         print(f"the loss takes more time and memory: {problem}", flush=True)
     seed_everything(rank_seed(config.train.seed, ranks.replica))
@@ -120,3 +122,32 @@ def check_engine(
     ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, ends))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.sequence_group))
+
+
+def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
+    """Apply model.activation_checkpointing, model.compile, and at ZeRO stage 3 gather blocks as a
+    whole, rather than with hooks of each of their modules; before deepspeed.initialize.
+
+    Raises:
+        UserError: the model cannot have them.
+    """
+    if options.activation_checkpointing:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # a newer name
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if options.compile and not blocks:
+        raise UserError(
+            f"model.compile: {type(model).__name__} does not say which modules are its blocks"
+        )
+    for block in blocks if options.compile else ():
+        block.compile(dynamic=True, recompile_limit=MAX_GRAPHS)
+    if stage == 3 and blocks:
+        # ZeRO-3 reduces the gradients of a block once autograd has the gradient of its input. Where
+        # the input needs none, because everything before is frozen, it would reduce zeros; so the
+        # output of the embeddings is made to need one.
+        for block in blocks:
+            set_z3_leaf_module(block, True)
+        model.enable_input_require_grads()

@@ -5,10 +5,10 @@ questions and their score.
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config
@@ -18,9 +18,6 @@ from zerotrain.data.questions import choose_questions, exact_match
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 
 class Preempted(Exception):
@@ -35,7 +32,7 @@ class HeldOutSets:
     plans: dict[str, DataPlan]
     """The plan of each set by its name, the first set first."""
     tokenizer: PreTrainedTokenizerBase
-    engine: "DeepSpeedEngine"
+    engine: DeepSpeedEngine
     loss: SupervisedLoss
     ranks: Ranks
 
@@ -54,7 +51,7 @@ class HeldOutSets:
             for name, plan in self.plans.items():
                 loss = self._mean_loss(plan)
                 values[f"loss/{name}"] = loss
-                values[f"perplexity/{name}"] = float(torch.tensor(loss, dtype=torch.float64).exp())
+                values[f"perplexity/{name}"] = float(np.exp(loss))
                 if self.config.eval.generate:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
                         answers[name] = self._answers(name, plan)

@@ -2,15 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import nn
 
 from zerotrain.runtime.ranks import Ranks
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 MAX_SKIPPED_IN_A_ROW = 5
 
@@ -43,7 +40,7 @@ def find_problem(
     return Problem(f"loss {loss:.4f}, gradient norm {norm}", pairs)
 
 
-def apply_update(engine: "DeepSpeedEngine", clipping: float) -> tuple[float, bool]:
+def apply_update(engine: DeepSpeedEngine, clipping: float) -> tuple[float, bool]:
     """engine.step(): clip, update the weights, zero the gradients. DeepSpeed skips an update whose
     gradient is not finite, except where it does not wrap the optimizer; there the norm and clipping
     are computed here, too, in fp64 as under ZeRO. DeepSpeed's own norm is off by up to 1e-3 there.

@@ -41,12 +41,6 @@ def reset_update_count(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = state["step"] * 0
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 class Schedule(NamedTuple):
     """The learning rate of a run as a function of the optimizer step alone, so that a resumed run
     uses the rate of its current config.

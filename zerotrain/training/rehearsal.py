@@ -5,10 +5,11 @@ tokens fit into memory. And the line of a run that is out of memory.
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from zerotrain.data.data_plan import DataPlan
@@ -17,12 +18,8 @@ from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
+from zerotrain.training.setup import Setup
 from zerotrain.training.states import GIB
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
-    from zerotrain.training.setup import Setup
 
 USED_SHARE = 0.9  # of the memory, by the largest micro-batch that is said to fit
 SMALLEST_GROWTH = 1.1  # of the micro-batch for which another attempt is worth its time
@@ -42,9 +39,9 @@ class MeasuredMemory(NamedTuple):
 
 
 def rehearse(
-    engine: "DeepSpeedEngine",
+    engine: DeepSpeedEngine,
     loss: SupervisedLoss,
-    setup: "Setup",
+    setup: Setup,
     plan: DataPlan,
     ranks: Ranks,
 ) -> None:
@@ -100,7 +97,7 @@ def growth(memory: list[MeasuredMemory]) -> float:
 
 
 def run_costliest(
-    engine: "DeepSpeedEngine",
+    engine: DeepSpeedEngine,
     loss: SupervisedLoss,
     plan: DataPlan,
     ranks: Ranks,
