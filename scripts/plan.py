@@ -1,8 +1,8 @@
 """What a run needs and costs under every file of ds_configs/, and which one to use, before any GPU
 is rented.
 
-    python -m scripts.plan --config recipes/llama-3.1-8b.yaml [--hostfile hostfile | --nodes 2
-        --gpus 8] [--gpu h100-80gb] [--price 2.5] [--links links.json] [--section.key value ...]
+    python -m scripts.plan --config recipes/llama-3.1-8b.yaml [--nodes 2] [--gpus 8]
+        [--gpu h100-80gb] [--price 2.5] [--links links.json] [--section.key value ...]
 
 Prints memory, speed, hours and cost under each DeepSpeed config; those of the fastest on fewer and
 more nodes; and the interval of saves. It needs neither GPU nor weights: a model's sizes come from
@@ -32,10 +32,10 @@ from zerotrain.tools.estimate import (
     GpuCluster,
     Rates,
     Workload,
-    daly_seconds,
     estimate,
     fastest,
     find_gpu,
+    save_interval,
 )
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.training.setup import Architecture
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 REPO = Path(__file__).resolve().parent.parent
 IN_RECIPE = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
-HOST = re.compile(r"^\s*[^\s#]+\s+slots=(\d+)", re.MULTILINE)
 
 
 def main() -> None:
@@ -57,7 +56,6 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="run config")
-    add("--hostfile", help="names the nodes and their GPUs")
     add("--nodes", type=int)
     add("--gpus", type=int, help="of each node")
     add("--gpu", help="name and memory of a GPU: h100-80gb, h200-141gb, a100-40gb ...")
@@ -72,10 +70,8 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     config = parse_command_line(["--config", args.config, *rest], "python -m scripts.plan").config
     cluster = choose_cluster(args)
-    options = ("nodes", "gpus", "price", "mean_tokens", "rows")
-    named = {name: getattr(args, name) for name in options}
-    for name, value in {**asdict(cluster.rates), **named}.items():
-        if value is not None and value <= 0:
+    for name, value in {**vars(args), **asdict(cluster.rates)}.items():
+        if isinstance(value, int | float) and value <= 0:
             raise UserError(f"--{name} {value:g}: must be more than 0")
     show(make_workload(config, args.mean_tokens, args.rows), cluster, args.price, args.chart)
 
@@ -89,11 +85,6 @@ def choose_cluster(args: argparse.Namespace) -> GpuCluster:
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{args.links}: not what preflight --links writes") from error
     nodes, gpus, gib = cluster_in(read_text(args.config))
-    if args.hostfile:
-        slots = [int(count) for count in HOST.findall(read_text(args.hostfile))]
-        if not slots:
-            raise UserError(f"{args.hostfile}: no hosts; expected `NAME slots=N` on each line")
-        nodes, gpus = len(slots), min(slots)
     gpu = find_gpu(args.gpu or f"a100-{gib}gb")
     return GpuCluster(args.nodes or nodes, args.gpus or gpus, gpu, assumed)
 
@@ -199,12 +190,10 @@ def show(workload: Workload, cluster: GpuCluster, price: float | None, chart: Pa
         print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
         return
     saved = (MASTER + MOMENTS) * counts.trained
-    seconds = saved / cluster.rates.disk_gb_per_s / 1e9
-    minutes = daly_seconds(seconds, 3600 * cluster.rates.node_mtbf_hours / nodes) / 60
     first = fastest_on[nodes]
     print(
-        f"save: checkpoint.every_minutes {minutes:.0f}, by Daly's formula; a checkpoint has "
-        f"{digits(saved / GIB)} GiB\n"
+        f"save: checkpoint.every_minutes {save_interval(saved, cluster) / 60:.0f}, by Young's "
+        f"formula; a checkpoint has {digits(saved / GIB)} GiB\n"
         f"use: {first.file}, the fastest that fits, or the first of about equally fast ones: "
         f"{digits(first.seconds)} s per step"
     )

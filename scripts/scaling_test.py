@@ -33,9 +33,8 @@ PHASES = ("data", "forward", "backward", "optimizer")
 def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -> Job:
     """The job on some hosts, for a few steps."""
     train = job.config.train
-    key = "global_batch_size" if train.global_batch_tokens is None else "global_batch_tokens"
-    batch = max(1, round(growth * getattr(train, key)))
-    words = [*short_run(steps), f"--output_dir={folder.absolute()}", f"--train.{key}={batch}"]
+    batch = f"--train.{train.global_batch_key}={max(1, round(growth * train.global_batch))}"
+    words = [*short_run(steps), f"--output_dir={folder.absolute()}", batch]
     return replace(job, hosts=hosts, command=[*job.command, *words])
 
 

@@ -20,10 +20,10 @@ from zerotrain.tools.estimate import (
     GpuCluster,
     Rates,
     Workload,
-    daly_seconds,
     estimate,
     fastest,
     find_gpu,
+    save_interval,
 )
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.training.setup import Architecture, Setup
@@ -201,19 +201,18 @@ def test_the_own_choice_comes_first_among_about_equally_fast_ones(workload):
         assert [Path(each.file).stem for each in ranked] == order
 
 
-def test_saves_are_rarer_where_failures_are_and_never_rarer_than_failures():
-    assert daly_seconds(60, 1e6) == pytest.approx((2 * 60 * 1e6) ** 0.5, rel=0.01)
-    assert daly_seconds(60, 1e4) < daly_seconds(60, 1e6)
-    assert daly_seconds(1e6, 100) == 100
+def test_saves_are_rarer_where_failures_are():
+    rates = Rates(disk_gb_per_s=2, node_mtbf_hours=1000)
+    one, two = (save_interval(120e9, replace(NODE, nodes=n, rates=rates)) for n in (1, 2))
+    assert one == pytest.approx((2 * 60 * 3.6e6) ** 0.5)
+    assert two == pytest.approx((2 * 60 * 1.8e6) ** 0.5)
 
 
-def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path):
-    hosts = tmp_path / "hostfile"
-    hosts.write_text("# two nodes\nnode-1 slots=4\nnode-2 slots=4\n")
+def test_the_command_reads_links_and_rows(forks, tiny_config, tmp_path):
     links = tmp_path / "links.json"
     links.write_text(json.dumps({"network_gb_per_s": 12.5, "node_gb_per_s": 300.0}))
     command = ["scripts.plan", "--config", tiny_config()]
-    named = ["--hostfile", hosts, "--links", links, "--gpu", "h100-80gb"]
+    named = ["--nodes", 2, "--gpus", 4, "--links", links, "--gpu", "h100-80gb"]
     chart = tmp_path / "nodes.html"
     done = forks.script(*command, *named, "--price", 1000, "--chart", chart)
     assert done.code == 0, done.output
@@ -235,8 +234,7 @@ def test_the_command_reads_hostfile_links_and_rows(forks, tiny_config, tmp_path)
     assert other.code == 0 and "not possible: ds_configs/zero1_autotp.json" in other.output
     assert "\nuse: ds_configs/" in other.output
     mistakes = (
-        ["--gpu", "fast-80gb"], ["--links", hosts], ["--hostfile", links], ["--mean_tokens", -5],
-        ["--nodes", 0],
+        ["--gpu", "fast-80gb"], ["--links", chart], ["--mean_tokens", -5], ["--nodes", 0],
     )  # fmt: skip
     for wrong in mistakes:
         refused = forks.script(*command, *wrong)

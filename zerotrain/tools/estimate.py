@@ -250,13 +250,13 @@ def fastest(estimates: Sequence[Estimate], own: str) -> list[Estimate]:
     return sorted(usable, key=lambda each: (max(each.seconds, about_equal), each.file != own))
 
 
-def daly_seconds(save_seconds: float, mtbf_seconds: float) -> float:
-    """The interval between saves that loses least time, by Daly 2006,
-    doi.org/10.1016/j.future.2004.11.016; mtbf: mean time between failures of the job.
+def save_interval(checkpoint_bytes: float, cluster: GpuCluster) -> float:
+    """The seconds between saves that lose least time, by Young 1974, doi.org/10.1145/361147.361115.
+    Saves take much less time than lies between failures of the job.
     """
-    root = math.sqrt(save_seconds / (2 * mtbf_seconds))
-    best = 2 * mtbf_seconds * root * (1 - root * 2 / 3 + root**2 / 9)
-    return best if root < 1 else mtbf_seconds
+    rates = cluster.rates
+    save_seconds = checkpoint_bytes / rates.disk_gb_per_s / 1e9
+    return math.sqrt(2 * save_seconds * 3600 * rates.node_mtbf_hours / cluster.nodes)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A checkpoint is untrusted: only the regular files of its manifest are read, and 
 them can run code.
 """
 
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from peft import LoraModel
 
 PROCESSOR_FILES = "*processor_config.json"
-SMALL_FILES = (".json", ".jinja", ".txt", ".model")
-"""Ends of the names that save_pretrained gives to files of a config and a tokenizer; no code."""
+SMALL_FILE = re.compile(r"model/[^/]+\.(json|jinja|txt|model)")
+"""Names that save_pretrained gives to files of a config and a tokenizer; no code."""
 MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
 
 
@@ -79,9 +79,8 @@ def export_checkpoint(
     if only_adapters and not has_adapters:
         raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
     shards = Shards(checkpoint)
-    paths = [checkpoint / name for name in read_manifest(checkpoint).files]
-    folder = checkpoint / "model"  # config and tokenizer
-    small_files = [path for path in paths if path.parent == folder and path.suffix in SMALL_FILES]
+    names = filter(SMALL_FILE.fullmatch, read_manifest(checkpoint).files)
+    small_files = [checkpoint / name for name in names]
     target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
     working = torch.float32 if has_adapters else target
     with new_folder(out) as draft:
@@ -102,10 +101,7 @@ def export_checkpoint(
             if adapters is not None:
                 model = _merge(model, adapters).to(target)
             with warnings.catch_warnings(action="ignore"):
-                try:
-                    model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
-                except SafetensorError as error:  # e.g. a full disk
-                    raise OSError(describe(error)) from error
+                model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
             # again, because transformers has written a generation config of its own; its
             # config.json has the dtype of the weights now
             _copy([file for file in small_files if file.name != "config.json"], draft)

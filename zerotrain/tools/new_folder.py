@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
 
@@ -53,7 +55,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync_tree(draft)
         os.replace(draft, target)  # an empty folder is replaced too
         sync_folder(target.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # either one, where the disk is full
         raise UserError(f"cannot write {out}: {describe(error)}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -186,8 +186,7 @@ def check_prompts(
         is_whole = request.arguments.get("add_generation_prompt") is False
         trained = request.trained if is_whole else request.trained[: len(ids)]
         if ids != trained:
-            pairs = enumerate(zip_longest(ids, trained))
-            same = next(i for i, (served_id, trained_id) in pairs if served_id != trained_id)
+            same = [*map(eq, ids, trained), False].index(False)
             tokens = [tokenizer.convert_ids_to_tokens(i[same : same + 1]) for i in (ids, trained)]
             raise VerificationFailed(
                 f"{request.place}: served token {same + 1} is {tokens[0]}, the trained one "
