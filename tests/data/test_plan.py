@@ -101,9 +101,8 @@ def test_the_mean_batch_is_that_of_the_steps(tiny_config):
         plan_of(tiny_config(train__global_batch_size=71))
 
 
-def plan_of(config_file, ranks=2):
-    config = read_config(config_file)
-    return open_plans(config, ranks)[2]
+def plan_of(config_file):
+    return open_plans(read_config(config_file), 2)[2]
 
 
 # The permutation

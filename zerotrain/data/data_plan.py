@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import xxhash
 from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 
@@ -54,8 +53,7 @@ class DataPlan:
     @property
     def epoch_size(self) -> int:
         """Examples per epoch, or tokens where the global batch is in tokens."""
-        by_tokens = self.order.global_batch_tokens is not None
-        return self.order.tokens_per_epoch if by_tokens else len(self.data)
+        return len(self.data) if self.order.global_batch_size else self.order.tokens_per_epoch
 
     @property
     def mean_batch(self) -> float:
@@ -81,6 +79,7 @@ class DataPlan:
         and the number of the step from there.
         """
         start = self.start
+        # Only the epoch in which the plan begins is divided otherwise than this assumes.
         epoch, step = divmod(global_step + self.step_shift, self.steps_per_epoch)
         if epoch <= start.epoch:
             return start.epoch, start.position, global_step - start.step
@@ -95,12 +94,6 @@ class DataPlan:
         epoch, position, step = self.locate(global_step)
         examples = self.order.examples(epoch, step, position)
         return plan_step(examples, self.data.lengths, self.data.supervised, self.budget)
-
-    def content_hash(self) -> str:
-        """16 hex digits that change whenever the examples of any step would. World size and token
-        budget do not matter.
-        """
-        return xxhash.xxh3_64_hexdigest(repr(PlanRecord.of(self)).encode())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,6 +129,7 @@ def make_plans(
         name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False), budget)
         for name, rows in held_out.items()
     }
+    # plan_step relies on it: such an example would be in no micro-batch
     for rows in (train_rows, *held_out.values()):
         longest = int(np.argmax(rows.lengths))
         tokens = budget.padded(rows.lengths[longest])
@@ -154,7 +148,7 @@ def make_plans(
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What the examples of a plan's steps follow from."""
+    """What the examples of a plan's steps follow from: neither world size nor token budget."""
 
     version: int
     content: str
@@ -181,6 +175,7 @@ def continue_plan(
     """`plan` as it goes on at `global_step` of a run of the plan `before`, which began at `start`:
     if the global batch is another one now, the rest of the epoch is divided anew.
     """
+    # dividing the rest anew would move the bounds of its steps, even by the same global batch
     if PlanRecord.of(plan) == before:
         return replace(plan, start=start)
     order = replace(
@@ -188,6 +183,7 @@ def continue_plan(
         global_batch_size=before.global_batch_size,
         global_batch_tokens=before.global_batch_tokens,
     )
+    # where the plan before would have gone on: what it has trained on are the first positions
     epoch, position, step = replace(plan, order=order, start=start).locate(global_step)
     first = order.first_of(epoch, step, position)
     return replace(plan, start=PlanStart(global_step, epoch, first))

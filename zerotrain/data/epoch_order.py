@@ -58,7 +58,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def derive_key(seed: int, epoch: int) -> int:
     """64-bit key of an epoch's permutation; neighboring epochs have unrelated ones."""
     key = _mix(np.array([seed % 2**64], np.uint64))
-    return int(_mix(key + np.array([epoch + 1], np.uint64) * _GOLDEN)[0])
+    return int(_mix(key + (epoch + 1) * _GOLDEN % 2**64)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +94,18 @@ class EpochOrder:
 
     def steps_from(self, epoch: int, start: int) -> int:
         """Steps of an epoch from position `start` on."""
-        if self.global_batch_tokens is None:
+        if self.global_batch_size:
             return -(-(len(self.lengths) - start) // self.global_batch_size)
         return len(self._bounds_by_tokens(epoch, start)) - 1
 
     def examples(self, epoch: int, step: int, start: int = 0) -> np.ndarray:
         """Indices of the examples of a step, int64."""
-        first, end = (self.first_of(epoch, k, start) for k in (step, step + 1))
-        return self._slice(epoch, first, end)
+        first = self.first_of(epoch, step, start)
+        return self._slice(epoch, first, self.first_of(epoch, step + 1, start))
 
     def first_of(self, epoch: int, step: int, start: int = 0) -> int:
         """The position in the epoch's order at which a step begins."""
-        if self.global_batch_tokens is None:
+        if self.global_batch_size:
             left = len(self.lengths) - start
             return start + step * left // self.steps_from(epoch, start)
         return int(self._bounds_by_tokens(epoch, start)[step])
@@ -122,9 +122,8 @@ class EpochOrder:
         """Bounds of the steps sized in tokens, from position `start` of an epoch on, int64
         [steps + 1]; no step is empty.
         """
-        left = len(self.lengths) - start
-        lengths = self.lengths[self._slice(epoch, start, len(self.lengths))]
-        tokens = np.cumsum(lengths)
+        tokens = np.cumsum(self.lengths[self._slice(epoch, start, len(self.lengths))])
+        left = len(tokens)
         steps = min(left, -(-int(tokens[-1]) // self.global_batch_tokens))
         goals = np.arange(1, steps) * tokens[-1] // steps
         bounds = np.concatenate([[0], 1 + np.searchsorted(tokens, goals), [left]])

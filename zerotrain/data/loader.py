@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -69,16 +68,16 @@ class MicroBatch(NamedTuple):
         sees what follows.
         """
         rows, length = self.input_ids.shape
-        width = -(-length // parts)
+        padding = -length % parts
+        width = (length + padding) // parts
 
         def own(whole: torch.Tensor) -> torch.Tensor:
-            return F.pad(whole, (0, width * parts - length)).chunk(parts, dim=1)[index]
+            return F.pad(whole, (0, padding)).chunk(parts, dim=1)[index]
 
         position_ids = self.position_ids
         if position_ids is None:
             position_ids = torch.arange(length).expand(rows, -1)
-        row = self.positions // length
-        column = self.positions % length
+        row, column = torch.unravel_index(self.positions, self.input_ids.shape)
         is_own = column // width == index
         part = MicroBatch(
             input_ids=own(self.input_ids),
@@ -87,8 +86,7 @@ class MicroBatch(NamedTuple):
             positions=(row * width + column % width)[is_own],
             targets=self.targets[is_own],
         )
-        padding = [width * parts - length] if length % parts else []
-        return part.of_lengths([*(self.lengths or [length]), *padding])
+        return part.of_lengths(filter(None, [*(self.lengths or [length]), padding]))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
         """The micro-batch with every tensor changed."""
@@ -98,8 +96,7 @@ class MicroBatch(NamedTuple):
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-@dataclass(frozen=True)
-class StepBatch:
+class StepBatch(NamedTuple):
     """One rank's share of one optimizer step; `plan` has the counts over all ranks."""
 
     global_step: int
@@ -142,10 +139,10 @@ def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroB
     """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
     # the filler attends to one position: attention over nothing is NaN
     ids, masks = data.fetch(examples) if len(examples) else (np.zeros((1, 1), np.int64),) * 2
-    lengths = np.array([len(example) for example in ids])
+    lengths = np.array([*map(len, ids)])
     ids, masks = np.concatenate(ids), np.concatenate(masks)  # [tokens]
     if budget.packed:
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions = np.concatenate([*map(np.arange, lengths)])
         return MicroBatch.of(ids[None], masks[None], position_ids=positions[None])
     width = budget.padded(lengths.max()) if len(examples) else 1
     is_real = np.arange(width) < lengths[:, None]  # [examples, width], what is no padding

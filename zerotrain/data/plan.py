@@ -5,6 +5,7 @@ A pure function of the step's examples (zerotrain/data/epoch_order.py), their le
 budget.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ def plan_step(
     examples: np.ndarray, lengths: np.ndarray, supervised: np.ndarray, budget: Budget
 ) -> StepPlan:
     """Assign one step's examples to world_size x A micro-batches of near-equal cost within the
-    budget, with the smallest possible number of micro-steps A (packed: see _bin_count).
+    budget, with the smallest possible number of micro-steps A (packed: see _pack).
 
     Micro-batches are sorted by cost, and world_size consecutive ones form a micro-step, so that
     ranks that wait for each other do equal work. The most expensive come first, so that a budget
@@ -104,20 +105,14 @@ def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nd
         bounds[-1] = len(padded)
         return bounds
 
-    low = cost[0]
-    high = (max_examples * cost).max()
-    fewest = len(cut(high)) - 1
+    highest = (max_examples * cost).max()
+    fewest = len(cut(highest)) - 1
     count = min(len(padded), -(-fewest // budget.world_size) * budget.world_size)
-    while low < high:
-        middle = (low + high) // 2
-        if len(cut(middle)) - 1 <= count:
-            high = middle
-        else:
-            low = middle + 1
-    bounds = cut(high)
+    limits = range(highest)
+    bounds = cut(bisect_left(limits, True, cost[0], key=lambda limit: len(cut(limit)) - 1 <= count))
     while len(bounds) - 1 < count:  # ranks would be idle: halve the most expensive group
         sizes = np.diff(bounds)
-        heaviest = np.argmax(np.where(sizes > 1, sizes * cost[bounds[:-1]], -1))
+        heaviest = np.argmax((sizes > 1) * sizes * cost[bounds[:-1]])
         bounds.insert(heaviest + 1, bounds[heaviest] + (sizes[heaviest] + 1) // 2)
     groups = np.split(np.arange(len(padded)), bounds[1:-1])
     return groups, np.diff(bounds) * cost[bounds[:-1]]
@@ -135,28 +130,19 @@ def _pack(lengths: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nda
     example fits nowhere, it starts over with more bins. What is in the bins depends on their number
     alone, not on the ranks that share them.
     """
-    fewest = -(-int(lengths.sum()) // budget.micro_batch_tokens)
-    while True:  # terminates: at the latest with one example per bin
-        bins = _bin_count(fewest, budget.world_size)
+    bins = (int(lengths.sum()) - 1) // budget.micro_batch_tokens
+    owner = None
+    while owner is None:  # terminates: at the latest with one example per bin
+        bins += 1
+        # Rounded up to a multiple of 8, the usual number of ranks per node (of 4, 2 or 1 below 32,
+        # 16 or 8 bins, where 8 would add too many): each world size that divides it gets the same
+        # bins. Then of the world size, so that every rank has one in each micro-step.
+        for multiple in (min(8, 1 << max(0, bins.bit_length() - 3)), budget.world_size):
+            bins = -(-bins // multiple) * multiple
         owner = _fill_bins(lengths, bins, budget)
-        if owner is not None:
-            break
-        fewest = bins + 1
     cost = np.bincount(owner, budget.cost(lengths), bins).astype(np.int64)
     ends = np.cumsum(np.bincount(owner, minlength=bins))
     return np.split(np.argsort(owner, kind="stable"), ends[:-1]), cost
-
-
-def _bin_count(fewest: int, world_size: int) -> int:
-    """A multiple of world_size, at least `fewest`.
-
-    It is first rounded up to a multiple of 8, the usual number of ranks per node (of 4, 2 or 1
-    below 32, 16 or 8 bins, where 8 would add too many): every world size that divides it gets
-    identical bins.
-    """
-    multiple = min(8, 1 << max(0, fewest.bit_length() - 3))
-    count = -(-fewest // multiple) * multiple
-    return -(-count // world_size) * world_size
 
 
 def _fill_bins(lengths: np.ndarray, bins: int, budget: Budget) -> np.ndarray | None:
@@ -165,20 +151,18 @@ def _fill_bins(lengths: np.ndarray, bins: int, budget: Budget) -> np.ndarray | N
     room = np.full(bins, budget.micro_batch_tokens)
     cost = budget.cost(lengths)
     at_once = max(1, bins // 4)
-    # The bin's number in the low digits makes every load distinct, so the choice is the same on
-    # every machine, however numpy's partition orders ties.
-    load = _head_start(cost, bins, at_once) * bins + np.arange(bins)
-    scaled_cost = cost * bins
+    load = _head_start(cost, bins, at_once)
     start = 0
     while start < len(lengths):
         with_room = np.flatnonzero(room >= lengths[start])  # for every example from here on
         n = min(at_once, len(with_room), len(lengths) - start)
         if not n:
             return None
-        least = np.sort(np.partition(load[with_room], n - 1)[:n]) % bins
+        # stable: of equal loads the first, so that every machine makes the same choice
+        least = with_room[np.argsort(load[with_room], kind="stable")[:n]]
         owner[start : start + n] = least
         room[least] -= lengths[start : start + n]
-        load[least] += scaled_cost[start : start + n]
+        load[least] += cost[start : start + n]
         start += n
     return owner
 
@@ -192,8 +176,8 @@ def _head_start(cost: np.ndarray, bins: int, at_once: int) -> np.ndarray:
     level = np.empty(bins, np.int64)
     left = cost.sum()
     for start in range(0, bins, at_once):
-        here = min(at_once, bins - start)
+        together = level[start : start + at_once]
         longest = cost[start] if start < len(cost) else 0
-        level[start : start + here] = max(longest, left // (bins - start))
-        left -= level[start] * here
+        together[:] = max(longest, left // (bins - start))
+        left -= together.sum()
     return level[0] - level

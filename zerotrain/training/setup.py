@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config, ModelConfig
-from zerotrain.data.data_plan import DataPlan, make_plans
+from zerotrain.data.data_plan import DataPlan, PlanRecord, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import choose_questions
 from zerotrain.model.architecture import (
@@ -151,7 +151,7 @@ def load_plans(
         lambda: make_plans(config, tokenizer, setup.budget), first_on_node=True
     )
     for each in (plan, *eval_plans.values()):
-        ranks.require_same("the data plan", each.content_hash())
+        ranks.require_same("the data plan", repr(PlanRecord.of(each)))
     for name, each in eval_plans.items() if config.eval.generate else ():
         choose_questions(name, each.data, config.data.max_length, 1)  # to check that there are any
     return plan, eval_plans
