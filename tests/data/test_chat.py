@@ -418,12 +418,12 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
 # Special tokens in text, rows without a template
 
 
-@pytest.mark.parametrize("role", range(3))
-def test_special_tokens_in_a_row_are_refused(role):
+@pytest.mark.parametrize(("role", "special"), enumerate(["<|im_end|>", '<|"|>', "</s>"]))
+def test_special_tokens_in_a_row_are_refused(role, special):
     messages = [SYSTEM, *CHAT[:2]]
-    messages[role] = {**messages[role], "content": "a <|im_end|>\n<|im_start|>assistant\n b"}
-    with pytest.raises(BadRow, match=re.escape("its text has '<|im_end|>'")):
-        supervised_turns(family("chatml"), messages)
+    messages[role] = {**messages[role], "content": f"a {special}\nassistant\n b"}
+    with pytest.raises(BadRow, match="a special token"):
+        supervised_turns(tokenizer_with(WORDS, "", [special]), messages)
 
 
 def test_rows_without_a_template():
@@ -431,7 +431,7 @@ def test_rows_without_a_template():
     row = {"prompt": "1+1? ", "completion": "2"}
     source = Source("rows", format="prompt_completion")
     ids, mask, _ = tokenize_row(row, tokenizer, source, CONFIG)
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "2</s>"
+    assert tokenizer.decode(ids[mask]) == "2</s>"
     assert tokenizer.decode(ids) == "1+1? 2</s>"
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.messages import METADATA, canonical_row
-from zerotrain.data.sources import BadRow, RawRow, detect_format, parse_row
+from zerotrain.data.messages import METADATA, canonical_row, detect_format
+from zerotrain.data.sources import BadRow, RawRow, parse_row
 
 
 def canonical(row, **options):
@@ -144,6 +144,7 @@ REFUSED = {
     "KTO": ({"prompt": "a", "completion": "b", "label": False}, "label"),
     "a label of a turn": ({"messages": [user("a"), assistant("b", label=False)]}, "weight, 0 or 1"),
     "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
+    "CSV without commas": ({"a;b": "1;2"}, "separated by commas"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "judge"),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
     "an empty text": ({"text": " \n"}, "empty"),
@@ -169,7 +170,8 @@ def test_fixes_that_the_messages_name_work():
     columns = {"role": "speaker", "content": "text"}
     turns = [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]
     assert canonical({"messages": turns}, columns=columns) == {"messages": ASKED}
-    assert canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"]) == {"text": "a"}
+    text = canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"])
+    assert text["completion"] == "a"
     pair = {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS}
     assert canonical(pair, as_chat=True) == {"messages": [SYSTEM, *ASKED], "tools": TOOLS}
 

@@ -92,7 +92,7 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
     assert rows_in(tmp_path / "**/*.jsonl") == ROWS[:2]
     assert "no such file" in refusal(tmp_path / "none.jsonl")
     (tmp_path / "x.txt").touch()
-    assert "unknown file extension" in refusal(tmp_path / "x.txt")
+    assert "known extension" in refusal(tmp_path / "x.txt")
     (tmp_path / "dataset_dict.json").touch()
     assert "several splits" in refusal(tmp_path)
 
@@ -101,7 +101,6 @@ def test_bad_files_say_what_is_wrong(tmp_path):
     for name, text, problem in (
         ("x.json", '[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
         ("x.csv", 'a,b\n1,2\n3,"4" 5\n', "not CSV after line 2"),
-        ("x.csv", "a;b\n1;2\n", "has one column, 'a;b'"),
         ("x.csv", "a,a\n1,2\n", "twice: a, a"),
     ):
         (tmp_path / name).write_text(text)
@@ -207,4 +206,4 @@ def test_a_json_list_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
 
 def test_what_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    assert "has no file of rows" in refusal(tmp_path)
+    assert "no regular file" in refusal(tmp_path)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 from harness.inputs import write_rows
+from transformers import ByT5Tokenizer
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
@@ -56,18 +57,17 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
     assert data.lengths.tolist() == lengths
     assert data.supervised.tolist() == supervised
     assert data.meta["over_length"] == count and data.meta["rows_read"] == 2
-    assert data.supervised.tolist() == [int(mask.sum()) for mask in data.rows["loss_mask"][:]]
+    assert data.supervised.tolist() == [*map(sum, data.rows["loss_mask"][:])]
 
 
 @pytest.mark.parametrize(
     ("on_bad_row", "message"),
-    [("error", r"rows\.jsonl:2: completion is empty"), ("skip", "none of its rows is left")],
+    [("error", r"rows\.jsonl:1: completion is empty"), ("skip", "none of its rows is left")],
 )
 def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, message):
     bad = {**SHORT, "completion": ""}
-    rows = [SHORT, bad] if on_bad_row == "error" else [bad]
     with pytest.raises(UserError, match=message) as caught:
-        build(tmp_path, sample_tokenizer, rows, on_bad_row=on_bad_row)
+        build(tmp_path, sample_tokenizer, [bad], on_bad_row=on_bad_row)
     assert "\n" not in str(caught.value)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
 
@@ -139,7 +139,7 @@ def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
             path.unlink(missing_ok=True)
             if damaged is not None:
                 path.write_bytes(damaged)
-            with pytest.raises(UserError, match=r"is damaged \(.*\); delete it, and the rows"):
+            with pytest.raises(UserError, match=r"cannot read .* \(.*\); delete it, and the rows"):
                 open_cache(folder)
         path.write_bytes(content)
     assert len(open_cache(folder)) == 70
@@ -247,9 +247,8 @@ def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_toke
     """That of earlier turns is one too, also if another source ends otherwise."""
     tokenizer = copy.deepcopy(sample_tokenizer)
     tokenizer.eos_token = "<|tool|>"
-    write_rows(tmp_path / "chat.jsonl", [{"messages": TURNS}])
-    write_rows(tmp_path / "text.jsonl", [{"text": "one"}])
-    sources = [str(tmp_path / "chat.jsonl"), str(tmp_path / "text.jsonl")]
+    rows = {"messages": TURNS}, {"text": "one"}
+    sources = [str(write_rows(tmp_path / f"{i}.jsonl", [row])) for i, row in enumerate(rows)]
     data = build(tmp_path, tokenizer, [], train_sources=sources)
     ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
     assert sorted(ends) == ["<|end|>", "<|tool|>"]
@@ -271,6 +270,11 @@ def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(tmp_path, sa
         with pytest.raises(UserError, match="not valid Jinja: line 2:") as error:
             build(tmp_path, tokenizer, [{"messages": TURNS}] * 3, on_bad_row=on_bad_row)
         assert "rows.jsonl" not in str(error.value)
+
+
+def test_a_tokenizer_without_offsets_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json.*set model\.tokenizer"):
+        build(tmp_path, ByT5Tokenizer(), [SHORT])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,16 +13,11 @@ from zerotrain.config.schema import DataConfig
 from zerotrain.data.sources import BadRow
 from zerotrain.data.turns import locate
 from zerotrain.runtime.errors import UserError
-
-SUPERVISED = {
-    "answers": "answers",
-    "last": "of each row the last answer alone (data.supervise: last)",
-    "all": "all tokens",
-}
+from zerotrain.runtime.progress import print_line
 
 
 def describe_examples(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, chat: bool
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> dict[str, Any]:
     """Entries of a cache's meta.json: `masks`, a description for the start-up table; `content`, a
     hash of tokens and masks; and `end_tokens`, the sorted ids of the special and added tokens that
@@ -30,16 +25,7 @@ def describe_examples(
 
     Args:
         rows: the examples, with input_ids list<int32> and loss_mask list<bool>.
-        chat: whether the chat template rendered any of them.
-
-    Raises:
-        UserError: nothing in the data would teach the model to stop.
     """
-    if not chat and tokenizer.eos_token_id is None:
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path} has no eos token, so nothing would teach the "
-            "model where an answer ends; set eos_token in its tokenizer_config.json"
-        )
     content = xxhash.xxh3_64()
     is_last, is_inner = np.zeros((2, max(tokenizer.get_vocab().values()) + 1), bool)
     for batch in rows.data.to_batches():
@@ -58,10 +44,7 @@ def describe_examples(
     # with gpt-oss, <|end|> also follows the reasoning before an answer
     ends = [token for token in ends if not is_inner[token]] or ends
     shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
-    masks = f"{SUPERVISED[config.supervise]}, ending in {shown}"
-    template = str(tokenizer.chat_template)
-    if chat and (template.startswith(WRITTEN_ALWAYS) or template.endswith(WRITTEN_LAST)):
-        masks += ", added to the chat template, which ends answers with no token"
+    masks = f"data.supervise: {config.supervise}, ending in {shown}"
     return {"masks": masks, "end_tokens": ends, "content": content.hexdigest()}
 
 
@@ -89,6 +72,8 @@ def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.chat_template = changed
         with contextlib.suppress(BadRow, UserError):
             locate(chat, None, tokenizer, [1, 3])
+            if changed != template:
+                print_line("the chat template ends answers with no token: eos is added to it")
             return
     tokenizer.chat_template = template
 

@@ -1,6 +1,7 @@
 """Converts a parsed row of any format into the form that is rendered.
 
-That is {"text"}, {"prompt", "completion"}, or {"messages"} with optional "tools". A message has
+That is {"prompt", "completion"}, where plain text is the completion of an empty prompt, or
+{"messages"} with optional "tools". A message has
 
     role               str
     content            str, "" if there are only tool calls
@@ -18,14 +19,19 @@ import json
 from typing import Any
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.sources import (
-    CHAT_FORMATS,
-    FORMAT_KEYS,
-    MESSAGE_COLUMNS,
-    BadRow,
-    json_type,
-)
+from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject
 
+# Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
+# that is a list, prompt + completion is conversational.
+FORMAT_KEYS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "conversational": ("prompt", "completion"),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "text": ("text",),
+}
+CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 # Keys, in lower case, that describe a row, message or tool call but are not part of its content.
 # Keys that ask for another loss (label, chosen, rejected, weight) or have content are not listed.
 METADATA_KEYS = """
@@ -59,12 +65,33 @@ MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
 LOSS_KEYS = {*WEIGHT_KEYS, "label", "chosen", "rejected"}  # ask for another loss in rows
 
 
-def uses_template(kind: str, config: DataConfig) -> bool:
-    """Whether rows of a format are rendered by the chat template."""
-    return kind in CHAT_FORMATS or (config.as_chat and kind != "text")
+def detect_format(row: JsonObject) -> str:
+    """The first format whose required keys the row has; a null counts as missing.
+
+    Raises:
+        BadRow: the row fits no format.
+    """
+    for name, keys in FORMAT_KEYS.items():
+        is_other = name == "conversational" and not isinstance(row.get("prompt"), list)
+        if not is_other and all(row.get(key) is not None for key in keys):
+            return name
+    formats = "; ".join(dict.fromkeys(" + ".join(keys) for keys in FORMAT_KEYS.values()))
+    cure = (
+        "data.columns: {our key: key in the file} renames keys, which in CSV are the first line of "
+        "the file, separated by commas (.tsv: by tabs)"
+    )
+    if "chosen" in row:
+        cure = (
+            "of a pair, one answer can be trained on: jq -c '{prompt, completion: .chosen}' "
+            "OLD.jsonl > NEW.jsonl, or {messages: .chosen} where it is a list"
+        )
+    raise BadRow(
+        "no row format",
+        f"a row with the keys {', '.join(sorted(row))} is no row format ({formats}); {cure}",
+    )
 
 
-def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> dict[str, Any]:
+def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonObject:
     """A parsed row in the form described above.
 
     Args:
@@ -84,8 +111,9 @@ def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> di
                 "into another file, as a source of its own",
             )
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
-    if uses_template(kind, config):
+    if kind in CHAT_FORMATS or (config.as_chat and kind != "text"):
         known |= {"system", "tools"}
+    # before anything is read, so that no key is dropped because a format does not look at it
     row = _known(row, known, config, is_row=True)
     if kind in CHAT_FORMATS:
         turns = []
@@ -103,12 +131,10 @@ def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> di
         *prompts, answer = (_string(row, key) for key in required)
         if not answer.strip():
             raise BadRow("empty answer", f"{required[-1]} is empty")
-        if kind == "text":
-            return {"text": answer}
-        [prompt] = prompts
+        prompt = "".join(prompts)  # plain text has none
         if "input" in row:
             prompt += "\n\n" + _string(row, "input")
-        if not config.as_chat:
+        if kind == "text" or not config.as_chat:
             prompt += "\n\n" if kind == "instruction" else ""
             return {"prompt": prompt, "completion": answer}
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -123,11 +149,10 @@ def canonical_row(row: dict[str, Any], source: Source, config: DataConfig) -> di
     return found
 
 
-def _message(
-    message: dict[str, Any], columns: dict[str, str], config: DataConfig
-) -> dict[str, Any]:
+def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -> JsonObject:
     renames = {**RENAMED_KEYS, **{columns.get(key, key): key for key in MESSAGE_COLUMNS}}
     turn = {renames.get(key, key): value for key, value in message.items()}
+    # fewer: two keys had the same name once renamed, and one of them would be lost
     if len(turn) < len(message) or "role" not in turn:
         raise BadRow(
             "missing key",
@@ -146,14 +171,17 @@ def _message(
         )
     if role == "function_call":
         role = "assistant"
+        # as ShareGPT has calls: in JSON, in place of the content
         turn["tool_calls"] = turn.pop("content", None)
     turn = {**turn, "role": role, "content": _content(turn.get("content", ""), config)}
     if "tool_calls" in turn:
         turn["tool_calls"] = [_tool_call(call, config) for call in _objects(turn, "tool_calls")]
     elif role == "assistant" and not turn["content"].strip():
         raise BadRow("empty answer", "the answer is empty")
+    # a template would write anything else as Python does
     for key in TEXT_KEYS & turn.keys():
         _string(turn, key)
+    # Several spellings may disagree: then the turn is not trained on.
     weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
     for key, weight in weights.items():
         if weight not in ((0, 1) if role == "assistant" else (0,)):
@@ -174,20 +202,21 @@ def _content(content: Any, config: DataConfig) -> str:
         return content
     texts = []
     for part in _objects({"content": content}, "content"):
+        # whose only key may be this one, as of the {type: image} of rows for vision
         if part.get("type", "text") != "text":
             raise BadRow("not text", "its content has a part that is not text")
         texts.append(_string(_known(part, {"type", "text"}, config), "text"))
     return "".join(texts)
 
 
-def _tool_call(call: dict[str, Any], config: DataConfig) -> dict[str, Any]:
+def _tool_call(call: JsonObject, config: DataConfig) -> JsonObject:
     """A tool call with its arguments as an object: templates write arguments as JSON, and would
     quote OpenAI's form, JSON in a string, once more.
     """
     call = _known(call, {"id", "type", "function", "name", "arguments"}, config)
     if "function" in call:
         return {**call, "function": _tool_call(_objects(call, "function")[0], config)}
-    _string({"name": None, **call}, "name")
+    _string({"name": None, **call}, "name")  # also refuses a call without a name
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 
 
@@ -202,8 +231,8 @@ def parsed(value: Any) -> Any:
 
 
 def _known(
-    found: dict[str, Any], known: set[str], config: DataConfig, is_row: bool = False
-) -> dict[str, Any]:
+    found: JsonObject, known: set[str], config: DataConfig, is_row: bool = False
+) -> JsonObject:
     """The known keys that have a value.
 
     Raises:
@@ -212,7 +241,7 @@ def _known(
     found = {
         key: value
         for key, value in found.items()
-        if value not in (None, "", [], {})
+        if value not in (None, "", [], {})  # as of a table, whose rows have all keys
         and key not in config.ignore_keys
         and (key in known or key.lower() not in METADATA)
     }
@@ -223,11 +252,10 @@ def _known(
 
 def _cure(extra: list[str], is_row: bool) -> str:
     """What to do about unknown keys."""
-    asks = [key for key in extra if key in LOSS_KEYS]
-    if asks and not is_row:
-        return f"{asks[0]} asks for another loss; write it as the turn's weight, 0 or 1"
-    if asks:
-        key = asks[0]
+    if asks := LOSS_KEYS.intersection(extra):
+        key = min(asks)
+        if not is_row:
+            return f"{key} asks for another loss; write it as the turn's weight, 0 or 1"
         return (
             f"{key} asks for another loss, and without it every answer would be learned; keep the "
             f"rows whose answers are to be: jq -c 'select(.{key} == true or .{key} == 1) | "
@@ -242,14 +270,14 @@ def _cure(extra: list[str], is_row: bool) -> str:
     return cure
 
 
-def _string(found: dict[str, Any], key: str) -> str:
+def _string(found: JsonObject, key: str) -> str:
     value = found.get(key, "")
     if not isinstance(value, str):
-        raise BadRow("wrong type", f"{key!r} is {json_type(value)}, not a string")
+        raise BadRow("wrong type", f"{key!r} is not a string")
     return value
 
 
-def _objects(found: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def _objects(found: JsonObject, key: str) -> list[JsonObject]:
     """A list of objects, or one object, which may be JSON in a string."""
     value = parsed(found.get(key))
     value = [value] if isinstance(value, dict) else value

@@ -1,15 +1,16 @@
 """Tokenizes parsed rows: token ids and loss masks, of at most data.max_length tokens."""
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.messages import canonical_row
-from zerotrain.data.sources import BadRow
-from zerotrain.data.turns import Span, locate, special_pattern
+from zerotrain.data.sources import BadRow, JsonObject
+from zerotrain.data.turns import Span, locate, special_tokens
+from zerotrain.runtime.errors import UserError
 
 
 class TokenizedRow(NamedTuple):
@@ -24,7 +25,7 @@ class TokenizedRow(NamedTuple):
 
 
 def tokenize_row(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: Source, config: DataConfig
+    row: JsonObject, tokenizer: PreTrainedTokenizerBase, source: Source, config: DataConfig
 ) -> TokenizedRow:
     """Render and tokenize one parsed row.
 
@@ -36,46 +37,60 @@ def tokenize_row(
             changes or leaves out part of the row.
     """
     row = canonical_row(row, source, config)
-    special = special_pattern(tokenizer).search(json.dumps(row, ensure_ascii=False))
-    if special:
-        raise BadRow(
-            "text of a special token",
-            f"its text has {special[0]!r}, a special token of the tokenizer, which would act as "
-            "one; write chats as messages, and leave out start and end marks",
-        )
+    text = json.dumps(row, ensure_ascii=False)
+    for special in special_tokens(tokenizer):
+        if special in text:
+            raise BadRow(
+                "text of a special token",
+                f"its text has {special!r}, a special token of the tokenizer, which would act as "
+                "one; write chats as messages, and leave out start and end marks",
+            )
     tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
-    tokens.mask[:1] = False
+    tokens.mask[:1] = False  # of plain text without a bos token; no other has a target there
     if not tokens.mask.any():
         raise BadRow("empty answer", "no token is supervised: no answer, or only of weight 0")
     return tokens
 
 
-def _plain(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
-    """A row without a chat template: its text, or prompt and completion, and the eos token."""
-    encode = tokenizer.backend_tokenizer.encode
-    ids = encode(row.get("prompt", row.get("text"))).ids
+def _plain(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
+    """A row without a chat template: prompt, completion and the eos token."""
     eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path} has no eos token, so nothing would teach the "
+            "model where an answer ends; set eos_token in its tokenizer_config.json"
+        )
+    encode = tokenizer.backend_tokenizer.encode
+    # Apart from each other, so that no token spans the boundary: at inference there is the prompt
+    # alone. Only the prompt gets the tokens that the tokenizer adds, such as bos.
+    ids = encode(row["prompt"]).ids
     if ids[-1:] == [eos]:  # which some tokenizers add to every text
         ids.pop()
     prompt_tokens = len(ids)
-    ids += encode(row.get("completion", ""), add_special_tokens=False).ids
-    if eos is not None:
-        ids.append(eos)
+    ids += [*encode(row["completion"], add_special_tokens=False).ids, eos]
     mask = np.ones(len(ids), bool)
-    if "completion" in row and supervise != "all":
+    if supervise != "all":
         mask[:prompt_tokens] = False
     return TokenizedRow(np.array(ids, np.int32), mask)
 
 
-def _chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
+def _chat(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
     """A row of messages, rendered by the chat template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template, but the rows are chat: set "
+            "model.chat_template"
+        )
     messages = row["messages"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    # popped, since a template that prints all keys would print the weight
     context = [i for i in answers if messages[i].pop("weight", 1) == 0]
     if supervise == "last":
         answers = answers[-1:]
+    # With `all`, what is found is what is not supervised.
     wanted = context if supervise == "all" else sorted({*answers} - {*context})
     text, spans, unprompted = locate(messages, row.get("tools"), tokenizer, wanted)
+    # The template has written bos itself.
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     mask = tokens_within(text, encoded.offsets, spans) ^ (supervise == "all")
     return TokenizedRow(np.array(encoded.ids, np.int32), mask, unprompted)
@@ -94,28 +109,27 @@ def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarr
     Raises:
         BadRow: a token has characters other than white space on both sides of a span's boundary.
     """
-    count = len(offsets)
     first, last = np.array(offsets, np.int64).reshape(-1, 2).T
+    # Each token from where the one before it ends, so that omitted white space belongs to one.
     ends = np.maximum.accumulate(last)
-    starts = np.minimum(first, np.append(0, ends)[:count])
-    mask = np.zeros(count, bool)
+    starts = np.minimum(first, np.append(0, ends)[:-1])
+    # [characters + 1]: the last one stands for what is before the text, at index -1
+    is_space = np.char.isspace(np.array([f"{text} "]).view("U1"))
+    is_inside = np.zeros_like(is_space)
     for start, end in spans:
-        low = np.searchsorted(ends, start, "right")
-        high = np.searchsorted(starts, end, "left")
-        mask[low:high] = True
-        is_cut = (starts[low:high] < start) | (ends[low:high] > end)
-        for i in low + np.flatnonzero(is_cut):
-            inside = text[max(starts[i], start) : min(ends[i], end)].strip()
-            outside = text[starts[i] : start].strip() or text[end : ends[i]].strip()
-            mask[i] = not outside
-            if inside and outside:
-                raise BadRow(
-                    "joined by the tokenizer",
-                    f"one token spans the boundary of an answer ({text[starts[i] : ends[i]]!a})"
-                    ": use a chat template whose marks are tokens, or whose headers end with a "
-                    "line break",
-                )
-    return mask
+        is_inside[start:end] = True
+    has_inside, has_outside = (
+        sums[ends] > sums[starts]
+        for sums in (np.append(0, np.cumsum(s & ~is_space)) for s in (is_inside, ~is_inside))
+    )
+    for i in np.flatnonzero(has_inside & has_outside):
+        raise BadRow(
+            "joined by the tokenizer",
+            f"one token spans the boundary of an answer ({text[starts[i] : ends[i]]!a}): use a "
+            "chat template whose marks are tokens, or whose headers end with a line break",
+        )
+    # white space alone, or a later byte of a character, is where its last character is
+    return has_inside | (is_inside[ends - 1] & ~has_outside)
 
 
 def cut_to_length(
@@ -132,10 +146,12 @@ def cut_to_length(
         return [(ids, mask)], []
     if config.on_too_long == "drop":
         return [], ["dropped"]
-    is_split = config.on_too_long == "split"
-    starts = range(0, len(ids) - 1, limit - 1) if is_split else [0]
-    parts = [slice(start, start + limit) for start in starts]
-    pieces = [(ids[part], np.append(False, mask[part][1:])) for part in parts]
+    starts, outcome = [0], "truncated"
+    if config.on_too_long == "split":
+        # one token less than the limit, since the last of a piece is also the first of the next
+        starts, outcome = range(0, len(ids) - 1, limit - 1), "pieces of split rows"
+    # The first token of a piece is context: what would predict it is in the piece before.
+    pieces = [(ids[k : k + limit], np.append(False, mask[k + 1 : k + limit])) for k in starts]
     kept = [piece for piece in pieces if piece[1].any()]
     lost = ["dropped because no supervised token was left"] * (len(pieces) - len(kept))
-    return kept, ["pieces of split rows" if is_split else "truncated"] * len(kept) + lost
+    return kept, [outcome] * len(kept) + lost

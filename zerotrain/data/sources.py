@@ -25,21 +25,14 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import Source
 
-# Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
-# that is a list, prompt + completion is conversational.
-FORMAT_KEYS = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "conversational": ("prompt", "completion"),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "text": ("text",),
-}
-CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 MESSAGE_COLUMNS = ("role", "content")  # keys of each message that data.columns can rename
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
+
+
+JsonObject = dict[str, Any]
+"""A row, message, tool call or tool, parsed."""
 
 
 class RawRow(NamedTuple):
@@ -75,20 +68,21 @@ def local_files(path: str) -> list[str]:
     Raises:
         UserError: there are none, or a folder that has several splits.
     """
+    # as a glob, as a name that may contain brackets, and as a folder
     patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
     found = [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
     names = {file: Path(file).name for file in found}
+    # read as one, its test split would be trained on
     if "dataset_dict.json" in names.values():
         raise UserError(f"{path}: the folder has several splits; use that of one of them")
     rows = [
         file
         for file, name in names.items()
+        # is_file(): opening a FIFO would wait for a writer
         if reader_of(name) and name not in DESCRIPTIONS and Path(file).is_file()
     ]
-    if not found:
-        raise UserError(f"{path}: no such file")
     if not rows:
-        what = "unknown file extension" if Path(path).is_file() else "it has no file of rows"
+        what = "no regular file with a known extension" if found else "no such file"
         raise UserError(
             f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
             f"{', '.join(COMPRESSIONS)}"
@@ -111,7 +105,7 @@ def fingerprint(source: "Source") -> list[Any]:
     """
     if source.hub is not None:
         return [name_of(source), _from_hub(source)._fingerprint]
-    files = [Path(file) for file in local_files(source.path)]
+    files = map(Path, local_files(source.path))
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
@@ -163,8 +157,8 @@ def read_rows(source: "Source") -> Iterator[RawRow]:
         parts = [(file, reader_of(file)(file)) for file in local_files(source.path)]
     for name, rows in parts:
         try:
-            for place, text in rows:
-                yield RawRow(name, place, text)
+            for row in rows:
+                yield RawRow(name, *row)
         except Exception as error:  # each kind of file raises its own
             raise UserError(f"{name}: cannot be read: {describe(error)}") from error
 
@@ -173,9 +167,7 @@ def read_rows(source: "Source") -> Iterator[RawRow]:
 # Rows
 
 
-def parse_row(
-    raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] = ()
-) -> dict[str, Any]:
+def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] = ()) -> JsonObject:
     """Parse a row, remove `ignore_keys`, and rename keys by `columns` ({our key: file's key}).
 
     Raises:
@@ -185,6 +177,7 @@ def parse_row(
         raise BadRow("over the limit of a row", f"it has over {MAX_ROW_CHARACTERS:,} characters")
     try:
         row = json.loads(raw.text)
+        # Python's parser accepts half a surrogate pair, which no tokenizer can encode.
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadRow(
@@ -198,7 +191,8 @@ def parse_row(
             cure = f"each row must be complete on one line, as `jq -c {split} OLD > NEW` writes it"
         raise BadRow("not JSON", f"not JSON ({error}); {cure}") from error
     if not isinstance(row, dict):
-        raise BadRow("not an object", f"a row must be a JSON object, not {json_type(row)}")
+        raise BadRow("not an object", "a row must be a JSON object")
+    # before keys are renamed: ignore_keys are as in the file, and make way for renamed ones
     for key in ignore_keys:
         row.pop(key, None)
     for known, given in columns.items():
@@ -212,35 +206,3 @@ def parse_row(
             )
         row[known] = row.pop(given)
     return row
-
-
-def json_type(value: Any) -> str:
-    """The name of the type of a value of JSON."""
-    return "null" if value is None else type(value).__name__
-
-
-def detect_format(row: dict[str, Any]) -> str:
-    """The first format whose required keys the row has; a null counts as missing.
-
-    Raises:
-        BadRow: the row fits no format.
-    """
-    for name, keys in FORMAT_KEYS.items():
-        if name == "conversational" and not isinstance(row.get("prompt"), list):
-            continue
-        if all(row.get(key) is not None for key in keys):
-            return name
-    formats = "; ".join(dict.fromkeys(" + ".join(keys) for keys in FORMAT_KEYS.values()))
-    cure = (
-        "data.columns: {our key: key in the file} renames keys, which in CSV are the first line of "
-        "the file"
-    )
-    if "chosen" in row:
-        cure = (
-            "of a pair, one answer can be trained on: jq -c '{prompt, completion: .chosen}' "
-            "OLD.jsonl > NEW.jsonl, or {messages: .chosen} where it is a list"
-        )
-    raise BadRow(
-        "no row format",
-        f"a row with the keys {', '.join(sorted(row))} is no row format ({formats}); {cure}",
-    )

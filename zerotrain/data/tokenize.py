@@ -32,12 +32,11 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.end_marks import describe_examples
 from zerotrain.data.epoch_order import permute
-from zerotrain.data.messages import uses_template
+from zerotrain.data.messages import detect_format
 from zerotrain.data.render import cut_to_length, tokenize_row
 from zerotrain.data.sources import (
     BadRow,
     RawRow,
-    detect_format,
     fingerprint,
     name_of,
     parse_row,
@@ -112,12 +111,21 @@ class TokenizedRows:
 
     def place_of(self, example: int) -> str:
         """FILE:LINE of the row that an example came from."""
-        where = self.rows.with_format(None, columns=["file", "place"])[example]
+        where = self.rows[example]
         return f"{where['file']}:{where['place']}"
 
 
 def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Path:
-    """Folder of the cache for these sources, this tokenizer and these options."""
+    """Folder of the cache for these sources, this tokenizer and these options.
+
+    Raises:
+        UserError: the tokenizer cannot tell which characters its tokens are from.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path} has no tokenizer.json, which maps answers to "
+            "tokens; set model.tokenizer to a folder that has one"
+        )
     tokenizer.backend_tokenizer.no_padding()  # otherwise it contains those of its last call
     tokenizer.backend_tokenizer.no_truncation()
     key = json.dumps(
@@ -127,6 +135,7 @@ def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: 
             {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
+            # eos and bos, which tokenizer.json does not know as such
             str(sorted(tokenizer.special_tokens_map.items())),
         ]
     )
@@ -155,6 +164,7 @@ def tokenize_sources(
                     draft.mkdir()
                     _build_cache(given, tokenizer, config, draft)
                     sync_tree(draft)
+                # where locks hold on one node only, another may have been faster
                 if not target.exists():
                     os.replace(draft, target)
                     sync_folder(target.parent)
@@ -206,13 +216,8 @@ def tokenize_batch(
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
-            line = {
-                "file": raw.file,
-                "place": raw.place,
-                "text": raw.text[:SHOWN_CHARACTERS],
-                "reason": error.reason,
-                "problem": str(error),
-            }
+            line = {**raw._asdict(), "reason": error.reason, "problem": str(error)}
+            line["text"] = raw.text[:SHOWN_CHARACTERS]
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)
@@ -244,11 +249,12 @@ def _tokenized(
     """The batches in their order, from a process per core if there are enough, else from here."""
     global _tokenize
     _tokenize = tokenize
+    # Forked processes inherit it: the tokenizer, of megabytes, is not sent with each batch.
     read = list(islice(batches, MIN_POOL_BATCHES))
     if len(read) < MIN_POOL_BATCHES:
         yield from map(tokenize, read)
         return
-    workers = len(os.sched_getaffinity(0))
+    workers = len(os.sched_getaffinity(0))  # of a container or a job, not of the node
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
 
@@ -264,8 +270,7 @@ def map_ahead(
         pending.append(pool.submit(work, item))
         if len(pending) > ahead:
             yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+    yield from (future.result() for future in pending)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,6 +281,7 @@ def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
     """The rows of a source, with the next of the numbers."""
     batch = []
     characters = 0
+    # rows first: zip would otherwise take a number before it finds that there is no row left
     for raw, number in zip(read_rows(source), numbers, strict=False):
         batch.append((number, raw))
         characters += len(raw.text)
@@ -310,13 +316,6 @@ def _build_cache(
     cache: Path,
 ) -> None:
     given = [replace(source, format=_format_of(source, config)) for source in given]
-    chat = any(uses_template(source.format, config) for source in given)
-    if chat and not (tokenizer.chat_template and tokenizer.is_fast):
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template, but the rows are chat: set "
-            "model.chat_template; or no tokenizer.json, which maps answers to tokens: set "
-            "model.tokenizer to a folder that has one"
-        )
     examples = []
     numbers = count()  # of rows
     counts = Counter()
@@ -329,20 +328,18 @@ def _build_cache(
         for source in given:
             tokenize = partial(tokenize_batch, tokenizer=tokenizer, source=source, config=config)
             examples.append(0)
-            of_source = Counter()
+            # Batches come in the order of the rows: the cache has the same bytes every time.
             for batch, of_batch, lines in _tokenized(_batches(source, numbers), tokenize):
                 writer.write_batch(batch)
                 rejected.writelines(lines)
-                of_source += of_batch
+                counts += of_batch
                 examples[-1] += len(batch)
                 report(len(batch))
             if not examples[-1]:
-                why = ", ".join(f"{n:,} {name}" for (_, name), n in of_source.items())
                 raise UserError(
-                    f"{name_of(source)}: none of its rows is left ({why}); raise data.max_length "
+                    f"{name_of(source)}: none of its rows is left; raise data.max_length "
                     f"({config.max_length:,}), or let on_bad_row: error name the first bad row"
                 )
-            counts += of_source
     rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
     meta = {
         "sources": [name_of(source) for source in given],
@@ -353,7 +350,7 @@ def _build_cache(
             what: {name: n for (kind, name), n in counts.items() if kind == what}
             for what in ("over_length", "rejected", "unprompted")
         },
-        **describe_examples(rows, tokenizer, config, chat),
+        **describe_examples(rows, tokenizer, config),
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
 
@@ -367,15 +364,14 @@ def open_cache(path: Path) -> TokenizedRows:
     try:
         meta = json.loads((path / "meta.json").read_text())
         rows = datasets.Dataset.from_file(str(path / "examples.arrow"))
+        # a stream that ends between two batches can be read
         if len(rows) != sum(meta["source_examples"]):
             raise ValueError(f"{len(rows):,} examples")
-        return TokenizedRows(rows.with_format("numpy"), meta, path)
-    except PermissionError as error:
-        raise UserError(f"data.cache_dir: cannot read {path}: {describe(error)}") from error
+        return TokenizedRows(rows, meta, path)
     except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
-            f"data.cache_dir: {path} is damaged ({describe(error)}); delete it, and the rows are "
-            "tokenized again"
+            f"data.cache_dir: cannot read {path} ({describe(error)}); delete it, and the rows are "
+            "tokenized again, or set data.cache_dir to a folder of your own"
         ) from error
 
 
@@ -387,14 +383,19 @@ def hold_out(
     The examples of a split row stay together: otherwise the model would be evaluated on rows that
     it was partly trained on.
     """
+    # without holes, which rows leave that became no example
     _, index = np.unique(data.column("row"), return_inverse=True)
     rows = int(index[-1]) + 1
-    if rows < 2:
-        raise UserError("data.eval_fraction: a single row cannot be divided; set data.eval_sources")
-    count = min(rows - 1, max(1, round(rows * fraction)))
+    count = max(1, round(rows * fraction))
+    if count == rows:
+        raise UserError(
+            f"data.eval_fraction: {fraction:g} of {rows:,} rows leaves none to train on; lower it, "
+            "or set data.eval_sources"
+        )
     held = np.isin(index, permute(np.arange(count), rows, seed))
 
     def part(index: np.ndarray) -> TokenizedRows:
+        # a run that resumes with another fraction or seed has other data
         content = data.meta["content"].encode() + index.tobytes()
         meta = {**data.meta, "content": xxhash.xxh3_64_hexdigest(content)}
         return replace(data, rows=data.rows.select(index), meta=meta)

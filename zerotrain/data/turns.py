@@ -21,20 +21,31 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from zerotrain.data.sources import BadRow
+from zerotrain.data.sources import BadRow, JsonObject
 from zerotrain.runtime.errors import UserError, describe
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 """Characters [start, end)."""
 
 # Labels are CJK ideographs of extension B: letters without case that neither JSON nor repr escapes
 # and that hardly ever occur in text.
 FIRST_LABEL = 0x20000
-# Reasons of bad rows
-INCOMPLETE = "left out by the chat template"
-NO_END_MARK = "without an end mark"
-NOT_LOCATED = "not located in the chat template"
+# Reasons of bad rows, and what to set
+INCOMPLETE = (
+    "left out by the chat template",
+    "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key that it never "
+    "writes, or model.chat_template",
+)
+NO_END_MARK = (
+    "without an end mark",
+    "model.chat_template to a copy that writes {{ eos_token }} after it",
+)
+NOT_LOCATED = (
+    "not located in the chat template",
+    "model.chat_template to a name in data/chat_templates or to a copy that writes the header of "
+    "an answer after the last message if add_generation_prompt is set, and only then, or "
+    "data.supervise: last where only earlier turns are such",
+)
 LABEL = re.compile("[\U00020000-\U0002a6df]")
 # Keys that templates need not render: ids only pair calls with results.
 UNLABELED_KEYS = {"role", "id", "tool_call_id", "type"}
@@ -56,7 +67,7 @@ FIXED_DATE = (
 )
 
 
-def label_messages(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
+def label_messages(messages: list[JsonObject]) -> tuple[list[JsonObject], dict[str, str]]:
     """The messages with labels in place of their strings (of a string with thinking tags, in place
     of the parts beside them), and the string of each label.
     """
@@ -76,6 +87,7 @@ def label_messages(messages: list[Message]) -> tuple[list[Message], dict[str, st
             return [labeled(inner) for inner in value]
         if not isinstance(value, str) or not value.strip():
             return value
+        # The tags stay: templates search for them, and cut what is before or between them.
         parts = THOUGHTS.split(value)
         parts[::2] = [text and label(text) for text in parts[::2]]
         return "".join(parts)
@@ -86,24 +98,24 @@ def label_messages(messages: list[Message]) -> tuple[list[Message], dict[str, st
 def forms_of(text: str) -> Iterator[str]:
     """What a template may write for a string, the most likely first."""
     yield text
+    # within JSON, where quotes and line breaks are escaped, as in the arguments of a call
     yield json.dumps(text, ensure_ascii=False)[1:-1]
-    for blank in (None, "\n"):
+    for blank in (None, "\n"):  # what the filter `trim` and a template's strip('\n') remove
         yield text.strip(blank)
         yield text.rstrip(blank)
         yield text.lstrip(blank)
 
 
-@lru_cache(maxsize=8)
-def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """A pattern of the texts of special tokens."""
+@lru_cache(maxsize=8)  # added_tokens_decoder is built at each access
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of special tokens, as they are within JSON."""
     added = tokenizer.added_tokens_decoder.values()
-    texts = [re.escape(token.content) for token in added if token.special]
-    return re.compile("|".join(texts) or r"(?!)")
+    return [json.dumps(t.content, ensure_ascii=False)[1:-1] for t in added if t.special]
 
 
 def locate(
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None,
+    messages: list[JsonObject],
+    tools: list[JsonObject] | None,
     tokenizer: PreTrainedTokenizerBase,
     wanted: list[int],
 ) -> tuple[str, list[Span], str]:
@@ -118,13 +130,15 @@ def locate(
         BadRow: the template refuses, changes or leaves out part of the row, or it is not known
             what belongs to a turn.
     """
+    # Some tokenizers have two templates, of which one is for rows with tools.
     source = tokenizer.get_chat_template(tools=tools)
     template = Template(tokenizer, FIXED_DATE + source, json.dumps(tools))
+    # Objects come first: a template that wants them would quote text once more.
     refusals = []
-    for change in (list, with_arguments_as_text):
-        changed = change(messages)
+    for changed in (messages, with_arguments_as_text(messages)):
         try:
             text, _ = template.render(changed)
+            # as JSON, since lists cannot be keys of the cache of layouts
             labeled, strings = label_messages(changed)
             layout = _layout(template, json.dumps(labeled), tuple(wanted))
             return text, layout.spans(text, strings), layout.unprompted
@@ -133,12 +147,12 @@ def locate(
     raise refusals[0]
 
 
-def with_arguments_as_text(messages: list[Message]) -> list[Message]:
+def with_arguments_as_text(messages: list[JsonObject]) -> list[JsonObject]:
     """The messages with the arguments of tool calls as JSON, as some templates want them
     (functionary, Reka).
     """
 
-    def changed(value: dict[str, Any]) -> dict[str, Any]:
+    def changed(value: JsonObject) -> JsonObject:
         if "name" in value and isinstance(value.get("arguments"), dict | list):
             value["arguments"] = json.dumps(value["arguments"], ensure_ascii=False)
         return value
@@ -154,7 +168,7 @@ class Template(NamedTuple):
     tools: str
     """As JSON."""
 
-    def render(self, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
+    def render(self, messages: list[JsonObject], prompt: bool = False) -> tuple[str, list[Span]]:
         """The text; and its spans within {% generation %} marks, if it has any, else all of it.
 
         Raises:
@@ -166,6 +180,7 @@ class Template(NamedTuple):
                 tools=json.loads(self.tools),
                 chat_template=self.source,
                 add_generation_prompt=prompt,
+                # transformers warns where it is asked for marks that a template does not have
                 return_assistant_tokens_mask="endgeneration" in self.source,
                 **self.tokenizer.special_tokens_map,
             )
@@ -173,15 +188,15 @@ class Template(NamedTuple):
         except TemplateSyntaxError as error:
             raise UserError(
                 f"the chat template of tokenizer {self.tokenizer.name_or_path} or of "
+                # less the line of FIXED_DATE
                 f"model.chat_template is not valid Jinja: line {error.lineno - 1}: "
                 f"{describe(error)}; correct it, or set model.chat_template to another"
             ) from error
         except Exception as error:  # templates raise anything: TemplateError, TypeError ...
-            roles = ", ".join(message["role"] for message in messages)
-            problem = f"the chat template refuses the turns {roles}: {describe(error)}"
+            problem = f"the chat template refuses the row: {describe(error)}"
             raise BadRow("refused by the chat template", problem) from error
 
-    def tail(self, messages: list[Message], prompt: bool = False) -> str:
+    def tail(self, messages: list[JsonObject], prompt: bool = False) -> str:
         """The text after the last label."""
         return LABEL.split(self.render(messages, prompt)[0])[-1]
 
@@ -206,17 +221,20 @@ class Frame(NamedTuple):
 def _frame(template: Template) -> Frame:
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
+    # gap: from the user's content to the answer; following: from the answer to the next user's
     opening, gap, following, *_ = LABEL.split(template.render(chat)[0])
     user_end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
     end_mark = shared_pieces(answer_end, following)
     rest = answer_end.removeprefix(end_mark).strip()  # only after the last answer
+    # If a header follows the last answer unasked, it would be taken for that answer's end.
     prompts_always = rest not in ("", template.tokenizer.eos_token) and (
         end_mark.strip() or rest in gap
     )
     shared = OPEN_THOUGHTS.sub("", shared_pieces(prompt, gap))
     header = shared.removeprefix(user_end)
+    # as with Mistral's [/INST]: nothing but the end of the user's turn precedes an answer
     if gap.strip() == prompt.strip() == user_end.strip() and not rest:
         header = ""
     elif prompts_always or not header.strip():
@@ -224,21 +242,18 @@ def _frame(template: Template) -> Frame:
     return Frame(header, prompt.removeprefix(shared), opening, user_end)
 
 
-def shared_pieces(one: str, other: str, step: int = 1) -> str:
-    """The longest common prefix of whole pieces, or all of `one`; with step -1 the longest common
-    suffix.
-    """
-    if step == 1 and other.startswith(one):
+def shared_pieces(one: str, other: str) -> str:
+    """The longest common prefix of whole pieces, or all of `one`."""
+    if other.startswith(one):
         return one
-    pieces = [PIECE.findall(text)[::step] for text in (one, other)]
-    return "".join(os.path.commonprefix(pieces)[::step])  # noqa: RUF071 - lists, not paths
+    pieces = [PIECE.findall(text) for text in (one, other)]
+    return "".join(os.path.commonprefix(pieces))  # noqa: RUF071 - lists, not paths
 
 
 class Layout:
     """A rendered conversation of labels, and where its turns are.
 
     Attributes:
-        owners: of each label, the number of its message.
         labels: the labels in the order of the text; one may occur several times, or never.
         constants: the text before, between and after them.
         turns: of each of the messages `wanted` the index in `labels` of its first label, with the
@@ -251,17 +266,14 @@ class Layout:
     def __init__(self, template: Template, messages: str, wanted: tuple[int, ...]) -> None:
         self.template = template
         self.messages = json.loads(messages)
-        self.owners = {
-            label: number
-            for number, message in enumerate(self.messages)
-            for label in LABEL.findall(json.dumps(message, ensure_ascii=False))
-        }
         self.unprompted = ""
         text, spans = template.render(self.messages)
         self.constants = LABEL.split(text)
         self.labels = LABEL.findall(text)
         self._check_complete(text, wanted)
         self.turns = [self._turn(number) for number in wanted]
+        # Marks say what is to be learned. If they leave out part of an answer, the row is refused
+        # rather than the part left out. The end mark is learned in any case.
         marked = {i for start, end in spans for i in range(start, end)}
         places = [match.start() for match in LABEL.finditer(text)]
         for number, ((first, before), (last, _)) in zip(wanted, self.turns, strict=True):
@@ -275,19 +287,20 @@ class Layout:
         for tool in json.loads(self.template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in text:
                 raise BadRow(
-                    INCOMPLETE,
+                    INCOMPLETE[0],
                     "the chat template leaves out the tools; set model.chat_template to one that "
                     "writes them, or data.ignore_keys: [tools]",
                 )
         for number, message in enumerate(self.messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
+                # Python's 'quotes', which no server can parse: arguments as text may help
                 if arguments and repr(arguments) in text:
                     raise self._refused(number, "is not written with its arguments as JSON")
-        for label, owner in self.owners.items():
-            is_needed = owner in wanted or self.messages[owner]["role"] != "assistant"
-            if is_needed and label not in text:
-                raise self._refused(owner, "is not complete", INCOMPLETE)
+            # templates may cut the reasoning of answers that are not supervised
+            is_needed = number in wanted or message["role"] != "assistant"
+            if is_needed and not {*LABEL.findall(str(message))} <= {*self.labels}:
+                raise self._refused(number, "is not complete", INCOMPLETE)
 
     def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
         """The turns in the text of a row, which must be this layout's text with the row's strings
@@ -296,8 +309,9 @@ class Layout:
         places = []  # of the strings
         expected = self.constants[0]
         for label, following in zip(self.labels, self.constants[1:], strict=True):
-            forms = forms_of(strings[label]) if label in strings else []
             at = len(expected)
+            # no string: a character of the template that only looks like a label
+            forms = forms_of(strings.get(label, ""))
             form = next((form for form in forms if text.startswith(form + following, at)), "")
             places.append((at, at + len(form)))
             expected += form + following
@@ -319,14 +333,13 @@ class Layout:
         turn.
         """
         frame = _frame(self.template)
-        own = sorted(
-            self.labels.index(label) for label, owner in self.owners.items() if owner == number
-        )
-        if not own or any(
-            self.owners.get(label) != number for label in self.labels[own[0] : own[-1]]
-        ):
+        labels = LABEL.findall(str(self.messages[number]))
+        # The first place of each: a tool's result may repeat the name of the call.
+        own = sorted(map(self.labels.index, labels))
+        if not own or {*self.labels[own[0] : own[-1]]} - {*labels}:
             raise self._refused(number, "is not in one piece")
         first, last = own[0], own[-1]
+        # What follows the turn here begins with its end mark; what follows it as the last turn too.
         after = self.constants[last + 1]
         mark = shared_pieces(self.template.tail(self.messages[: number + 1]), after).rstrip()
         if not mark and after.startswith(frame.user_end):
@@ -336,8 +349,8 @@ class Layout:
                 number, "has no end mark, or another one than as the last turn", NO_END_MARK
             )
         # GLM's templates write nothing but the user's mark after an answer, so it ends the answer
-        header = shared_pieces(mark, frame.opening.rstrip(), step=-1)
-        if header and (mark != header or len(PIECE.findall(header)) > 1):
+        pieces = PIECE.findall(mark)
+        if len(pieces) > 1 and pieces[-1:] == PIECE.findall(frame.opening.rstrip())[-1:]:
             raise self._refused(number, "ends with the header of the user's next turn")
         return (first, self._opening(number, self.constants[first])), (last, len(mark))
 
@@ -347,30 +360,27 @@ class Layout:
         """
         header, thoughts, *_ = _frame(self.template)
         if header and header in before:
+            # the last one: `before` is all that follows the content before, such as an empty turn
             rest = before.rpartition(header)[2]
             self.unprompted = self.unprompted or thoughts.removeprefix(
                 shared_pieces(thoughts, rest)
             )
             return len(rest)
+        # No header is known, or another one is written here: compare with the prompt of this point.
         prompt = self.template.tail(self.messages[:number], prompt=True)
         shared = shared_pieces(prompt, before)
         if header is None or shared.strip() != prompt.strip():
             raise self._refused(number, "does not begin as the generation prompt does")
         return len(before) - len(shared)
 
-    def _refused(self, number: int, problem: str, reason: str = NOT_LOCATED) -> BadRow:
-        cures = {
-            INCOMPLETE: "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key "
-            "that it never writes, or model.chat_template",
-            NO_END_MARK: "model.chat_template to a copy that writes {{ eos_token }} after it",
-            NOT_LOCATED: "model.chat_template to a name in data/chat_templates or to a copy that "
-            "writes the header of an answer after the last message if add_generation_prompt is "
-            "set, and only then, or data.supervise: last where only earlier turns are such",
-        }
+    def _refused(
+        self, number: int, problem: str, reason_and_cure: tuple[str, str] = NOT_LOCATED
+    ) -> BadRow:
+        reason, cure = reason_and_cure
         return BadRow(
             reason,
             f"message {number + 1} ({self.messages[number]['role']}) {problem} in the text that "
-            f"the chat template writes; set {cures[reason]}",
+            f"the chat template writes; set {cure}",
         )
 
 

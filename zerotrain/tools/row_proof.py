@@ -151,7 +151,7 @@ def prove_rows(
     for rows, (place, row) in enumerate(canonical_rows(sources, data, config), start=1):
         first, last = np.searchsorted(row_of, [rows - 1, rows])
         is_whole = last - first == 1 and data.lengths[first] < config.data.max_length
-        if not is_whole or "text" in row or supervise == "all":
+        if not is_whole or row.get("prompt") == "" or supervise == "all":
             continue
         compared += 1
         [ids], [mask] = data.fetch(np.array([first]))

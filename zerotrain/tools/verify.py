@@ -157,7 +157,7 @@ def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[s
     from zerotrain.tools.source_rows import supervised_answers
 
     if "messages" not in row:  # no template: the tokenizer alone
-        yield "its text", {"text": row.get("text", row.get("prompt"))}
+        yield "its text", {"text": row["prompt"] or row["completion"]}
         return
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in row["messages"]]
     parts = {
