@@ -70,6 +70,7 @@ class DataPlan:
     @property
     def step_shift(self) -> int:
         """What to add to a global step to get its number had all epochs been of this plan."""
+        # The epoch after the one in which the plan begins is whole, and so are all that follow.
         start = self.start
         next_epoch = start.step + self.order.steps_from(start.epoch, start.position)
         return (start.epoch + 1) * self.steps_per_epoch - next_epoch
@@ -114,6 +115,7 @@ def make_plans(
     tokenized = partial(tokenize_sources, tokenizer=tokenizer, config=data)
     train_rows = tokenized(data.sources("train_sources"))
     held_out = {name: tokenized(given) for name, given in data.eval_sets().items()}
+    # after tokenizing: with another fraction the cache is the same
     if data.eval_fraction:
         train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)
     order = EpochOrder(

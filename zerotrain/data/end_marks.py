@@ -28,9 +28,10 @@ def describe_examples(
     """
     content = xxhash.xxh3_64()
     is_last, is_inner = np.zeros((2, max(tokenizer.get_vocab().values()) + 1), bool)
+    # a batch at a time: the examples may be larger than the memory
     for batch in rows.data.to_batches():
         ids, mask = (
-            batch[name].flatten().to_numpy(zero_copy_only=False)
+            batch[name].flatten().to_numpy(zero_copy_only=False)  # Arrow's booleans are bits
             for name in ("input_ids", "loss_mask")
         )
         lengths = batch["length"].to_numpy()
@@ -68,6 +69,7 @@ def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
     if not isinstance(template, str) or tokenizer.eos_token is None:
         return
     chat = [{"role": role, "content": f"({role})"} for role in ("user", "assistant") * 2]
+    # as it is; with an end after the last answer; with an end after each answer
     for changed in (template, template.rstrip("\n") + WRITTEN_LAST, WRITTEN_ALWAYS + template):
         tokenizer.chat_template = changed
         with contextlib.suppress(BadRow, UserError):

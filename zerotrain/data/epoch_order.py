@@ -28,7 +28,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     Returns:
         int64 [n], distinct for distinct indices.
     """
-    bits = max(2, (size - 1).bit_length())
+    bits = max(2, (size - 1).bit_length())  # each half needs one
     widths = [bits - bits // 2, bits // 2]  # of the left and the right half
     masks = [(1 << width) - 1 for width in widths]
     round_keys = _mix(key + np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
@@ -42,6 +42,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
             left, right = right, left ^ (_mix(right + round_key) & masks[i % 2])
         value = (left << widths[1]) | right
         out[walking] = value
+        # An image past the end is mapped again: its cycle leads back to an index in the range.
         walking = walking[value >= size]
     return out.astype(np.int64)
 
@@ -129,4 +130,5 @@ class EpochOrder:
         bounds = np.concatenate([[0], 1 + np.searchsorted(tokens, goals), [left]])
         k = np.arange(steps + 1)
         bounds = np.maximum.accumulate(bounds - k) + k  # at least one, even next to a huge example
+        # and at least one is left for each step that follows
         return start + np.minimum(bounds, left - steps + k)

@@ -50,6 +50,8 @@ class MicroBatch(NamedTuple):
         """
         positions = np.flatnonzero(is_target)
         targets = input_ids.ravel()[positions]
+        # Logits at a position predict the token after it. No target is the first of its example, so
+        # none is predicted by another example or by padding.
         arrays = (input_ids, attention_mask, position_ids, positions - 1, targets)
         batch = cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
         if position_ids is None:
@@ -78,6 +80,7 @@ class MicroBatch(NamedTuple):
         if position_ids is None:
             position_ids = torch.arange(length).expand(rows, -1)
         row, column = torch.unravel_index(self.positions, self.input_ids.shape)
+        # A target belongs to the part that predicts it, also if it is the first token of the next.
         is_own = column // width == index
         part = MicroBatch(
             input_ids=own(self.input_ids),
@@ -131,6 +134,7 @@ def load_steps(
             batches.append(batch)
         return StepBatch(global_step, batches, step)
 
+    # One thread: steps are made in their order, while the GPU computes the ones before.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
         yield from map_ahead(pool, make, range(first, last), PREFETCH_STEPS)
 
@@ -146,6 +150,7 @@ def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroB
         return MicroBatch.of(ids[None], masks[None], position_ids=positions[None])
     width = budget.padded(lengths.max()) if len(examples) else 1
     is_real = np.arange(width) < lengths[:, None]  # [examples, width], what is no padding
+    # A mask selects row by row, so the concatenated tokens fall into the rows of their examples.
     padded, is_target = np.zeros((2, *is_real.shape), np.int64)
     padded[is_real] = ids
     is_target[is_real] = masks

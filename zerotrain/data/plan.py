@@ -73,6 +73,7 @@ def plan_step(
     order = np.argsort(-costs, kind="stable")
     world = budget.world_size
     assigned = [examples[groups[i]] for i in order]
+    # Empty ones make the last micro-step whole: its collectives need every rank.
     assigned += [examples[:0]] * (-len(assigned) % world)
     return StepPlan(
         micro_batches=[assigned[i : i + world] for i in range(0, len(assigned), world)],
@@ -98,6 +99,7 @@ def _bucket(padded: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nd
 
     def cut(limit: int) -> list[int]:
         """Bounds of groups that each cost at most `limit`."""
+        # how many examples a group holds that begins at each position, where its longest one is
         sizes = np.minimum(max_examples, limit // cost)
         bounds = [0]
         while bounds[-1] < len(padded):
@@ -140,6 +142,7 @@ def _pack(lengths: np.ndarray, budget: Budget) -> tuple[list[np.ndarray], np.nda
         for multiple in (min(8, 1 << max(0, bins.bit_length() - 3)), budget.world_size):
             bins = -(-bins // multiple) * multiple
         owner = _fill_bins(lengths, bins, budget)
+    # bincount sums in float64, which is exact below 2**53: 8,000 examples of a million tokens
     cost = np.bincount(owner, budget.cost(lengths), bins).astype(np.int64)
     ends = np.cumsum(np.bincount(owner, minlength=bins))
     return np.split(np.argsort(owner, kind="stable"), ends[:-1]), cost

@@ -34,6 +34,7 @@ def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int
     """
     is_first_piece = np.diff(data.column("row"), prepend=-1) != 0
     is_whole = is_first_piece & (data.lengths < max_length)
+    # Of plain text every token but the first is supervised.
     usable = np.flatnonzero(is_whole & (data.supervised < data.lengths - 1))
     if not len(usable):
         raise UserError(

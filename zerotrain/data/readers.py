@@ -46,6 +46,8 @@ def _open_text(file: str) -> io.TextIOWrapper:
     stream = io.BufferedReader(pyarrow.input_stream(file))
     if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise ValueError("it is UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts it")
+    # Bytes that are not UTF-8 become surrogates, by which parse_row knows them. Lines end with \n
+    # alone, since Python would also end them at a \r within a cell of CSV.
     return io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
 
 
@@ -53,7 +55,7 @@ def _lines(file: str) -> Iterator[str]:
     """The lines of a text file, each cut to MAX_LINE_CHARACTERS."""
     with _open_text(file) as stream:
         while line := stream.readline(MAX_LINE_CHARACTERS):
-            rest = line
+            rest = line  # what is over the limit is read, a part at a time, and dropped
             while rest and not rest.endswith("\n"):
                 rest = stream.readline(MAX_LINE_CHARACTERS)
             yield line.removeprefix("\ufeff")  # within a file, where files were joined
@@ -84,6 +86,7 @@ def _read_json(file: str) -> Iterator[Row]:
                     raise ValueError("Expecting ',' delimiter")
                 _, end = JSON.raw_decode(text, start)
             except (ValueError, RecursionError) as error:
+                # Either the row is not JSON, or its end is not in the text yet.
                 text = text[position:]
                 position = 0
                 if len(text) > MAX_ROW_CHARACTERS or not (more := stream.read(TEXT_AT_ONCE)):
@@ -155,7 +158,7 @@ def _read_arrow(file: str) -> Iterator[Row]:
     """It is read rather than memory-mapped: where a map lacks its end, access ends the process."""
     import pyarrow
 
-    with pyarrow.OSFile(file) as stream:
+    with pyarrow.OSFile(file) as stream:  # of Arrow's two formats, datasets writes streams
         if stream.read(6) == b"ARROW1":  # has a footer
             reader = pyarrow.ipc.open_file(stream)
             yield from rows_of(map(reader.get_batch, range(reader.num_record_batches)))
@@ -190,7 +193,7 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         return None
     if isinstance(value, pyarrow.StructScalar):
         return {key: inner for key, inner in value.items() if inner.is_valid}
-    if isinstance(value, pyarrow.ListScalar):
+    if isinstance(value, pyarrow.ListScalar):  # also a map, as pairs
         if len(value) > MAX_LIST_VALUES:
             return " " * MAX_ROW_CHARACTERS
         return list(value)

@@ -159,10 +159,12 @@ def tokenize_sources(
     try:
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
+            # the first of the processes that ask; the others wait, and then find the cache
             with FileLock(f"{target}.lock"):
                 if not target.exists():
                     draft.mkdir()
                     _build_cache(given, tokenizer, config, draft)
+                    # before it gets its name: what has the name is whole, also after a power cut
                     sync_tree(draft)
                 # where locks hold on one node only, another may have been faster
                 if not target.exists():
@@ -225,6 +227,7 @@ def tokenize_batch(
             counts["unprompted", tokens.unprompted] += 1
         for ids, mask in pieces:
             values = (ids, mask, len(ids), np.count_nonzero(mask), raw.file, raw.place, number)
+            # the place of the row in the file, so that messages can name it during training
             examples.append(dict(zip(SCHEMA.names, values, strict=True)))
     return pa.RecordBatch.from_pylist(examples, SCHEMA), counts, rejected
 
@@ -285,6 +288,7 @@ def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
     for raw, number in zip(read_rows(source), numbers, strict=False):
         batch.append((number, raw))
         characters += len(raw.text)
+        # where batches end is part of `content`, the hash of what the run trains on
         if len(batch) == BATCH_ROWS or characters > BATCH_CHARACTERS:
             yield batch
             batch = []
@@ -297,6 +301,7 @@ def _format_of(source: Source, config: DataConfig) -> str:
     """The format of a source's rows. If it is auto, the first row that can be parsed decides."""
     if source.format != "auto":
         return source.format
+    # Later rows of another format are bad rows, rather than read in another way without a word.
     for raw in read_rows(source):
         try:
             return detect_format(parse_row(raw, source.columns, config.ignore_keys))
