@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -10,7 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig
-from zerotrain.data.sources import BadRow
+from zerotrain.data.sources import BadRow, JsonObject
 from zerotrain.data.turns import locate
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.progress import print_line
@@ -18,7 +17,7 @@ from zerotrain.runtime.progress import print_line
 
 def describe_examples(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> dict[str, Any]:
+) -> JsonObject:
     """Entries of a cache's meta.json: `masks`, a description for the start-up table; `content`, a
     hash of tokens and masks; and `end_tokens`, the sorted ids of the special and added tokens that
     end runs of supervised tokens, except ones that are within such runs too, if there are others.

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from itertools import chain, count, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import datasets
 import numpy as np
@@ -36,6 +36,7 @@ from zerotrain.data.messages import detect_format
 from zerotrain.data.render import cut_to_length, tokenize_row
 from zerotrain.data.sources import (
     BadRow,
+    JsonObject,
     RawRow,
     fingerprint,
     name_of,
@@ -77,7 +78,7 @@ class TokenizedRows:
     """A memory-mapped cache. Index i of every array and of `rows` is the same example."""
 
     rows: datasets.Dataset
-    meta: dict[str, Any]
+    meta: JsonObject
     folder: Path
 
     @cached_property
