@@ -18,7 +18,9 @@ from harness.runs import logged, read_metrics
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, list_complete
-from zerotrain.runtime.errors import UserError
+from zerotrain.config.parse import check_start
+from zerotrain.runtime.errors import EnvironmentFailure, UserError
+from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, TIDY_SECONDS
 from zerotrain.tracking import wandb as wandb_sink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
 from zerotrain.tracking.wandb import FINISH_SECONDS, WandbSink
@@ -160,9 +162,16 @@ def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+def test_an_interrupted_rank_has_the_time_to_close_the_run_of_wandb():
+    assert FINISH_SECONDS < TIDY_SECONDS < DEEPSPEED_KILL_SECONDS
+
+
 @NEEDS_ROOT
-def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
-    """One warning while the disk is full; every record is there afterwards, in order."""
+def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, tiny_config, capsys):
+    """One warning while the disk is full; every record is there afterwards, in order. No run
+    starts there.
+    """
+    config = read_config(tiny_config())
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "none"):
         metrics = Metrics([JsonlSink(0, RunLock(tmp_path))])
         metrics.log("train", {"step": 1})
@@ -170,6 +179,8 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, capsys):
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(512))
+        with pytest.raises(EnvironmentFailure, match="No space left"):
+            check_start(config)
         for step in range(2, 200):
             metrics.log("train", {"step": step, "text": "x" * 50})
         assert capsys.readouterr().out.count("WARNING: JsonlSink has failed") == 1

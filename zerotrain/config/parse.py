@@ -174,8 +174,8 @@ def check_start(config: Config) -> None:
     while not folder.exists() and not folder.is_symlink():
         folder = folder.parent
     try:
-        with TemporaryFile(dir=folder):
-            pass
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))  # a full disk still takes an empty file
     except OSError as error:
         raise disk_error(error)(
             f"output_dir: cannot write {config.output_dir}: {folder}: {error.strerror}; choose "

@@ -23,7 +23,7 @@ LAUNCHERS = (DEEPSPEED_LAUNCHER, "torchrun", "torch.distributed.run", "torch/dis
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 RUNNER_POLL_SECONDS = 1.0
 DEEPSPEED_KILL_SECONDS = 30.0  # deepspeed/launcher/launch.py, terminate_process_tree
-TIDY_SECONDS = 5.0  # for the `finally` blocks of a process that exits without saving
+TIDY_SECONDS = 20.0  # for `finally` blocks; W&B's takes up to 10, and launchers kill after 30
 
 
 class PreemptionHandler:

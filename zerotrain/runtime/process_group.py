@@ -126,7 +126,8 @@ def check_devices(local_rank: int, visible: int) -> None:
     if local_rank >= visible:
         raise UserError(
             f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs: each rank has to see "
-            "those of all ranks of its node; under srun, use --gpus-per-node"
+            "those of all ranks of its node; under srun, use --gpus-per-node, and on CPUs "
+            "DS_ACCELERATOR=cpu"
         )
 
 

@@ -43,13 +43,15 @@ def startup_table(
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{plan.data.meta['masks']}",
-        "batch": f"{micro_steps:,.3g} micro-steps x {plan.budget.world_size} micro-batches x <= "
-        f"{plan.budget.micro_batch_tokens:,} tokens, {plan.mean_examples:,.6g} examples per step",
+        "batch": f"{counted(micro_steps, 'micro-step')} x "
+        f"{counted(plan.budget.world_size, 'rank')} x <= {plan.budget.micro_batch_tokens:,} "
+        f"tokens, {counted(plan.mean_examples, 'example')} per step",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
         "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
-        "steps": f"{steps:,} = {plan.epochs_at(steps):.3g} epochs of {plan.steps_per_epoch:,}; "
+        "steps": f"{steps:,} = {counted(plan.epochs_at(steps), 'epoch')} of "
+        f"{plan.steps_per_epoch:,}; "
         f"seed {train.seed}",
         "output": config.output_dir,
     }
@@ -88,9 +90,10 @@ def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) 
     return rows
 
 
-def counted(count: int, noun: str) -> str:
-    """For example "1 row" or "2,000 rows"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def counted(count: float, noun: str) -> str:
+    """For example "1 row", "2,000 rows" or "1.5 epochs"."""
+    number = f"{round(count, 4):,}".removesuffix(".0")
+    return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
 
 
 def write_resolved_configs(setup: Setup) -> None:
