@@ -94,7 +94,7 @@ def main(config: Config, mode: str = "train") -> None:
         ranks = world.in_groups(*group_sizes(setup.ds_config))
 
         # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
-        train_plan, eval_plans = load_plans(setup, tokenizer, ranks)
+        train_plan, eval_plans, questions = load_plans(setup, tokenizer, ranks)
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         identity = RunIdentity.of(setup, train_plan)
@@ -109,14 +109,14 @@ def main(config: Config, mode: str = "train") -> None:
             return
 
         # 4. Model and engine, in the state that the run starts from.
-        engine, loss, loaded = build_engine(setup, tokenizer, start.plan, ranks)
+        engine, loss, base = build_engine(setup, tokenizer, start.plan, ranks)
         apply_timeout(job.timeout_seconds, ranks)
         if mode == "rehearse":
             rehearse(engine, loss, setup, start.plan, ranks)
             return
         ranks.run_on_first(lambda: write_resolved_configs(setup))
         # the files of the frozen weights, which checkpoints then need not hold
-        base = load_start(engine, start, ranks, loaded.base, config.train.seed)
+        base = load_start(engine, start, ranks, base, config.train.seed)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
@@ -128,7 +128,9 @@ def main(config: Config, mode: str = "train") -> None:
             schedule=schedule,
             engine=engine,
             loss=loss,
-            held_out=HeldOutSets(setup.config, eval_plans, tokenizer, engine, loss, ranks),
+            held_out=HeldOutSets(
+                eval_plans, questions, config.eval.max_new_tokens, tokenizer, engine, loss, ranks
+            ),
             saver=Saver(
                 engine, base, tokenizer, identity, config.checkpoint, ranks, lock,
                 start.checkpoint, metrics.log,
@@ -209,7 +211,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     for group in run.engine.basic_optimizer.param_groups:
         group["lr"] = lr
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
-    with explain_out_of_memory(lambda: describe_micro_batch(run.plan, examples)):
+    with explain_out_of_memory(describe_micro_batch, run.plan, examples):
         values, problem = train_step(run, batch)
     phases = run.timer.take()  # of rank 0; waits for the device
     values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
@@ -266,11 +268,8 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
         # Set explicitly, because the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
         cross_entropy, router = loss_sum(engine, micro_batch)
-        loss = cross_entropy * scale
-        losses[0, i] = cross_entropy.detach()
-        if router is not None:
-            loss = loss + router * router_scale
-            losses[1, i] = router.detach()
+        loss = cross_entropy * scale + router * router_scale
+        losses[:, i] = torch.stack([cross_entropy, router]).detach()
         timer.mark("forward")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")

@@ -35,7 +35,7 @@ from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import offload_devices, zero_stage
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
-from zerotrain.model.architecture import linear_cost
+from zerotrain.model.architecture import count_flops
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
@@ -218,7 +218,7 @@ def own_run(folder: Path, gpu: str) -> PublishedRun:
         layers=text.num_hidden_layers,
         heads=text.num_attention_heads,
         kv_heads=text.num_attention_heads * keys // queries,
-        mlp_matrices=str(round((linear_cost(skeleton) - 2 * (queries + keys)) / inner)),
+        mlp_matrices=str(round((count_flops(skeleton).linear_cost - 2 * (queries + keys)) / inner)),
         mlp_width=inner,
         vocabulary=text.vocab_size,
         tied=text.tie_word_embeddings,

@@ -53,7 +53,7 @@ def main(config: Config) -> None:
         world = stack.enter_context(process_group(config.distributed.timeout_seconds))
         setup, tokenizer = open_run_on_all_ranks(config, world)
         ranks = world.in_groups(*group_sizes(setup.ds_config))
-        plan, _ = load_plans(setup, tokenizer, ranks)
+        plan, *_ = load_plans(setup, tokenizer, ranks)
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         watch = Watch(ranks.device)
         watch.model = engine.module

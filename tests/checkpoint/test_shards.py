@@ -36,7 +36,7 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     path = tiny_config(ds_config=strategy(tmp_path, name), train__precision="fp32")
     config = read_config(path)
     setup, tokenizer = open_run_on_all_ranks(config, one_rank)
-    plan, _ = load_plans(setup, tokenizer, one_rank)
+    plan, *_ = load_plans(setup, tokenizer, one_rank)
     batches = [step.micro_batches for step in load_steps(plan, 0, 0, 3)]
 
     def update(engine, loss, micro_batches):

@@ -72,7 +72,7 @@ def main(config, mode):
             model_config = load_model_config(config.model)
             config, ds_config = resolve_ds_config(config, Machine(1, 1), model_config.hidden_size)
             with PeakBytes() as held:
-                model = load_model(config.model, config.train, model_config, ds_config).model
+                model = load_model(config.model, config.train, model_config, ds_config)[0]
             sizes = [p.ds_shape.numel() for p in model.parameters()]
             measured = {
                 "rank": ranks.rank,

@@ -79,7 +79,7 @@ def run(name, config, options):
         loss = SupervisedLoss(model)
         with Counted() as counted:
             cross_entropy, router = loss(model, batch)
-            (cross_entropy * 0.5 if router is None else cross_entropy + router).backward()
+            (cross_entropy * 0.5 + router).backward()
     packing.varlen_attn = own
     return {
         "waits": counted.waits,

@@ -174,6 +174,14 @@ class ModelFlops:
     """FLOPs of the output head for a token that is a target of the loss."""
     pair: float
     """FLOPs of attention for a pair of a token and itself or one before it."""
+    linear_cost: int
+    """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
+    units of attention to one token.
+
+    The matrices of a layer, with P parameters, cost 2*P*L flops; causal attention with hidden size
+    h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
+    gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
+    """
 
     def of_examples(self, lengths: np.ndarray, supervised_tokens: float) -> float:
         """FLOPs for examples of these lengths, int [examples]."""
@@ -211,34 +219,18 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
     Args:
         skeleton: the model on the meta device, with requires_grad as in training.
     """
-    sizes = skeleton.config.get_text_config().to_dict()
+    text = skeleton.config.get_text_config()
+    sizes = text.to_dict()
+    layers = int(text.num_hidden_layers)
     heads = sizes.get("num_attention_heads")
     head_size = sizes.get("head_dim")
-    width = hidden_size(skeleton)
+    width = hidden = hidden_size(skeleton)
     if isinstance(heads, int) and isinstance(head_size, int):
         width = heads * head_size
     body, head = _multiplied_weights(skeleton)
     of_body, of_head = (4 * total + 2 * trained for total, trained in (body, head))
-    return ModelFlops(of_body, of_head, 12 * width * _layers(skeleton))
-
-
-def linear_cost(skeleton: nn.Module) -> int:
-    """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
-    units of attention to one token.
-
-    The matrices of a layer, with P parameters, cost 2*P*L flops; causal attention with hidden size
-    h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
-    gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
-
-    Args:
-        skeleton: the model on the meta device, without adapters.
-    """
-    (weights, _), _ = _multiplied_weights(skeleton)
-    return max(1, int(weights) // (_layers(skeleton) * hidden_size(skeleton)))
-
-
-def _layers(skeleton: nn.Module) -> int:
-    return int(skeleton.config.get_text_config().num_hidden_layers)
+    linear_cost = max(1, int(body[0]) // (layers * hidden))
+    return ModelFlops(of_body, of_head, 12 * width * layers, linear_cost)
 
 
 def hidden_size(skeleton: nn.Module) -> int:

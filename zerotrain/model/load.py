@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_utils import load_state_dict
 
-from zerotrain.config.ds_config import group_sizes, zero_stage
+from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, TrainConfig, chat_template_file
 from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.model.hub import (
@@ -93,23 +91,12 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     return model_config
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model, and what its checkpoints have to say about where it came from."""
-
-    model: nn.Module
-    base: Base | None
-    """The files that hold the frozen weights; None: checkpoints have to hold them."""
-    hf_ds_config: HfDeepSpeedConfig
-    """transformers loads and generates as ZeRO-3 needs it while this exists."""
-
-
 def load_model(
     config: ModelConfig,
     train: TrainConfig,
     model_config: PretrainedConfig,
     ds_config: dict[str, Any],
-) -> LoadedModel:
+) -> tuple[nn.Module, Base | None]:
     """The model in train.precision, pretrained or randomly initialized from the global RNG.
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
@@ -119,6 +106,9 @@ def load_model(
     Args:
         config: the run config's section model.
         train: with a precision that is not auto.
+
+    Returns:
+        The model, and the files that hold the frozen weights; None: checkpoints have to hold them.
 
     Raises:
         UserError: no weights, or weights that do not fit the architecture.
@@ -135,7 +125,7 @@ def load_model(
     device = torch.device(get_accelerator().current_device_name())
     if config.quantization:
         options |= quantized(dtype, device)
-    elif zero_stage(ds_config) == 3 or group_sizes(ds_config)[0] > 1:
+    elif hf_ds_config.is_zero3() or group_sizes(ds_config)[0] > 1:
         device = nullcontext()  # DeepSpeed moves to the device what a rank keeps of the model
     with device:
         if config.from_config:
@@ -156,7 +146,7 @@ def load_model(
     base = None
     if not config.from_config:
         check_report(name, report)
-        _check_ties(name, model, weight_files(name))
+        _check_ties(name, model)
         if hasattr(model, "peft_config"):
             raise UserError(
                 f"model.name_or_path: {name} has adapters next to its weights, which transformers "
@@ -168,7 +158,7 @@ def load_model(
     # Drawing and loading weights may have used other numbers on each rank.
     seed_everything(train.seed)
     choose_trained(model, config)
-    return LoadedModel(model, base, hf_ds_config)
+    return model, base
 
 
 def check_report(name: str, report: dict[str, Any]) -> None:
@@ -195,12 +185,12 @@ def check_report(name: str, report: dict[str, Any]) -> None:
         print_line(f"{name}: {len(unused):,} tensors in its files are not used: {first_of(unused)}")
 
 
-def _check_ties(name: str, model: nn.Module, files: list[Path]) -> None:
+def _check_ties(name: str, model: nn.Module) -> None:
     """Refuse a config.json that ties an output head to the embeddings where the files have a head
     of its own. transformers then trains that head, but under ZeRO-3 the embeddings in its place,
     and servers do either.
     """
-    tensors = {key: file for file in files for key in load_state_dict(file, "meta")}
+    tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if not tensors.keys() >= set(pair):
             continue

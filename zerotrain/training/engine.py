@@ -17,8 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.schema import ModelConfig
 from zerotrain.data.data_plan import DataPlan
-from zerotrain.model.hub import summarize, weight_files
-from zerotrain.model.load import LoadedModel, load_model, set_end_tokens
+from zerotrain.model.hub import Base, summarize, weight_files
+from zerotrain.model.load import load_model, set_end_tokens
 from zerotrain.model.probes import (
     check_causal,
     check_end_tokens,
@@ -51,9 +51,9 @@ def name_locks() -> None:
 
 def build_engine(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, plan: DataPlan, ranks: Ranks
-) -> tuple[deepspeed.DeepSpeedEngine, SupervisedLoss, LoadedModel]:
+) -> tuple[deepspeed.DeepSpeedEngine, SupervisedLoss, Base | None]:
     """DeepSpeed's engine around the model, pretrained or randomly initialized, with the optimizer
-    of ds_config; the model's loss; and where the model was loaded from.
+    of ds_config; the model's loss; and the files that hold the frozen weights.
 
     The engine gets no learning-rate schedule: the rate is set before every step.
 
@@ -67,10 +67,9 @@ def build_engine(
         ranks.run_on_all(lambda: weight_files(config.model.name_or_path), first_on_node=True)
     # The same seed on all ranks for the weights, then a different one per rank for dropout.
     seed_everything(config.train.seed)
-    loaded = ranks.run_on_all(
+    model, base = ranks.run_on_all(
         lambda: load_model(config.model, config.train, setup.architecture.model_config, ds_config)
     )
-    model = loaded.model
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
     stage = zero_stage(ds_config)
     change_blocks(model, config.model, stage)
@@ -99,7 +98,7 @@ def build_engine(
     if problem and ranks.is_first:
         print(f"the loss takes more time and memory: {problem}", flush=True)
     seed_everything(rank_seed(config.train.seed, ranks.replica))
-    return engine, loss, loaded
+    return engine, loss, base
 
 
 def check_engine(

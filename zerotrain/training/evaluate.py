@@ -3,7 +3,6 @@ questions and their score.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -11,10 +10,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import load_steps
-from zerotrain.data.questions import choose_questions, exact_match
+from zerotrain.data.questions import Question, exact_match
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory
@@ -28,9 +26,11 @@ class Preempted(Exception):
 class HeldOutSets:
     """The held-out sets of a run, and what it takes to evaluate on them."""
 
-    config: Config
     plans: dict[str, DataPlan]
     """The plan of each set by its name, the first set first."""
+    questions: dict[str, list[Question]]
+    """What the model is asked of each set: no question without eval.generate."""
+    max_new_tokens: int
     tokenizer: PreTrainedTokenizerBase
     engine: DeepSpeedEngine
     loss: SupervisedLoss
@@ -52,9 +52,9 @@ class HeldOutSets:
                 loss = self._mean_loss(plan)
                 values[f"loss/{name}"] = loss
                 values[f"perplexity/{name}"] = float(np.exp(loss))
-                if self.config.eval.generate:
+                if self.questions[name]:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
-                        answers[name] = self._answers(name, plan)
+                        answers[name] = self._answers(self.questions[name])
                     scores = [row["score"] for row in answers[name]]
                     values[f"exact_match/{name}"] = sum(scores) / len(scores)
         except Preempted:
@@ -74,24 +74,20 @@ class HeldOutSets:
         steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, ranks.sequence_part)
         for step in steps:
             examples = step.plan.micro_batches[0][ranks.data_rank]
-            describe = partial(describe_micro_batch, plan, examples)
-            with explain_out_of_memory(describe):
+            with explain_out_of_memory(describe_micro_batch, plan, examples):
                 for batch in step.micro_batches:
                     total += self.loss(self.engine, batch).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
         return float(ranks.sum(total) / ranks.tensor / tokens)
 
-    def _answers(self, name: str, plan: DataPlan) -> list[dict]:
-        """Prompt, expected answer, answer and score of some examples of a set, always the same, and
-        the same on all ranks.
+    def _answers(self, questions: list[Question]) -> list[dict]:
+        """Prompt, expected answer, answer and score of each question, the same on all ranks.
 
         Each replica answers its share, one prompt at a time: without padding, the answers do not
         depend on the number of ranks. One without a prompt repeats the last one, because ZeRO-3
         gathers the weights for all ranks at once.
         """
-        count = self.config.eval.generate
-        questions = choose_questions(name, plan.data, self.config.data.max_length, count)
         own = {}
         for first in range(0, len(questions), self.ranks.replicas):
             self._check_preemption()
@@ -117,7 +113,7 @@ class HeldOutSets:
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             num_beams=1,
-            max_new_tokens=self.config.eval.max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             synced_gpus=self.ranks.world_size > 1,  # ranks whose answer has ended wait for the rest
         )
         return self._without_end(answer[0, ids.shape[1] :])

@@ -53,9 +53,9 @@ class MicroLoss(NamedTuple):
 
     cross_entropy: torch.Tensor
     """Sum of -log p(target)."""
-    router: torch.Tensor | None
+    router: torch.Tensor
     """Load-balancing loss of the experts, without its coefficient, times the number of tokens
-    (without padding) that it is a mean over; None if the model's config does not ask for it.
+    (without padding) that it is a mean over; 0 if the model's config does not ask for it.
     """
 
 
@@ -140,7 +140,7 @@ class SupervisedLoss:
             loss = self._sum_cross_entropy(logits, batch.targets)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
-            return MicroLoss(loss, None)
+            return MicroLoss(loss, torch.zeros_like(loss))
         tokens = batch.input_ids.numel()
         if batch.attention_mask is not None:
             tokens = batch.attention_mask.sum()  # without padding

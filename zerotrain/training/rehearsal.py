@@ -5,7 +5,7 @@ tokens fit into memory. And the line of a run that is out of memory.
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ def run_costliest(
     chosen = costliest(plan)
     chosen.append(chosen[0])  # beside the gradients of the others
     rows = np.concatenate(chosen)
-    with explain_out_of_memory(lambda: describe_micro_batch(plan, rows, tokens_to_try)):
+    with explain_out_of_memory(describe_micro_batch, plan, rows, tokens_to_try):
         for i, examples in enumerate(chosen):
             batch = collate_full(plan, examples)
             if ranks.sequence > 1:
@@ -121,8 +121,7 @@ def run_costliest(
             before = accelerator.memory_allocated()
             engine.set_gradient_accumulation_boundary(i == len(chosen) - 1)
             losses = loss(engine, batch)
-            total = sum(each for each in losses if each is not None)
-            engine.backward(total / rows.size, scale_wrt_gas=False)
+            engine.backward(sum(losses) / rows.size, scale_wrt_gas=False)
         if ranks.device.type == "cuda":
             peak = accelerator.max_memory_allocated()
             free, _ = torch.cuda.mem_get_info()
@@ -171,18 +170,18 @@ def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
 
 
 @contextmanager
-def explain_out_of_memory(describe: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(describe: Callable[..., str], *arguments: Any) -> Iterator[None]:
     """Raise UserError where the GPU, or the CPU's memory, does not hold something.
 
     Args:
-        describe: what it is and what to do.
+        describe: says what it is and what to do, from the arguments.
     """
     try:
         yield
     except RuntimeError as error:
         if not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
-        raise UserError(f"out of memory in {describe()}") from error
+        raise UserError(f"out of memory in {describe(*arguments)}") from error
 
 
 def describe_micro_batch(

@@ -13,7 +13,7 @@ from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config, ModelConfig
 from zerotrain.data.data_plan import DataPlan, PlanRecord, make_plans
 from zerotrain.data.plan import Budget
-from zerotrain.data.questions import choose_questions
+from zerotrain.data.questions import Question, choose_questions
 from zerotrain.model.architecture import (
     Counts,
     ModelFlops,
@@ -21,7 +21,6 @@ from zerotrain.model.architecture import (
     check_tensor_parallel,
     count_flops,
     hidden_size,
-    linear_cost,
     meta_model,
 )
 from zerotrain.model.hub import pin_revisions
@@ -45,8 +44,6 @@ class Architecture:
     """Numbers of parameters."""
     flops: ModelFlops
     """Floating-point operations of a step."""
-    linear_cost: int
-    """K in the cost K*L + L^2 of an example of L tokens."""
 
     @classmethod
     def of(cls, config: ModelConfig, model_config: PretrainedConfig) -> "Architecture":
@@ -57,7 +54,7 @@ class Architecture:
         """
         skeleton = meta_model(model_config, config.trust_remote_code, config.attn_implementation)
         counts = count_trained(skeleton, config)
-        return cls(model_config, skeleton, counts, count_flops(skeleton), linear_cost(skeleton))
+        return cls(model_config, skeleton, counts, count_flops(skeleton))
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Setup:
         return Budget(
             world_size=max(1, self.machine.ranks // (tensor * sequence)),
             micro_batch_tokens=data.micro_batch_tokens,
-            linear_cost=self.architecture.linear_cost,
+            linear_cost=self.architecture.flops.linear_cost,
             packed=data.batching == "packed",
         )
 
@@ -132,15 +129,16 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
     setup, tokenizer = ranks.run_on_all(lambda: open_run(config, machine), first_on_node=True)
     ranks.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
     ds_config = json.dumps(setup.ds_config, indent=1)
-    text = f"linear_cost: {setup.architecture.linear_cost}\n{dump_config(setup.config)}{ds_config}"
+    text = f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}{ds_config}"
     ranks.require_same("the resolved config", text)
     return setup, tokenizer
 
 
 def load_plans(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> tuple[DataPlan, dict[str, DataPlan]]:
-    """The plans of the training examples and of each held-out set, the same on all ranks.
+) -> tuple[DataPlan, dict[str, DataPlan], dict[str, list[Question]]]:
+    """The plans of the training examples and of each held-out set, the same on all ranks; and the
+    questions of each set for eval.generate, none if it is 0.
 
     Raises:
         UserError: unusable rows, different data on different ranks, or nothing to ask for
@@ -152,6 +150,9 @@ def load_plans(
     )
     for each in (plan, *eval_plans.values()):
         ranks.require_same("the data plan", repr(PlanRecord.of(each)))
-    for name, each in eval_plans.items() if config.eval.generate else ():
-        choose_questions(name, each.data, config.data.max_length, 1)  # to check that there are any
-    return plan, eval_plans
+    count = config.eval.generate
+    questions = {
+        name: choose_questions(name, each.data, config.data.max_length, count) if count else []
+        for name, each in eval_plans.items()
+    }
+    return plan, eval_plans, questions
