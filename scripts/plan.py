@@ -108,7 +108,7 @@ def make_workload(
     train = config.train
     model = Architecture.of(config.model, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
-    if mean_tokens is None and all(s.path for s in config.data.sources("train_sources")):
+    if mean_tokens is None and all(s.path for s in config.data.train_sources):
         data = open_plans(config, world_size=1)[2].data
         lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
     examples = train.global_batch_size or train.global_batch_tokens / lengths.mean()

@@ -110,8 +110,7 @@ def prove_data(config: Config) -> bool:
     tokenizer = load_tokenizer(config.model)
     compared = 0
     problems = 0
-    held_out = config.data.eval_sets().values()
-    for given in [config.data.sources("train_sources"), *held_out]:
+    for given in [config.data.train_sources, *config.data.eval_sources.values()]:
         cache = tokenize_sources(given, tokenizer, config.data)
         print(", ".join(cache.meta["sources"]))
         counts = prove_rows(given, tokenizer, cache, config)

@@ -28,11 +28,11 @@ def data_config(tmp_path, rows, on_bad_row="error", **changes):
 
 
 def tokenize(config, tokenizer):
-    return tokenize_sources(config.sources("train_sources"), tokenizer, config)
+    return tokenize_sources(config.train_sources, tokenizer, config)
 
 
 def path_of(config, tokenizer):
-    return cache_path(config.sources("train_sources"), tokenizer, config)
+    return cache_path(config.train_sources, tokenizer, config)
 
 
 def build(tmp_path, tokenizer, rows, **changes):

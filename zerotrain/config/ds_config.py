@@ -364,10 +364,10 @@ def _at(merged: dict[str, Any], path: str) -> dict[str, Any]:
     return merged
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, value) of every value that is not itself a block."""
-    found = []
     for key, value in tree.items():
-        nested = isinstance(value, dict)
-        found += _leaves(value, f"{prefix}{key}.") if nested else [(prefix + key, value)]
-    return found
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,9 +1,8 @@
 """Every setting of a run, with its default, bounds and meaning, as frozen dataclasses."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import field, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -210,17 +209,13 @@ class DataConfig(Section):
         if self.eval_sources and self.eval_fraction:
             raise ValueError("give eval_sources or eval_fraction, not both")
 
-    def sources(self, key: str) -> list[Source]:
-        """train_sources, or eval_sources of all sets, with the defaults of this section."""
-        sets = self.eval_sources.values() if key == "eval_sources" else [self.train_sources]
-        return self._complete(chain(*sets))
+        def complete(sources: list[Source]) -> list[Source]:
+            return [replace(s, columns=s.columns or self.columns) for s in sources]
 
-    def eval_sets(self) -> dict[str, list[Source]]:
-        """The sources of each held-out set, with the defaults of this section."""
-        return {name: self._complete(given) for name, given in self.eval_sources.items()}
-
-    def _complete(self, sources: Iterable[Source]) -> list[Source]:
-        return [replace(s, columns=s.columns or self.columns) for s in sources]
+        sets = {name: complete(sources) for name, sources in self.eval_sources.items()}
+        # as the __init__ of a frozen dataclass does
+        object.__setattr__(self, "train_sources", complete(self.train_sources))
+        object.__setattr__(self, "eval_sources", sets)
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ def make_plans(
     data = config.data
     train = config.train
     tokenized = partial(tokenize_sources, tokenizer=tokenizer, config=data)
-    train_rows = tokenized(data.sources("train_sources"))
-    held_out = {name: tokenized(given) for name, given in data.eval_sets().items()}
+    train_rows = tokenized(data.train_sources)
+    held_out = {name: tokenized(given) for name, given in data.eval_sources.items()}
     # after tokenizing: with another fraction the cache is the same
     if data.eval_fraction:
         train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
         problems.append(("config", str(error)))
         return found
     rows = []
-    for source in [*config.data.sources("train_sources"), *config.data.sources("eval_sources")]:
+    for source in chain(config.data.train_sources, *config.data.eval_sources.values()):
         try:
             rows += local_files(source.path) if source.path else []
         except UserError as error:

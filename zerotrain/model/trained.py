@@ -76,8 +76,11 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     modules = {name: m for name, m in model.named_modules() if m in used}
     # spelled out: peft includes routers and experts in its own all-linear, of some models
     if lora.target_modules == "all-linear":
-        linear = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D))}
-        targets = [name for name, module in linear.items() if module is not head]
+        targets = [
+            name
+            for name, module in modules.items()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        ]
     else:
         targets = _matching("lora.target_modules", lora.target_modules, modules, _is_end)
     _matching("lora.modules_to_save", lora.modules_to_save, modules, _is_end)

@@ -172,7 +172,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         raise UserError(f"no small copy of the model can be made: {summarize(error)}") from error
     model.to(DTYPES[precision]).save_pretrained(model_folder)
     sources = []
-    for i, source in enumerate(config.data.sources("train_sources")):
+    for i, source in enumerate(config.data.train_sources):
         rows = work / f"rows_{i}.jsonl"
         lines = [row.text.replace("\n", " ") + "\n" for row in islice(read_rows(source), ROWS)]
         rows.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")

@@ -1,5 +1,6 @@
 """The model card of an export: README.md with the front matter that the hub reads."""
 
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -27,8 +28,9 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
     if model.from_config:
         made = "Trained from random weights in the architecture of"
     loss = "not measured" if progress.eval_loss is None else f"{progress.eval_loss:.4f}"
-    sources = [("training", source) for source in config.data.sources("train_sources")]
-    sources += [("held out", source) for source in config.data.sources("eval_sources")]
+    sources = [("training", source) for source in config.data.train_sources]
+    held_out = chain(*config.data.eval_sources.values())
+    sources += [("held out", source) for source in held_out]
     data = "\n".join(f"| {kind} | `{s.hub or Path(s.path).name}` |" for kind, s in sources)
     return f"""\
 ---

@@ -5,6 +5,7 @@ It shares with the trainer the rows' tokens and which rows a step has, and nothi
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from zerotrain.data.tokenize import tokenize_sources
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from zerotrain.config.schema import Config, DataConfig
+    from zerotrain.config.schema import Config, DataConfig, Source
 
 Row = tuple[torch.Tensor, torch.Tensor]
 """Token ids, int64 [1, tokens], and which of them carry loss, bool [1, tokens]."""
@@ -55,8 +56,9 @@ def train_plainly(
         eps: AdamW's.
     """
     train = config.train
-    rows = read_rows("train_sources", tokenizer, config.data)
-    held_out = read_rows("eval_sources", tokenizer, config.data)
+    rows = read_rows(config.data.train_sources, tokenizer, config.data)
+    eval_sources = list(chain(*config.data.eval_sources.values()))
+    held_out = read_rows(eval_sources, tokenizer, config.data)
     model = AutoModelForCausalLM.from_pretrained(
         config.model.name_or_path,
         dtype=torch.float32,
@@ -99,9 +101,10 @@ def train_plainly(
     return PlainRun(losses, norms, rates, evals, weights, peaks)
 
 
-def read_rows(key: str, tokenizer: "PreTrainedTokenizerBase", data: "DataConfig") -> list[Row]:
-    """The tokenized rows of data.train_sources or data.eval_sources."""
-    sources = data.sources(key)
+def read_rows(
+    sources: list["Source"], tokenizer: "PreTrainedTokenizerBase", data: "DataConfig"
+) -> list[Row]:
+    """The tokenized rows of some sources."""
     if not sources:
         return []
     cache = tokenize_sources(sources, tokenizer, data)

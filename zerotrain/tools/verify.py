@@ -135,9 +135,9 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
     """
     from zerotrain.tools.source_rows import canonical_rows
 
-    sources = config.data.sources("train_sources")
+    sources = config.data.train_sources
     if held_out:
-        sources = next(iter(config.data.eval_sets().values()), sources)
+        sources = next(iter(config.data.eval_sources.values()), sources)
     numbers, firsts = np.unique(data.rows["row"][:FIRST_EXAMPLES], return_index=True)
     picks = np.linspace(0, len(numbers) - 1, min(SAMPLED_ROWS, len(numbers))).astype(int)
     sampled = dict(zip(numbers[picks].tolist(), firsts[picks].tolist(), strict=True))

@@ -92,12 +92,10 @@ class HeldOutSets:
         for first in range(0, len(questions), self.ranks.replicas):
             self._check_preemption()
             number = min(first + self.ranks.replica, len(questions) - 1)
-            answer = self._generate(questions[number].prompt)
-            texts = {
-                "prompt": self.tokenizer.decode(questions[number].prompt),
-                "expected": self.tokenizer.decode(self._without_end(questions[number].expected)),
-                "answer": self.tokenizer.decode(answer),
-            }
+            prompt, expected = questions[number]
+            answer = self._generate(prompt)
+            texts = map(self.tokenizer.decode, (prompt, self._without_end(expected), answer))
+            texts = dict(zip(("prompt", "expected", "answer"), texts, strict=True))
             own[number] = {**texts, "score": exact_match(*texts.values())}
         self._check_preemption()
         rows = dict(row for rank in self.ranks.gather_json(list(own.items())) for row in rank)

@@ -53,7 +53,8 @@ def model_states(
     tensor_parallel, _ = group_sizes(ds_config)
     ranks //= tensor_parallel
     width = weight_bytes(ds_config)
-    summed = gradient_bytes(ds_config)
+    sums = ds_config.get("data_types", {}).get("grad_accum_dtype")  # over micro-steps
+    summed = 4 if sums == "fp32" else width
     linear = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
     # tensor parallelism is for models trained as a whole, and divides all but the embeddings
     divided = linear.difference(skeleton.get_input_embeddings().parameters())
@@ -93,9 +94,3 @@ def model_states(
 def weight_bytes(ds_config: dict[str, Any]) -> int:
     """Bytes of a weight: 2 in bf16 and fp16, 4 in fp32."""
     return 2 if ds_config["bf16"]["enabled"] or ds_config["fp16"]["enabled"] else 4
-
-
-def gradient_bytes(ds_config: dict[str, Any]) -> int:
-    """Bytes of an element of the gradients that are summed over micro-steps."""
-    sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
-    return 4 if sums == "fp32" else weight_bytes(ds_config)
