@@ -89,6 +89,7 @@ class SupervisedLoss:
             Why the loss needs whole logits, or has no fast kernel on CUDA; None if neither.
         """
         ids = torch.zeros(1, 20, dtype=torch.int64)  # any, since the logits are replaced
+        # by 2, which neither a scale nor a soft cap leaves as it is
         with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
             final = compute_logits(engine, ids)
         dtype = next(self._head.parameters()).dtype
@@ -118,7 +119,9 @@ class SupervisedLoss:
             return (hidden[0].new_zeros(size, requires_grad=torch.is_grad_enabled()), *args[1:])
 
         def compute(head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
-            weights = [p for p in head.parameters() if p.requires_grad]
+            # Arguments, since autograd gives a function gradients of nothing else; none in an
+            # evaluation, where a function cannot see by itself that no gradient is needed.
+            weights = [p for p in head.parameters() if torch.is_grad_enabled() and p.requires_grad]
             loss, zeros = _ChunkedLoss.apply(
                 self._loss_of_chunk, CHUNK_TOKENS[logits.device.type], batch.targets,
                 logits.detach(), *args[:1], *hidden, *weights,
@@ -134,7 +137,7 @@ class SupervisedLoss:
                 stack.enter_context(self._head.register_forward_hook(compute, prepend=True))
             out = engine(input_ids=batch.input_ids, use_cache=False, **inputs)
         if losses:
-            loss = losses[0] + out.logits.sum()
+            loss = losses[0] + out.logits.sum()  # of zeros, but with the engine's graph
         else:
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
             loss = self._sum_cross_entropy(logits, batch.targets)
@@ -202,11 +205,12 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
         chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-        if not any(ctx.needs_input_grad):
+        if not any(ctx.needs_input_grad):  # in an evaluation
             return total + sum(loss_of(*chunk) for chunk in chunks), torch.zeros_like(logits)
         of_hidden = []
         of_weights = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        for part, its_targets in chunks:
+        for part, its_targets in chunks:  # [chunk, h] and [chunk]
+            # cut off, so that the graph of a chunk, with its logits, is freed before the next one
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 loss = loss_of(part, its_targets)
@@ -224,6 +228,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor, _of_logits: torch.Tensor) -> tuple[Any, ...]:
+        # in place, since the gradients are of no use afterwards
         scaled = [g.mul_(of_loss).to(d) for g, d in zip(ctx.gradients, ctx.dtypes, strict=True)]
         return (None, None, None, None, ctx.of_input, *scaled)
 
