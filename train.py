@@ -110,7 +110,7 @@ def main(config: Config, mode: str = "train") -> None:
 
         # 4. Model and engine, in the state that the run starts from.
         engine, loss, base = build_engine(setup, tokenizer, start.plan, ranks)
-        apply_timeout(job.timeout_seconds, ranks)
+        apply_timeout(job.timeout_seconds, ranks)  # to the groups that DeepSpeed has made, too
         if mode == "rehearse":
             rehearse(engine, loss, setup, start.plan, ranks)
             return
@@ -191,7 +191,7 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
             break
         progress = take_step(run, batches, progress)
         stopped, preempted, save = agree_on_requests(run, progress.step)
-    run.saver.finish()
+    run.saver.finish()  # an asynchronous save: a run ends when its checkpoint is complete
     if is_last and not is_evaluation_due(run, progress):
         return progress, "finished"
     return progress, "stopped" if stopped else "preempted"
@@ -261,7 +261,7 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
     timer = run.timer
     scale = ranks.replicas / batch.plan.supervised_tokens
     router_scale = loss_sum.router_coefficient * ranks.replicas / batch.plan.tokens
-    # cross entropy and router loss of each micro-step
+    # cross entropy and router loss of each micro-step; on the device, so that no step waits for it
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     for i, micro_batch in enumerate(batch.micro_batches):
         is_last = i == len(batch.micro_batches) - 1
@@ -304,6 +304,7 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
         stop = take_request(run.config.output_dir, STOP)
         save = take_request(run.config.output_dir, SAVE_NOW) or saver.is_due(step)
     preempted = ranks.stop.signal is not None
+    # one collective for all of them: stopping and saving take every rank, at the same step
     stop, preempted, save, written, lost = ranks.count(
         stop, preempted, save, saver.is_written, is_lost
     )

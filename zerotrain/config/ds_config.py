@@ -101,6 +101,7 @@ def resolve_ds_config(
         config = replace(config, train=train)
     _fill_from_run(merged, config)
     _fill_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
+    # in this order: the later ones rely on types and values that the earlier ones have checked
     for problem in chain(_unsupported(merged), _contradictions(merged, config), _refusals(merged)):
         raise UserError(f"{file}: {problem}")
     return config, merged
@@ -221,6 +222,7 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
     if "type" not in merged["optimizer"]:
         merged["optimizer"]["type"] = "AdamW"
         params = merged["optimizer"]["params"]
+        # DeepSpeed's own Adam would have to be compiled
         if params.setdefault("torch_adam", True):
             params.setdefault("fused", True)
     # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
@@ -274,7 +276,7 @@ def _fill_defaults(
     zero = merged["zero_optimization"]
     for block in (zero, merged["optimizer"]["params"]):
         for name in defaults.keys() & block:
-            if block[name] == "auto":
+            if block[name] == "auto":  # what is left out stays DeepSpeed's own default
                 block[name] = defaults[name]
     run = Path(output_dir).absolute()
     for name in ("offload_optimizer", "offload_param"):
@@ -347,7 +349,7 @@ def _contradictions(merged: dict[str, Any], config: Config) -> Iterator[str]:
 def _refusals(merged: dict[str, Any]) -> Iterator[str]:
     """What DeepSpeed's own parser refuses."""
     try:
-        DeepSpeedConfig(copy.deepcopy(merged))
+        DeepSpeedConfig(copy.deepcopy(merged))  # it changes what it is given
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))  # in its block

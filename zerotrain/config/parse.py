@@ -82,14 +82,14 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             if text == "null" or text.startswith(("[", "{")):
                 value, lines = read_yaml(text, f"{COMMAND_LINE}: {key}")
                 places |= {f"{key}.{name}": COMMAND_LINE for name in lines}
-            while key:
+            while key:  # also of its sections, which may be wrong as a whole
                 places[key] = COMMAND_LINE
                 key, _, part = key.rpartition(".")
                 value = {part: value}
             settings = _merge(settings, value, Config)
     try:
         config = TypeAdapter(Config).validate_python(settings)
-    except ValidationError as error:
+    except ValidationError as error:  # its own text has several lines, and a link
         raise UserError(_first_mistake(error, places)) from None
     trust = "model.trust_remote_code"
     if config.model.trust_remote_code and places[trust] != COMMAND_LINE:

@@ -149,6 +149,9 @@ class Source(Section):
             raise ValueError("subset, split and revision are only for hub data sets")
 
 
+# What these two return is checked by pydantic, also where it is nothing that they know.
+
+
 def _as_source(given: Any) -> Any:
     """A text is the path of a source."""
     return {"path": given} if isinstance(given, str) else given

@@ -64,6 +64,8 @@ def resolve_batching(
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
     problem = _packing_problem(skeleton, config.data.max_length)
+    # parts of a sequence have positions in place of masks, also bucketed: what cannot be packed
+    # cannot be shared
     if sequence > 1:
         shared = problem or (attention and f"{attention} cannot")
         if not heads_divide(skeleton, sequence):
@@ -146,6 +148,7 @@ class Examples:
     """Tokens that a token attends to, itself included; 0: all tokens of its example."""
 
 
+# transformers hands masks nothing from the call of the model, so packed_mask() looks here
 _examples: ContextVar[Examples | None] = ContextVar("_examples", default=None)
 
 
@@ -219,12 +222,13 @@ def packed_attention(
     def attend(*states: torch.Tensor) -> torch.Tensor:  # of whole sequences
         if _has_kernel(*states) and not options.get("dropout"):
             return _varlen_attention(*states, examples, options.get("scaling"))
+        # query, key and value of each example: [1, heads, its tokens, head size]
         parts = zip(*(x.split(examples.lengths, dim=2) for x in states), strict=True)
         outputs = [
             sdpa_attention_forward(module, *part, _window_mask(part[0], examples.window), **options)
             for part in parts
         ]
-        return torch.cat([output for output, _ in outputs], dim=1)
+        return torch.cat([output for output, _ in outputs], dim=1)  # [1, tokens, heads, size]
 
     if examples.sequence_group is None:
         return attend(*states), None

@@ -70,12 +70,13 @@ def build_engine(
     model, base = ranks.run_on_all(
         lambda: load_model(config.model, config.train, setup.architecture.model_config, ds_config)
     )
+    # All of this before initialize(): ZeRO-3 puts its hooks on the modules as they are then.
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
     stage = zero_stage(ds_config)
     change_blocks(model, config.model, stage)
     if stage == 0 and config.train.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
-    name_locks()
+    name_locks()  # where DeepSpeed may compile next
     try:
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
@@ -92,7 +93,7 @@ def build_engine(
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)
-    reset_update_count(engine.basic_optimizer)
+    reset_update_count(engine.basic_optimizer)  # before load_start() sets a checkpoint's
     engine.train()
     problem = ranks.run_on_all(lambda: loss.check(engine))
     if problem and ranks.is_first:
@@ -117,6 +118,7 @@ def check_engine(
     """
     tokens = ordinary_tokens(tokenizer)
     ends = plan.data.meta["end_tokens"]
+    # One at a time: where a rank has an error, no other may be in the next one's collectives.
     ranks.run_on_all(lambda: check_causal(engine, tokens))
     ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, ends))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:

@@ -46,7 +46,7 @@ class HeldOutSets:
         """
         values: dict[str, float] = {}
         answers: dict[str, list[dict]] = {}
-        self.engine.eval()
+        self.engine.eval()  # without dropout
         try:
             for name, plan in self.plans.items():
                 loss = self._mean_loss(plan)
@@ -79,6 +79,7 @@ class HeldOutSets:
                     total += self.loss(self.engine, batch).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
+        # the ranks of a tensor-parallel group have each loss once more
         return float(ranks.sum(total) / ranks.tensor / tokens)
 
     def _answers(self, questions: list[Question]) -> list[dict]:
@@ -90,7 +91,7 @@ class HeldOutSets:
         """
         own = {}
         for first in range(0, len(questions), self.ranks.replicas):
-            self._check_preemption()
+            self._check_preemption()  # by all ranks, which have equally many turns
             number = min(first + self.ranks.replica, len(questions) - 1)
             prompt, expected = questions[number]
             answer = self._generate(prompt)
@@ -98,6 +99,7 @@ class HeldOutSets:
             texts = dict(zip(("prompt", "expected", "answer"), texts, strict=True))
             own[number] = {**texts, "score": exact_match(*texts.values())}
         self._check_preemption()
+        # where replicas have several ranks, or repeat the last one, the same answer comes twice
         rows = dict(row for rank in self.ranks.gather_json(list(own.items())) for row in rank)
         return [rows[number] for number in range(len(questions))]
 

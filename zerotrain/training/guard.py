@@ -34,6 +34,7 @@ def find_problem(
     """
     if is_fp16 and math.isfinite(loss):
         return None
+    # [micro-steps]: those in which a loss of this rank is not finite
     bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
     of_ranks = ranks.gather_json([(step, ranks.data_rank) for step in bad])
     pairs = {tuple(pair) for pairs in of_ranks for pair in pairs}
@@ -65,8 +66,9 @@ def apply_update(engine: DeepSpeedEngine, clipping: float) -> tuple[float, bool]
     is_finite = bool(norm.isfinite())
     if is_finite:
         if clipping:
+            # with the norm above, so that clipping follows from what is reported
             nn.utils.clip_grads_with_norm_(trained, clipping, norm.float())
         engine.step()
     else:
-        engine.zero_grad()
+        engine.zero_grad()  # or the next step would add to NaN
     return float(norm), is_finite

@@ -37,7 +37,7 @@ def reset_update_count(optimizer: torch.optim.Optimizer) -> None:
     it increments the count, and bias correction makes the first real update 26 % too small.
     """
     for state in [*optimizer.state.values(), *optimizer.param_groups]:
-        if "step" in state:
+        if "step" in state:  # a tensor in torch's Adam, a number in DeepSpeed's
             state["step"] = state["step"] * 0
 
 

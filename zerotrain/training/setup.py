@@ -100,6 +100,7 @@ def resolve(config: Config, machine: Machine, architecture: Architecture) -> Set
     skeleton = architecture.skeleton
     config, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
     tensor, sequence = group_sizes(ds_config)
+    # after ds_config, which has the precision and how many ranks share a sequence
     config, why = resolve_batching(config, skeleton, machine.device, sequence)
     check_tensor_parallel(config, ds_config, skeleton, architecture.counts, tensor)
     return Setup(config, machine, architecture, ds_config, why)
@@ -113,7 +114,7 @@ def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokeniz
     """
     tokenizer = load_tokenizer(config.model)
     model_config = load_model_config(config.model)
-    pinned = pin_revisions(config)
+    pinned = pin_revisions(config)  # to the commits that have just been loaded
     architecture = Architecture.of(pinned.model, model_config)
     check_model_fits(architecture.skeleton, tokenizer, config.data.max_length)
     return resolve(pinned, machine, architecture), tokenizer
@@ -126,10 +127,12 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
         UserError: as open_run; this machine cannot run it; or ranks resolve it differently.
     """
     machine = this_machine(ranks)
+    # the first rank of a node downloads, the others find the files in the cache
     setup, tokenizer = ranks.run_on_all(lambda: open_run(config, machine), first_on_node=True)
     ranks.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
     ds_config = json.dumps(setup.ds_config, indent=1)
     text = f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}{ds_config}"
+    # nodes may differ in GPUs, and so in precision, or in versions of libraries
     ranks.require_same("the resolved config", text)
     return setup, tokenizer
 
@@ -145,6 +148,7 @@ def load_plans(
             eval.generate.
     """
     config = setup.config
+    # the first rank of a node tokenizes, the others map the same files into memory
     plan, eval_plans = ranks.run_on_all(
         lambda: make_plans(config, tokenizer, setup.budget), first_on_node=True
     )

@@ -51,7 +51,7 @@ def model_states(
     """
     stage = zero_stage(ds_config)
     tensor_parallel, _ = group_sizes(ds_config)
-    ranks //= tensor_parallel
+    ranks //= tensor_parallel  # ZeRO partitions over the groups
     width = weight_bytes(ds_config)
     sums = ds_config.get("data_types", {}).get("grad_accum_dtype")  # over micro-steps
     summed = 4 if sums == "fp32" else width
@@ -61,7 +61,7 @@ def model_states(
     elsewhere = (1 - 1 / tensor_parallel) * sum(p.numel() for p in divided)
     total = counts.total - elsewhere
     trained = counts.trained - elsewhere
-    updated = trained / ranks if stage >= 1 else trained
+    updated = trained / ranks if stage >= 1 else trained  # stage 0: every rank updates all
     quantized = 0
     if is_quantized:  # the frozen ones in 4 bits, but not the output head
         in_4_bits = linear.difference(skeleton.get_output_embeddings().parameters())
