@@ -51,7 +51,7 @@ from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import PhaseTimer, StepReporter
 from zerotrain.training.engine import build_engine, check_engine
-from zerotrain.training.evaluate import HeldOutSets
+from zerotrain.training.evaluate import HeldOutSets, Preempted
 from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update, find_problem
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule
@@ -333,10 +333,10 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
     """
     run.hang_watch.restart()
     began = time.perf_counter()
-    measured = run.held_out.measure()
-    if measured is None:
+    try:
+        values, answers = run.held_out.measure()
+    except Preempted:
         return progress, True
-    values, answers = measured
     progress = progress.evaluated(next(iter(values.values())))  # of the first set
     values = {"step": progress.step, "eval_loss": progress.eval_loss, **values}
     run.metrics.log("eval", values | {"eval_seconds": time.perf_counter() - began})

@@ -307,7 +307,6 @@ REFUSED = {  # part of the message -> values of the file
     "partition_size is 2: it needs": {"zero_optimization.zero_hpz_partition_size": 2},
     'device is "nvme": it needs': {"zero_optimization.offload_optimizer.device": "nvme"},
     'offload_param.device is "cpu": it': {"zero_optimization.offload_param.device": "cpu"},
-    "weights is true: it needs": {"zero_optimization.zero_quantized_weights": True},
     'offload_param is "cpu"': {"zero_optimization.offload_param": "cpu"},
     "checkpoint is null": {"checkpoint": None},
     "compile: ": {"compile.deepcompile": True},

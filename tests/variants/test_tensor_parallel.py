@@ -141,7 +141,6 @@ REFUSED = {
     "stage 0": {"zero": {"stage": 0}},
     "hpz": {"zero": {"stage": 3, "zero_hpz_partition_size": 2}},
     "nvme": {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
-    "quantized": {"zero": {"stage": 3, "zero_quantized_weights": True}},
     "model.compile": {"model__compile": True},
     "model.lora": {"model__lora": {"r": 2}},
     "heads": {"size": 3},

@@ -53,6 +53,9 @@ SUPPORTED_VALUES = {
     "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
     "zero_optimization.offload_optimizer.ratio": (1, "what stays on the GPU would not be trained"),
     "zero_optimization.offload_optimizer.super_offload": (False, "its moments cannot be saved"),
+    "zero_optimization.zero_quantized_weights": (False, "the losses would change"),
+    "zero_optimization.zero_quantized_gradients": (False, "the losses would change"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, "the losses would change"),
     "zero_optimization.legacy_stage1": (False, "DeepSpeed refuses it"),
     "prescale_gradients": (False, "DeepSpeed refuses it from stage 2 on"),
     "gradient_predivide_factor": (1, "DeepSpeed refuses it from stage 2 on"),
@@ -61,15 +64,8 @@ SUPPORTED_VALUES = {
     "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
     "fp16.fp16_master_weights_and_grads": (False, "master weights are in fp32"),
 }
-# What needs an NVIDIA GPU, whatever its value if it is not false.
-ON_GPU = (
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_nontrainable_weights",
-)
 # What DeepSpeed would ignore below stage 3 if it has another value.
 AT_STAGE_3 = {
-    **dict.fromkeys(ON_GPU, False),
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.zero_hpz_partition_size": 1,
 }
@@ -132,11 +128,6 @@ def offload_devices(ds_config: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def gpu_keys(ds_config: dict[str, Any]) -> list[str]:
-    """The dotted paths of what needs an NVIDIA GPU."""
-    return [path for path, value in _leaves(ds_config) if path in ON_GPU and value]
-
-
 def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
     """Refuse a number of ranks that is no multiple of those that share something, or with which
     some have no example.
@@ -169,10 +160,8 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
     check_ranks(config, ds_config, machine.ranks)
     # bitsandbytes 0.50 trains on some CPUs only until the first evaluation, which packs the weights
     # in another way
-    on_gpu = [f"{config.ds_config}: {path}" for path in gpu_keys(ds_config)]
-    on_gpu += ["model.quantization"] * (config.model.quantization is not None)
-    if on_gpu and machine.device != "cuda":
-        raise UserError(f"{on_gpu[0]} needs an NVIDIA GPU; remove it")
+    if config.model.quantization and machine.device != "cuda":
+        raise UserError("model.quantization needs an NVIDIA GPU; remove it")
     if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
         raise UserError(
             f"{config.ds_config}: DeepSpeed does not compute in fp16 on this machine; set "

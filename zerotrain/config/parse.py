@@ -8,10 +8,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -37,8 +36,7 @@ stops; nothing is written. The settings:
 """
 
 
-@dataclass(frozen=True)
-class CommandLine:
+class CommandLine(NamedTuple):
     """A parsed command line."""
 
     config: Config

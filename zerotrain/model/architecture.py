@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from zerotrain.config.ds_config import gpu_keys, offload_devices, secondary_ranks, zero_stage
+from zerotrain.config.ds_config import offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import Config
 from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
@@ -129,7 +129,7 @@ def check_tensor_parallel(
     if size == 1:
         return
     name = type(skeleton).__name__
-    others = gpu_keys(ds_config)
+    others = []
     if config.model.compile:
         others.append("model.compile")
     if secondary_ranks(ds_config) > 1:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from zerotrain.config.ds_config import (
     check_ranks,
-    gpu_keys,
     group_sizes,
     offload_devices,
     secondary_ranks,
@@ -176,13 +175,10 @@ class Estimate:
 
     @property
     def keeps_the_run(self) -> bool:
-        """Whether it neither sums micro-steps in 16 bits nor has quantized messages, which have not
-        been compared with plain torch here.
-        """
+        """Whether it does not sum micro-steps in 16 bits."""
         ds_config = self.setup.ds_config
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-        is_summed = sums or weight_bytes(ds_config) == 4 or self.micro_steps == 1
-        return is_summed and not gpu_keys(ds_config)
+        return sums or weight_bytes(ds_config) == 4 or self.micro_steps == 1
 
 
 def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
@@ -230,7 +226,7 @@ def _typical_error(setup: Setup, gpu: Gpu) -> str:
     skeleton = setup.architecture.skeleton
     if set(offload_devices(ds_config).values()) != {"none"}:
         return "rough"  # two published runs
-    if gpu_keys(ds_config) or group_sizes(ds_config) != (1, 1) or layer_widths(skeleton)[-1] > 1:
+    if group_sizes(ds_config) != (1, 1) or layer_widths(skeleton)[-1] > 1:
         return "unseen"
     return "15 %" if gpu.name in ("a100", "h100") else "25 %"
 
@@ -317,7 +313,6 @@ def _communication(
     """
     ds_config = setup.ds_config
     counts = setup.architecture.counts
-    zero = ds_config["zero_optimization"]
     stage = zero_stage(ds_config)
     tensor, sequence = group_sizes(ds_config)
     skeleton = setup.architecture.skeleton
@@ -328,15 +323,13 @@ def _communication(
     between = network if cluster.nodes > 1 else inside
     width = weight_bytes(ds_config)
     summed = 4 if ds_config.get("communication_data_type") == "fp32" else width
-    summed = 0.5 if zero.get("zero_quantized_gradients") else summed
     ranks = cluster.ranks // tensor
     ring = (ranks - 1) / ranks / tensor
     gradients = ring * summed * counts.trained * (2, 2, 2 * micro_steps, micro_steps)[stage]
     forward = ring * width * counts.trained * (stage > 0)
     backward = 0.0
     if stage == 3:
-        gathered = 1 if zero.get("zero_quantized_weights") else width
-        forward = backward = ring * gathered * counts.total * micro_steps
+        forward = backward = ring * width * counts.total * micro_steps
     is_local = 1 < secondary_ranks(ds_config) <= cluster.gpus
     seconds = (gradients + forward) / between + backward / (inside if is_local else between)
     collectives = layers * (1, 1, micro_steps, 3 * micro_steps)[stage] * math.log2(ranks)

@@ -37,12 +37,15 @@ class HeldOutSets:
     ranks: Ranks
 
     @torch.no_grad()
-    def measure(self) -> tuple[dict[str, float], dict[str, list[dict]]] | None:
+    def measure(self) -> tuple[dict[str, float], dict[str, list[dict]]]:
         """Evaluate on all sets; called by all ranks.
 
         Returns:
             loss/NAME, perplexity/NAME and, with eval.generate, exact_match/NAME of each set; and
-            its answers, with their prompts and scores. None if a rank was preempted meanwhile.
+            its answers, with their prompts and scores.
+
+        Raises:
+            Preempted: a rank was preempted meanwhile.
         """
         values: dict[str, float] = {}
         answers: dict[str, list[dict]] = {}
@@ -57,8 +60,6 @@ class HeldOutSets:
                         answers[name] = self._answers(self.questions[name])
                     scores = [row["score"] for row in answers[name]]
                     values[f"exact_match/{name}"] = sum(scores) / len(scores)
-        except Preempted:
-            return None
         finally:
             self.engine.train()
         return values, answers
