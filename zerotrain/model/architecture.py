@@ -129,17 +129,14 @@ def check_tensor_parallel(
     if size == 1:
         return
     name = type(skeleton).__name__
-    others = []
-    if config.model.compile:
-        others.append("model.compile")
-    if secondary_ranks(ds_config) > 1:
-        others.append("zero_optimization.zero_hpz_partition_size")
-    if "nvme" in offload_devices(ds_config).values():
-        others.append("offload to nvme")
     if zero_stage(ds_config) == 0:
         problem = "is not supported at ZeRO stage 0; set the stage to 1"
-    elif others:
-        problem = f"is not supported together with {others[0]}; remove one of them"
+    elif config.model.compile:
+        problem = "is not supported together with model.compile; remove one of them"
+    elif secondary_ranks(ds_config) > 1:
+        problem = "is not supported together with zero_hpz_partition_size; remove one of them"
+    elif "nvme" in offload_devices(ds_config).values():
+        problem = "is not supported together with offload to nvme; remove one of them"
     elif counts.trained < counts.total:
         problem = "needs all weights to be trained; remove model.lora and model.trainable, or it"
     elif skeleton.config.model_type not in SUPPORTED_TYPES.split():

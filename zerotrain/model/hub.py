@@ -128,10 +128,11 @@ def weight_files(source: str) -> list[Path]:
         UserError: they cannot be downloaded.
     """
     name, revision = split_revision(source)
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     try:
         for first in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-            found = cached_file(name, first, **options)
+            found = cached_file(
+                name, first, revision=revision, _raise_exceptions_for_missing_entries=False
+            )
             if found and found.endswith(".json"):
                 shards, _ = get_checkpoint_shard_files(name, found, revision=revision)
                 return [Path(shard) for shard in shards]

@@ -60,7 +60,7 @@ def resolve_batching(
     """
     attention = config.model.attn_implementation
     batching = config.data.batching
-    why = None
+    why = "as configured"
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
     problem = _packing_problem(skeleton, config.data.max_length)
@@ -92,7 +92,7 @@ def resolve_batching(
         data=replace(config.data, batching=batching),
         model=replace(config.model, attn_implementation=attention),
     )
-    return resolved, why or "as configured"
+    return resolved, why
 
 
 def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:

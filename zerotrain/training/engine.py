@@ -70,9 +70,9 @@ def build_engine(
     model, base = ranks.run_on_all(
         lambda: load_model(config.model, config.train, setup.architecture.model_config, ds_config)
     )
-    # All of this before initialize(): ZeRO-3 puts its hooks on the modules as they are then.
     set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
     stage = zero_stage(ds_config)
+    # before initialize(), where ZeRO-3 puts its hooks on the blocks as they are then
     change_blocks(model, config.model, stage)
     if stage == 0 and config.train.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
