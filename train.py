@@ -109,14 +109,14 @@ def main(config: Config, mode: str = "train") -> None:
             return
 
         # 4. Model and engine, in the state that the run starts from.
-        engine, loss, base = build_engine(setup, tokenizer, start.plan, ranks)
+        engine, loss, model_base = build_engine(setup, tokenizer, start.plan, ranks)
         apply_timeout(job.timeout_seconds, ranks)  # to the groups that DeepSpeed has made, too
         if mode == "rehearse":
             rehearse(engine, loss, setup, start.plan, ranks)
             return
         ranks.run_on_first(lambda: write_resolved_configs(setup))
         # the files of the frozen weights, which checkpoints then need not hold
-        base = load_start(engine, start, ranks, base, config.train.seed)
+        base = load_start(engine, start, ranks, model_base, config.train.seed)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
