@@ -225,6 +225,7 @@ def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> d
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
     merged = dict(settings)
     for name, value in values.items():
+        # sections are merged key by key; other mappings, such as data.columns, are replaced
         nested = section_of(kinds.get(name))
         if nested and isinstance(value, dict):
             before = merged.get(name)

@@ -251,6 +251,7 @@ def _multiplied_weights(skeleton: nn.Module) -> list[tuple[float, float]]:
             own = list(module.parameters(recurse=False))
             is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns], beside biases
             for p in own:
+                # look-ups, norms and biases multiply nothing, nor do the biases of packed experts
                 if isinstance(module, nn.Embedding) or p.dim() < (3 if is_packed else 2):
                     continue
                 weights = p.numel() * (active / len(p) if is_packed else 1)

@@ -143,7 +143,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # refused below; at ZeRO-3 transformers raises
                 **options,
             )
-    base = None
+    base = None  # random weights are in no files
     if not config.from_config:
         check_report(name, report)
         _check_ties(name, model)

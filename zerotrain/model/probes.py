@@ -93,12 +93,13 @@ def check_packing(
     batch = MicroBatch.of(ids, positions < 0, position_ids=positions).part(part, parts)
     with attend_within(model, batch.to(forward.device), sequence_group) as inputs:
         packed = compute_logits(forward, batch.input_ids, **inputs)
+    # alone with another attention than ours, which is what is checked
     own = model.config._attn_implementation
     if own == PACKED_EXAMPLES:
         model.set_attn_implementation(None)  # what transformers chooses
     alone = compute_logits(forward, probe)[:, 27 * part : 27 * part + 15]
     model.set_attn_implementation(own)
-    leak = _change(packed[:, 12:], alone)
+    leak = _change(packed[:, 12:], alone)  # this rank's 15 tokens of the second example
     is_wide = next(model.parameters()).dtype == torch.float32
     if not leak < (LEAK_32_BITS if is_wide else LEAK_16_BITS):
         raise UserError(

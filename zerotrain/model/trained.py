@@ -28,7 +28,7 @@ def count_trained(model: nn.Module, config: ModelConfig) -> Counts:
     Raises:
         UserError: as choose_trained.
     """
-    with torch.device("meta"):
+    with torch.device("meta"):  # for the adapters, which would else take memory
         choose_trained(model, config)
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -25,7 +25,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if p.requires_grad:
             # under ZeRO-3 parameters are empty tensors whose full shape is ds_shape
             is_vector = len(getattr(p, "ds_shape", p.shape)) <= 1
-            groups[is_vector]["params"].append(p)
+            groups[is_vector]["params"].append(p)  # the second group: without decay
     return [group for group in groups if group["params"]]
 
 

@@ -55,6 +55,7 @@ def rehearse(
     longest = plan.with_budget(1).budget.micro_batch_tokens
     tokens_to_try = None
 
+    # tokens_to_try is what the first attempt has found when a later one is out of memory
     def attempt(tokens: int) -> list[MeasuredMemory]:
         smaller = plan.with_budget(tokens)
         measured = run_costliest(engine, loss, smaller, ranks, tokens_to_try)

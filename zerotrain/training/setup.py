@@ -129,6 +129,7 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
     machine = this_machine(ranks)
     # the first rank of a node downloads, the others find the files in the cache
     setup, tokenizer = ranks.run_on_all(lambda: open_run(config, machine), first_on_node=True)
+    # apart from open_run(), which also resolves runs for machines that are not this one
     ranks.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
     ds_config = json.dumps(setup.ds_config, indent=1)
     text = f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}{ds_config}"
