@@ -76,15 +76,15 @@ class DataPlan:
         return (start.epoch + 1) * self.steps_per_epoch - next_epoch
 
     def locate(self, global_step: int) -> tuple[int, int, int]:
-        """The epoch of a global step, the position from which on the epoch is divided into steps,
-        and the number of the step from there.
+        """Where a global step is, as EpochOrder.examples takes it: its epoch, its number, and the
+        position in the epoch from which on steps are numbered.
         """
         start = self.start
         # Only the epoch in which the plan begins is divided otherwise than this assumes.
         epoch, step = divmod(global_step + self.step_shift, self.steps_per_epoch)
         if epoch <= start.epoch:
-            return start.epoch, start.position, global_step - start.step
-        return epoch, 0, step
+            return start.epoch, global_step - start.step, start.position
+        return epoch, step, 0
 
     def epochs_at(self, global_step: int) -> float:
         """Passes over the data, as a fraction, after this many steps."""
@@ -92,8 +92,7 @@ class DataPlan:
 
     def step(self, global_step: int) -> StepPlan:
         """The step's examples assigned to all ranks: any step, in any order, in milliseconds."""
-        epoch, position, step = self.locate(global_step)
-        examples = self.order.examples(epoch, step, position)
+        examples = self.order.examples(*self.locate(global_step))
         return plan_step(examples, self.data.lengths, self.data.supervised, self.budget)
 
 
@@ -186,6 +185,5 @@ def continue_plan(
         global_batch_tokens=before.global_batch_tokens,
     )
     # where the plan before would have gone on: what it has trained on are the first positions
-    epoch, position, step = replace(plan, order=order, start=start).locate(global_step)
-    first = order.first_of(epoch, step, position)
-    return replace(plan, start=PlanStart(global_step, epoch, first))
+    place = replace(plan, order=order, start=start).locate(global_step)
+    return replace(plan, start=PlanStart(global_step, place[0], order.first_of(*place)))

@@ -44,8 +44,11 @@ def describe_examples(
     # with gpt-oss, <|end|> also follows the reasoning before an answer
     ends = [token for token in ends if not is_inner[token]] or ends
     shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
-    masks = f"data.supervise: {config.supervise}, ending in {shown}"
-    return {"masks": masks, "end_tokens": ends, "content": content.hexdigest()}
+    return {
+        "masks": f"data.supervise: {config.supervise}, ending in {shown}",
+        "end_tokens": ends,
+        "content": content.hexdigest(),
+    }
 
 
 WRITTEN_LAST = (

@@ -400,10 +400,11 @@ def hold_out(
         )
     held = np.isin(index, permute(np.arange(count), rows, seed))
 
-    def part(index: np.ndarray) -> TokenizedRows:
+    def part(is_in: np.ndarray) -> TokenizedRows:
+        index = np.flatnonzero(is_in)
         # a run that resumes with another fraction or seed has other data
         content = data.meta["content"].encode() + index.tobytes()
         meta = {**data.meta, "content": xxhash.xxh3_64_hexdigest(content)}
         return replace(data, rows=data.rows.select(index), meta=meta)
 
-    return part(np.flatnonzero(~held)), part(np.flatnonzero(held))
+    return part(~held), part(held)
