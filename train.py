@@ -301,8 +301,8 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
     is_lost = lock.is_lost()
     stop = save = False
     if ranks.is_first and not is_lost:
-        stop = take_request(run.config.output_dir, STOP)
-        save = take_request(run.config.output_dir, SAVE_NOW) or saver.is_due(step)
+        stop = take_request(lock.folder, STOP)
+        save = take_request(lock.folder, SAVE_NOW) or saver.is_due(step)
     preempted = ranks.stop.signal is not None
     # one collective for all of them: stopping and saving take every rank, at the same step
     stop, preempted, save, written, lost = ranks.count(

@@ -52,8 +52,7 @@ def apply_update(engine: DeepSpeedEngine, clipping: float) -> tuple[float, bool]
     Returns:
         The global L2 norm before clipping, and whether the update was applied.
     """
-    is_wrapped = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
-    if is_wrapped:
+    if engine.optimizer is not engine.basic_optimizer:  # it is wrapped
         engine.step()
         is_applied = engine.was_step_applied()
         if not is_applied and getattr(engine.optimizer, "cpu_offload", False):
