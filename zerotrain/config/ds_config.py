@@ -2,7 +2,7 @@
 
 `ds_configs/*.json` set ZeRO stage, offload and communication, and have "auto" where the value comes
 from the run config. The same files work with transformers' Trainer and accelerate, and files made
-for those work here without their scheduler. Where both configs set a value, the values must agree.
+for those work here. Where both configs set a value, the values must agree.
 """
 
 import copy
@@ -25,6 +25,12 @@ from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import Machine
 
+# DeepSpeed's schedulers and the schedules of transformers that are used in their place.
+SCHEDULES = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 # Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones, or where not all
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
@@ -37,13 +43,16 @@ KEYS = {
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
         """,
     "optimizer": "type legacy_fusion params",
+    "optimizer.params": """
+        adam_w_mode betas bias_correction eps foreach fused lr max_grad_norm torch_adam weight_decay
+        """,
     "checkpoint": "checkpoint_serialization tag_validation parallel_write",
     "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
     "tensor_parallel": "autotp_size vocab_parallel_lm_head",
 }
 BLOCKS = (
     "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
-    "optimizer", "optimizer.params",
+    "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
 OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 # The only values that train correctly and can be resumed from, and what others would do.
@@ -91,6 +100,16 @@ def resolve_ds_config(
     """
     file = config.ds_config
     merged = read_ds_config(file)
+    scheduler = merged.pop("scheduler")
+    if "type" in scheduler:
+        schedule = SCHEDULES.get(str(scheduler["type"]))
+        is_set = any(value != "auto" for value in scheduler["params"].values())
+        if is_set or schedule != config.train.lr_schedule:
+            raise UserError(
+                f"{file}: scheduler is {json.dumps(scheduler)}, but train.lr_schedule is "
+                f'{config.train.lr_schedule}: remove the block, or make its params "auto" and the '
+                f"two the same: {json.dumps(SCHEDULES)}"
+            )
     if config.train.precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
         train = replace(config.train, precision=[*stated, machine.precision][0])
@@ -280,11 +299,6 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
     """Single values that DeepSpeed would silently ignore or train wrongly, or that are not
     supported. What is said of a value assumes that there is nothing to say of those before it.
     """
-    if "scheduler" in merged:
-        yield (
-            "scheduler: remove it, and set train.lr_schedule: constant_with_warmup for WarmupLR, "
-            "linear for WarmupDecayLR, cosine for WarmupCosineLR"
-        )
     tensor, sequence = group_sizes(merged)
     stage = zero_stage(merged)
     for path, value, least in (
