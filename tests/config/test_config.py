@@ -57,7 +57,7 @@ def test_defaults_below_yaml_below_flags(tiny_config):
 
 
 def test_a_dumped_config_reads_back_equal_but_for_trust(tiny_config, tmp_path):
-    config = parse(tiny_config(train__adam_betas=[0.9, 0.95], data__columns={"prompt": "q"}))
+    config = parse(tiny_config(train__adam_betas=[0.9, 0.95], data__ignore_keys=["q"]))
     (tmp_path / "dumped.yaml").write_text(dump_config(config))
     assert parse(tmp_path / "dumped.yaml") == config
     trusted = parse(tiny_config(), "--model.trust_remote_code", "true")
@@ -258,6 +258,14 @@ def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
     assert len(folders) == 4 and sum(folder.startswith("/disk/") for folder in folders) == 2
 
 
+def test_a_scheduler_of_trainer_may_name_the_schedule_of_the_run(resolved):
+    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    for name, schedule in (("WarmupLR", "constant_with_warmup"), ("WarmupDecayLR", "linear")):
+        block = {"type": name, "params": auto}
+        _, merged = resolved({"scheduler": block}, train__lr_schedule=schedule)
+        assert "scheduler" not in merged
+
+
 def test_precision_is_that_of_either_config(resolved):
     assert resolved({"bf16.enabled": True})[0].train.precision == "bf16"
     config, merged = resolved({"fp16.enabled": True}, train__precision="fp16")
@@ -287,7 +295,10 @@ REFUSED = {  # part of the message -> values of the file
     "gradient_accumulation_steps is 4, but": {"gradient_accumulation_steps": 4},
     "gradient_clipping is 1.0, but train.gradient_clipping": {"gradient_clipping": 1.0},
     "params.lr is 1e-05, but train.learning_rate": {"optimizer.params.lr": 1e-5},
-    "set train.lr_schedule: ": {"scheduler": {"params": {"warmup_min_lr": "auto"}}},
+    '"params": {}}, but train.lr_schedule is linear': {"scheduler.type": "WarmupCosineLR"},
+    "OneCycle": {"scheduler.type": "OneCycle"},
+    '_steps": 9': {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
+    "optimizer.params.foo: unknown": {"optimizer.params.foo": 1},
     # unknown keys at every level
     "did you mean zero_optimization?": {"zero_optimisation.stage": 1},
     "n.offload_optimizer.devise: Extra": {"zero_optimization.offload_optimizer.devise": 1},
@@ -358,8 +369,8 @@ class Watched(dict):
 
 
 def test_deepspeed_reads_every_supported_key():
-    of_models = {"tensor_parallel"}  # of pydantic
-    blocks = {name: Watched() for name in KEYS if name and name not in of_models}
+    others = {"", "tensor_parallel", "optimizer.params"}  # read by pydantic, and by optimizers
+    blocks = {name: Watched() for name in KEYS.keys() - others}
     blocks["optimizer"] = Watched({"type": "AdamW", "params": {}})
     top = Watched({"train_batch_size": 1, **blocks})
     DeepSpeedConfig(top)

@@ -11,11 +11,11 @@ from zerotrain.data.messages import METADATA, canonical_row, detect_format
 from zerotrain.data.sources import BadRow, RawRow, parse_row
 
 
-def canonical(row, **options):
+def canonical(row, columns=None, **options):
     """As in a run: from JSON, with the format detected from the keys."""
     config = DataConfig(train_sources=["rows"], **options)
-    found = parse_row(RawRow("rows", 1, json.dumps(row)), config.columns, config.ignore_keys)
-    source = Source("rows", format=detect_format(found), columns=config.columns)
+    found = parse_row(RawRow("rows", 1, json.dumps(row)), columns or {}, config.ignore_keys)
+    source = Source("rows", format=detect_format(found), columns=columns or {})
     return canonical_row(found, source, config)
 
 

@@ -111,7 +111,8 @@ def test_a_copy_names_no_file_that_it_lacks(copies, name):
 def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
     small = read_config(copies / "small/recipes/small.yaml")
     assert small.model.name_or_path == "my/model" and small.data.supervise == "answers"
-    assert small.train.epochs == 1 and small.train.steps is None and small.data.columns == {}
+    assert small.train.epochs == 1 and small.train.steps is None
+    assert small.data.train_sources[0].columns == {}
     assert small.tracking.wandb == "disabled" and small.output_dir == "runs/small"
     batch = read_config(copies / "batch/recipes/batch.yaml")
     own = read_config(REPO / "recipes/qwen3-8b.yaml")

@@ -26,6 +26,7 @@ RENAMED = {
     "deepspeed": "ds_config",
     "per_device_train_batch_size": "data.micro_batch_tokens",
     "model.revision": "model.name_or_path ID@REVISION",
+    "data.columns": "data.train_sources [{path: FILE, columns: {...}}]",
 }
 """Keys of transformers' Trainer and of older configs, and what does the same here."""
 USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run | --rehearse]
@@ -225,7 +226,7 @@ def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> d
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
     merged = dict(settings)
     for name, value in values.items():
-        # sections are merged key by key; other mappings, such as data.columns, are replaced
+        # sections are merged key by key; other mappings, such as data.eval_sources, are replaced
         nested = section_of(kinds.get(name))
         if nested and isinstance(value, dict):
             before = merged.get(name)

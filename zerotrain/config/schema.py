@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import field, fields, replace
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -136,7 +136,8 @@ class Source(Section):
     format: RowFormat = "auto"
     """Row format; default: detected from the keys of the first row."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Renamed keys; default: data.columns."""
+    """Key of the row format: key in the file; {prompt: question, completion: answer} reads gsm8k.
+    """
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with an unusable row. error: stop and name it; skip: leave it out, count it and
     list it in a file that the start-up table names.
@@ -181,9 +182,6 @@ class DataConfig(Section):
     """
     eval_fraction: Fraction = 0.0
     """Hold out this share of the training rows instead of eval_sources; drawn with train.seed."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Key of the row format: key in the file; {prompt: question, completion: answer} reads gsm8k.
-    """
     ignore_keys: list[str] = field(default_factory=list)
     """Keys to ignore in rows, messages, tool calls and content parts, as spelled in the file."""
     as_chat: bool = False
@@ -211,14 +209,6 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         if self.eval_sources and self.eval_fraction:
             raise ValueError("give eval_sources or eval_fraction, not both")
-
-        def complete(sources: list[Source]) -> list[Source]:
-            return [replace(s, columns=s.columns or self.columns) for s in sources]
-
-        sets = {name: complete(sources) for name, sources in self.eval_sources.items()}
-        # as the __init__ of a frozen dataclass does
-        object.__setattr__(self, "train_sources", complete(self.train_sources))
-        object.__setattr__(self, "eval_sources", sets)
 
 
 @dataclass(frozen=True)

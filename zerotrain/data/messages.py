@@ -77,8 +77,8 @@ def detect_format(row: JsonObject) -> str:
             return name
     formats = "; ".join(dict.fromkeys(" + ".join(keys) for keys in FORMAT_KEYS.values()))
     cure = (
-        "data.columns: {our key: key in the file} renames keys, which in CSV are the first line of "
-        "the file, separated by commas (.tsv: by tabs)"
+        "columns: {our key: key in the file} of a source renames keys, which in CSV are the first "
+        "line of the file, separated by commas (.tsv: by tabs)"
     )
     if "chosen" in row:
         cure = (
@@ -157,7 +157,7 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
         raise BadRow(
             "missing key",
             f"it has the keys {', '.join(message)} but needs one for role and one for content; "
-            "data.columns: {role: KEY, content: KEY} names the file's",
+            "columns: {role: KEY, content: KEY} of the source names the file's",
         )
     turn = _known(turn, MESSAGE_KEYS, config)
     given = str(turn.get("role"))
@@ -264,7 +264,7 @@ def _cure(extra: list[str], is_row: bool) -> str:
     names = ", ".join(extra)
     cure = f"{names} would not be trained on; data.ignore_keys: [{names}] leaves that out"
     if is_row:
-        cure += ", data.columns: {our key: key in the file} renames keys"
+        cure += ", columns: {our key: key in the file} of the source renames keys"
     if {"system", "tools"} & {*extra}:
         cure += "; system and tools need a chat template: data.as_chat: true"
     return cure

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import Source
 
-MESSAGE_COLUMNS = ("role", "content")  # keys of each message that data.columns can rename
+MESSAGE_COLUMNS = ("role", "content")  # keys of each message that columns can rename
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -201,7 +201,7 @@ def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] =
         if known in row:
             raise BadRow(
                 "doubled key",
-                f"it has both {known!r} and {given!r} (data.columns); data.ignore_keys: [{known}] "
+                f"it has both {known!r} and {given!r} (columns); data.ignore_keys: [{known}] "
                 "leaves out the former",
             )
         row[known] = row.pop(given)
