@@ -5,8 +5,7 @@
 Each side trains one epoch of the same rows, whose prompts are not supervised, under the same
 ds_config: the same model from random weights, global batch and precision. Trainer pads, with each
 of its sampling strategies in turn, and has as many rows in a micro-batch as fit into
---micro_batch_tokens on average. The strategy trl, for which TRL has to be installed, is its
-SFTTrainer with packing, and as many tokens in a step. benchmarks/trainer.py has the details.
+--micro_batch_tokens on average. benchmarks/trainer.py has the details.
 
 Tokens are counted without padding, over all steps of the epoch. A ratio is train.py's tokens/s over
 the other side's in the same repeat: the median over --repeats, with the smallest and largest one.
@@ -18,7 +17,6 @@ import os
 import string
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lengths", type=Path, help="int .npy; default: log-normal, mean 270")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--strategies", default=STRATEGIES, help="also trl")
+    parser.add_argument("--strategies", default=STRATEGIES, help="also padding_free")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +95,6 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for repeat in range(args.repeats):
         for side in sides:
-            began = time.time()
             steps, peak_gib = run_ours(args, repeat) if side == OURS else run_trainer(args, side)
             step = pd.DataFrame(steps)
             tokens = step["tokens"].sum()
@@ -106,9 +103,6 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
                 "tokens_per_s": tokens / seconds.sum(),
                 "padding_efficiency": tokens / (step["tokens"] / step["padding_efficiency"]).sum(),
                 "peak_gib": peak_gib,
-                "first_step_seconds": step["time"][0] - began,
-                "step_seconds": seconds.mean(),
-                "step_seconds_deviation": seconds.std(ddof=0) / seconds.mean(),
                 "steps": len(step),
                 "tokens": int(tokens),
             }

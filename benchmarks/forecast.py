@@ -20,7 +20,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import permutations
 from pathlib import Path
@@ -183,11 +183,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="output_dir of a run")
     parser.add_argument("--gpu", default="h100-80gb", help="of the run: its name and GB")
     args = parser.parse_args()
-    if args.run:
-        lines = asdict(own_run(args.run, args.gpu))
-        print(*lines, sep=",")
-        print(*("" if value is None else value for value in lines.values()), sep=",")
     runs = [own_run(args.run, args.gpu)] if args.run else read_runs(args.file)
+    if args.run:
+        print(pd.DataFrame(runs).to_csv(index=False))
     show_fit(runs) if args.fit else show_forecasts(runs)
 
 
@@ -238,15 +236,15 @@ def own_run(folder: Path, gpu: str) -> PublishedRun:
 
 def read_runs(file: str) -> list[PublishedRun]:
     """The lines of a table. Raises UserError: names the line and the column."""
-    adapter = TypeAdapter(PublishedRun)
-    runs = []
-    for number, row in enumerate(csv.DictReader(io.StringIO(read_text(file))), 2):
-        try:
-            runs.append(adapter.validate_python({name: row[name] or None for name in row}))
-        except ValidationError as error:
-            problem = error.errors()[0]
-            column = ".".join(map(str, problem["loc"]))
-            raise UserError(f"{file}:{number}: {column}: {problem['msg']}") from error
+    lines = csv.DictReader(io.StringIO(read_text(file)))
+    rows = [{name: value or None for name, value in line.items()} for line in lines]
+    try:
+        runs = TypeAdapter(list[PublishedRun]).validate_python(rows)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        number, *column = problem["loc"]
+        where = ".".join(map(str, column))
+        raise UserError(f"{file}:{number + 2}: {where}: {problem['msg']}") from error
     if not runs:
         raise UserError(f"{file}: no runs; its first line has to name the columns")
     return runs
@@ -256,8 +254,9 @@ def read_runs(file: str) -> list[PublishedRun]:
 # Fit
 
 
-def speeds(runs: Sequence[PublishedRun], rates: Rates) -> np.ndarray:
-    return np.array([run.tokens_per_s(rates) for run in runs])
+def ratios_of(runs: Sequence[PublishedRun], rates: Rates) -> np.ndarray:
+    """Forecast over measured speed of each run; of a row for each if the rates are arrays."""
+    return np.array([run.tokens_per_s(rates) / run.tokens_per_s_per_gpu for run in runs])
 
 
 def fit(runs: Sequence[PublishedRun]) -> Rates:
@@ -265,14 +264,13 @@ def fit(runs: Sequence[PublishedRun]) -> Rates:
     and of the constants' distance from ASSUMED in units of their spreads; by Gauss and Newton.
     """
     likely, spread = np.array([*ASSUMED.values()]).T[..., None]
-    measured = np.log([[run.tokens_per_s_per_gpu] for run in runs])
     nudge = 1e-5
     around = nudge * np.hstack([np.zeros_like(likely), np.eye(len(likely))])
     found = np.log(likely)
     for _ in range(10):
         points = found + around
         rates = Rates(**dict(zip(ASSUMED, np.exp(points), strict=True)))
-        errors = (np.log(speeds(runs, rates)) - measured) / RUN_SPREAD
+        errors = np.log(ratios_of(runs, rates)) / RUN_SPREAD
         residuals = np.vstack([errors, (points - np.log(likely)) / spread])
         slopes = (residuals[:, 1:] - residuals[:, :1]) / nudge
         found = found - np.linalg.lstsq(slopes, residuals[:, :1])[0]
@@ -285,12 +283,10 @@ def held_out(runs: Sequence[PublishedRun], folds: Sequence[object]) -> np.ndarra
     Args:
         folds: the fold of each run.
     """
-    ratios = np.empty(len(runs))
-    for fold in set(folds):
-        is_out = np.array([own == fold for own in folds])
-        rates = fit([run for run, out in zip(runs, is_out, strict=True) if not out])
-        out_runs = [run for run, out in zip(runs, is_out, strict=True) if out]
-        ratios[is_out] = speeds(out_runs, rates) / [run.tokens_per_s_per_gpu for run in out_runs]
+    every, folds, ratios = np.array(runs), np.array(folds), np.empty(len(runs))
+    for fold in np.unique(folds):
+        is_out = folds == fold
+        ratios[is_out] = ratios_of(every[is_out], fit(every[~is_out]))
     return ratios
 
 
@@ -315,21 +311,22 @@ def show_fit(runs: Sequence[PublishedRun]) -> None:
 
 def show_forecasts(runs: Sequence[PublishedRun]) -> None:
     """Print a line per run, the verdicts on further nodes, and the errors."""
-    forecasts = speeds(runs, Rates(slowdown=DEEPSPEED_SLOWDOWN))
+    ratios = ratios_of(runs, Rates(slowdown=DEEPSPEED_SLOWDOWN))
     measured = np.array([run.tokens_per_s_per_gpu for run in runs])
+    forecasts = measured * ratios
     lines = [
         {
             "run": f"{run.model}, {run.gpus} {run.gpu}-{run.gpu_gib}gb, ZeRO {run.zero}",
             "tokens": f"{run.sequence:,} x {run.micro_batch} x {run.accumulation}",
             "measured": f"{run.tokens_per_s_per_gpu:,.0f}",
-            "forecast": f"{speed:,.0f}",
-            "ratio": f"{speed / run.tokens_per_s_per_gpu:.2f}",
+            "forecast": f"{run.tokens_per_s_per_gpu * ratio:,.0f}",
+            "ratio": f"{ratio:.2f}",
             "GiB": run.peak_gib,
             "forecast of GiB": f"{estimate_memory(run.setup).peak / GIB:.1f}"
             if run.peak_gib
             else "",
         }
-        for run, speed in zip(runs, forecasts, strict=True)
+        for run, ratio in zip(runs, ratios, strict=True)
     ]
     print(pd.DataFrame(lines, dtype=object).fillna("").to_string(index=False))
     pairs = [
@@ -340,7 +337,7 @@ def show_forecasts(runs: Sequence[PublishedRun]) -> None:
     right = sum((real >= WORTHWHILE) == (forecast >= WORTHWHILE) for real, forecast in pairs)
     print(
         f"whether a GPU keeps {WORTHWHILE:.0%} of its tokens/s on further nodes: {right} of "
-        f"{len(pairs)} pairs right\n{errors(forecasts / measured)}"
+        f"{len(pairs)} pairs right\n{errors(ratios)}"
     )
 
 

@@ -1,13 +1,13 @@
 """Measure one GPU and check that everything runs on it.
 
-    python -m benchmarks.gpu --out FOLDER [--minutes 9] [--only NAME,...] [--continue] [--toy]
+    python -m benchmarks.gpu --out FOLDER [--minutes 9] [--only NAME ...] [--toy]
 
 Runs the CHECKS below, the most important ones first, each in processes of its own and within the
 minutes that it has there. A check that fails does not stop the others. After each one
 FOLDER/results.json is written again; the table at the end has the targets beside the figures. A
-check begins only if its minutes are left of --minutes; --continue runs what has no result yet.
-Needs about 20 GB of disk and no network. --toy runs every check at toy size on CPU, to test this
-file; its figures mean nothing.
+check begins only if its minutes are left of --minutes, and if FOLDER has no result of it: the same
+command continues. Needs about 20 GB of disk and no network. --toy runs every check at toy size on
+CPU, to test this file; its figures mean nothing.
 
 Exit code: 0 all checks that were asked for passed, 1 otherwise. A missed target is no failure.
 """
@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,17 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from benchmarks.against_trainer import train_py, trainer, write_rows
 from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
-from zerotrain.model.load import load_model_config
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.local_ranks import run_local_ranks
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.metrics import read_metrics
-from zerotrain.training.setup import Architecture, resolve
+from zerotrain.training.setup import open_run
 from zerotrain.training.states import GIB
 
 REPO = Path(__file__).resolve().parent.parent
@@ -186,7 +185,7 @@ class Bench:
         )
         note = "nothing recomputed"
         peak = estimated_peak(command)
-        if peak > USED_SHARE * gpu_memory():
+        if torch.cuda.is_available() and peak > USED_SHARE * torch.cuda.mem_get_info()[1]:
             note = "activations recomputed"
             command.append("--model.activation_checkpointing=true")
             peak = estimated_peak(command)
@@ -229,15 +228,8 @@ class Bench:
 def estimated_peak(command: list[object]) -> float:
     """The bytes that a run on one GPU needs by the estimate, from the command of train.py."""
     config = parse_command_line([str(word) for word in command[1:]]).config
-    model = Architecture.of(config.model, load_model_config(config.model))
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
-    return estimate_memory(resolve(config, machine, model)).peak
-
-
-def gpu_memory() -> float:
-    """Bytes of the GPU; without one, no limit."""
-    has_gpu = torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if has_gpu else math.inf
+    return estimate_memory(open_run(config, machine)[0]).peak
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,49 +267,38 @@ def profile(bench: Bench) -> dict[str, Figures]:
     steps, _ = bench.train("1.5b", 16_384, output_dir=folder)  # written after the fifth step
     [trace] = (folder / "profile").glob("*.gz")
     kind = "cpu_op" if bench.toy else "kernel"
-    spent: Counter[str] = Counter()
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
-        if event.get("cat") == kind:
-            spent[event["name"]] += event["dur"]
-    parts = [f"{each / spent.total():.1%} {name}" for name, each in spent.most_common(12)]
+    events = pd.DataFrame(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    spent = events[events.cat == kind].groupby("name").dur.sum()
+    shares = (spent / spent.sum()).nlargest(12)
+    parts = [f"{share:.1%} {name}" for name, share in shares.items()]
     return {"": {**bench.figures_of(steps), "note": "\n".join(["a profile", *parts])}}
 
 
 def against_trainer(bench: Bench) -> dict[str, Figures]:
-    """train.py and Trainer, one after the other: the same rows, model and ds_config. Trainer has
-    Liger where it is installed, and for rows without padding the attention of train.py.
+    """train.py and Trainer without padding, one after the other: the same rows, model and
+    ds_config. Trainer has Liger where it is installed, and the attention of train.py.
     """
     tokens = bench.size(16_384, 256)
     rows_of_batch = 8 * tokens // bench.size(MEAN_LENGTH, 64)
     rows = bench.rows(tokens, STEPS * rows_of_batch)
     batch = {"train.global_batch_tokens": "null", "train.global_batch_size": rows_of_batch}
     steps, _ = bench.train("1.5b", 16_384, **{"data.train_sources": [str(rows)], **batch})
-    ours = bench.figures_of(steps)
-    found = {"train.py": ours}
-    for strategy in ("padding_free", "group_by_length"):
-        command, out = trainer(
-            bench.folder,
-            strategy=strategy,
-            rows=rows,
-            model=bench.model("1.5b", tokens),
-            ds_config="ds_configs/zero1.json",
-            precision=bench.precision,
-            global_batch_size=rows_of_batch,
-            micro_batch_tokens=tokens,
-        )
-        try:
-            bench.command(*command)
-        except CheckFailed as problem:  # e.g. out of memory: the other one may be Trainer's best
-            found[f"Trainer, {strategy}"] = {"note": str(problem)}
-            continue
-        report = json.loads(out.read_text())
-        figures = bench.figures_of(report.pop("steps")) | report
-        figures["train_py_over_this"] = ours["tokens_per_s"] / figures["tokens_per_s"]
-        liger = "Liger" if report["liger"] else "without Liger"
-        found[f"Trainer, {strategy}, {report['attention']}, {liger}"] = figures
-    if not any("train_py_over_this" in figures for figures in found.values()):
-        raise CheckFailed("\n".join(f["note"] for f in found.values() if "note" in f))
-    return found
+    command, out = trainer(
+        bench.folder,
+        strategy="padding_free",
+        rows=rows,
+        model=bench.model("1.5b", tokens),
+        ds_config="ds_configs/zero1.json",
+        precision=bench.precision,
+        global_batch_size=rows_of_batch,
+        micro_batch_tokens=tokens,
+    )
+    bench.command(*command)
+    report = json.loads(out.read_text())
+    ours, theirs = bench.figures_of(steps), bench.figures_of(report.pop("steps")) | report
+    theirs["train_py_over_this"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
+    liger = "Liger" if report["liger"] else "without Liger"
+    return {"train.py": ours, f"Trainer, {report['attention']}, {liger}": theirs}
 
 
 def resume(bench: Bench) -> dict[str, Figures]:
@@ -352,8 +333,6 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "8b_16_layers_16k_zero3_compiled": (4, measured("8b_16_layers", 16_384, stage=3, **COMPILED)),
     "experts_16k": (3, measured("experts", 16_384)),
     "8b_16k_lora_zero3": (3, measured("8b", 16_384, stage=3, **LORA)),
-    "1.5b_16k_zero2": (2, measured("1.5b", 16_384, stage=2)),
-    "1.5b_16k_zero3": (2, measured("1.5b", 16_384, stage=3)),
     "against_trainer_2": (5, against_trainer),
     "zero_stages": (4, {f"zero{n}": {"stage": n} for n in range(4)}),
     "batching": (2, {n: {"data.batching": n} for n in ("packed", "bucketed")}),
@@ -370,7 +349,7 @@ def show(results: dict[str, Any], toy: bool) -> None:
     if toy:
         print("toy size on CPU: these figures mean nothing")
     for name, result in results.items():
-        for run, figures in result["figures"].items():
+        for run, figures in result.items():
             cells = []
             for key, value in figures.items():
                 if isinstance(value, float):
@@ -387,18 +366,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
     parser.add_argument("--minutes", type=float, default=9, help="of this call")
-    parser.add_argument("--only", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--continue", action="store_true", dest="resume")
+    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="NAME")
     parser.add_argument("--toy", action="store_true", help="toy sizes, on CPU, without a limit")
     args = parser.parse_args()
-    wanted = args.only.split(",") if args.only else list(CHECKS)
-    if unknown := sorted(set(wanted) - set(CHECKS)):
-        parser.error(f"--only: no check is named {unknown[0]}; there are {', '.join(CHECKS)}")
+    wanted = args.only or list(CHECKS)
     file = args.out / "results.json"
-    results = {}
-    if (args.resume or args.only) and file.is_file():
-        results = json.loads(file.read_text())
-    left = [name for name in wanted if not (args.resume and name in results)]
+    results = json.loads(file.read_text()) if file.is_file() else {}
+    left = [name for name in wanted if name not in results]
     if left:
         left = list(dict.fromkeys(["environment", *left]))  # for the matmul rate of this call
     args.out.mkdir(parents=True, exist_ok=True)
@@ -413,22 +387,21 @@ def main() -> None:
         bench = Bench(Path(folder), args.toy)
         for name in left:
             minutes, check = CHECKS[name]
-            began = time.monotonic()
-            bench.end = began + minute * minutes
+            bench.end = time.monotonic() + minute * minutes
             if bench.end > end:
-                print(f"{name} needs up to {minutes} minutes: run it again with --continue")
+                print(f"{name} needs up to {minutes} minutes: run it again")
                 break
             try:
                 figures = check(bench) if callable(check) else bench.compare(check)
             except CheckFailed as problem:
                 figures = {FAILED: {"note": str(problem)}}
-            results[name] = {"seconds": time.monotonic() - began, "figures": figures}
-            show({name: results[name]}, args.toy)
+            results[name] = figures
+            show({name: figures}, args.toy)
             file.write_text(json.dumps(results, indent=1) + "\n")
-            if FAILED in results["environment"]["figures"]:
+            if FAILED in results["environment"]:
                 break
     show(results, args.toy)
-    sys.exit(any(name not in results or FAILED in results[name]["figures"] for name in wanted))
+    sys.exit(any(name not in results or FAILED in results[name] for name in wanted))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """One rank of transformers' Trainer, for benchmarks/against_trainer.py and benchmarks/gpu.py.
 
-    python -m benchmarks.trainer WORK.json          see train_with_trainer in against_trainer.py
+    python -m benchmarks.trainer WORK.json          see `trainer` in against_trainer.py
 
 Rows are sampled by one of Trainer's strategies and padded; padding_free joins random rows
-(DataCollatorWithFlattening) under the attention of train.py's packed examples or, where flash_attn
-is installed, FlashAttention 2; trl is TRL's SFTTrainer with its packing. A micro-batch has as many
-rows as fit into micro_batch_tokens on average. On a GPU the Liger kernels are used where
+(DataCollatorWithFlattening) under the attention of train.py's packed examples. A micro-batch has
+as many rows as fit into micro_batch_tokens on average. On a GPU the Liger kernels are used where
 liger_kernel is installed. The first rank writes as JSON what was used, the peak memory, and of each
 step its tokens, padding efficiency, seconds, and when it has ended.
 """
@@ -33,7 +32,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils import is_flash_attn_2_available, is_liger_kernel_available
+from transformers.utils import is_liger_kernel_available
 
 from zerotrain.model.packing import PACKED_EXAMPLES
 
@@ -71,17 +70,16 @@ def main() -> None:
     trainer.add_callback(clock)
     trainer.train()
     arguments = trainer.args
-    accumulation = arguments.gradient_accumulation_steps
-    of_ranks: list[Any] = [None] * arguments.world_size
-    torch.distributed.all_gather_object(of_ranks, counts)  # noqa: TID251  Trainer alone, on one machine
-    steps = []
-    for i, (began, ended) in enumerate(pairwise(clock.times)):
-        of_step = [c[i * accumulation : (i + 1) * accumulation] for c in of_ranks]
-        tokens, padded = np.sum(of_step, axis=(0, 1)).tolist()
-        steps.append({
+    of_ranks = trainer.accelerator.reduce(torch.tensor(counts, device=arguments.device)).cpu()
+    starts = range(0, len(counts), arguments.gradient_accumulation_steps)
+    of_steps = np.add.reduceat(of_ranks.numpy(), starts).tolist()
+    steps = [
+        {
             "step_seconds": ended - began, "time": ended,
             "tokens": tokens, "padding_efficiency": tokens / padded,
-        })  # fmt: skip
+        }
+        for (began, ended), (tokens, padded) in zip(pairwise(clock.times), of_steps, strict=True)
+    ]  # fmt: skip
     if arguments.process_index == 0:
         attention = trainer.model.config._attn_implementation
         report = {
@@ -99,52 +97,38 @@ def make_trainer(work: SimpleNamespace) -> Trainer:
     tokenizer = AutoTokenizer.from_pretrained(work.tokenizer)
     examples = Dataset.from_list(read_examples(Path(work.rows), tokenizer))
     mean_tokens = sum(map(len, examples["input_ids"])) / len(examples)
-    packs = work.strategy == "trl"
     joins = work.strategy == "padding_free"
     per_rank = work.global_batch_size // int(os.environ["WORLD_SIZE"])
     fitting = max(1, int(work.micro_batch_tokens / mean_tokens))
-    rows = 1 if packs else max(n for n in range(1, fitting + 1) if per_rank % n == 0)
-    accumulation = per_rank // rows
-    if packs:
-        accumulation = max(1, round(per_rank * mean_tokens / work.micro_batch_tokens))
-    options = {
-        "output_dir": str(Path(work.out).with_suffix("")),
-        "deepspeed": work.ds_config,
-        "bf16": work.precision == "bf16",
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": accumulation,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "constant",
-        "use_cpu": not on_gpu,
-        "use_liger_kernel": on_gpu and is_liger_kernel_available(),
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-    }
-    attention = "flash_attention_2" if on_gpu and is_flash_attn_2_available() else "sdpa"
-    if joins and attention == "sdpa":
-        attention = PACKED_EXAMPLES
+    rows = max(n for n in range(1, fitting + 1) if per_rank % n == 0)
+    arguments = TrainingArguments(
+        output_dir=str(Path(work.out).with_suffix("")),
+        deepspeed=work.ds_config,
+        bf16=work.precision == "bf16",
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=per_rank // rows,
+        num_train_epochs=1,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="random" if joins else work.strategy,
+        use_cpu=not on_gpu,
+        use_liger_kernel=on_gpu and is_liger_kernel_available(),
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(work.model),
-            dtype=torch.bfloat16 if options["bf16"] else torch.float32,
-            attn_implementation=attention,
+            dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
+            attn_implementation=PACKED_EXAMPLES if joins else "sdpa",
         )
     model.config.use_cache = False  # with a cache, attention would see other rows
-    if packs:
-        from trl import SFTConfig, SFTTrainer
-
-        arguments = SFTConfig(**options, packing=True, max_length=work.micro_batch_tokens)
-        return SFTTrainer(model, arguments, train_dataset=examples, processing_class=tokenizer)
     collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     if joins:
-        with_bounds = attention == "flash_attention_2"
-        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=with_bounds)
-    sampling = "random" if joins else work.strategy
-    arguments = TrainingArguments(**options, train_sampling_strategy=sampling)
+        collator = DataCollatorWithFlattening()
     return Trainer(model, arguments, train_dataset=examples, data_collator=collator)
 
 

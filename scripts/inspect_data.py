@@ -1,6 +1,6 @@
 """Inspect the data before training: what was read, lengths, what is supervised, and the step plan.
 
-    python -m scripts.inspect_data --config recipes/demo.yaml [--show 3] [--ranks 8,64,512]
+    python -m scripts.inspect_data --config recipes/demo.yaml [--show 3] [--ranks 8 64 512]
         [--color auto|always|never]
 
 Prints counts, length quantiles, tokens, truncation and the supervised share; the first examples,
@@ -21,15 +21,13 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--show", type=int, default=3, metavar="N", help="first examples to print")
-    parser.add_argument("--ranks", default="8,64,512", help="world sizes to plan for")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[8, 64, 512], help="world sizes to plan for"
+    )
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
     args, rest = parser.parse_known_args()
-    numbers = args.ranks.split(",")
-    if not all(n.isdecimal() and int(n) > 0 for n in numbers):
-        raise UserError(f"--ranks: {args.ranks!r} is not a list of numbers like 8,64")
-    if args.show < 0:
-        raise UserError(f"--show: {args.show} is negative")
-    ranks = [int(n) for n in numbers]
+    if min(args.ranks) < 1 or args.show < 0:
+        raise UserError("--ranks must be at least 1, --show at least 0")
     asked = parse_command_line(rest, prog="inspect_data.py").config
 
     from zerotrain.config.schema import HELD_OUT
@@ -38,14 +36,14 @@ def main() -> None:
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
-    config, tokenizer, plan, eval_plans = open_plans(asked, ranks[0])
+    config, tokenizer, plan, eval_plans = open_plans(asked, args.ranks[0])
     print_counts("training examples", plan)
     for name, eval_plan in eval_plans.items():
         print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan)
     color = {"auto": None, "always": True, "never": False}[args.color]
     print_examples(plan, tokenizer, args.show, color)
     on_cpu = " (data.batching auto, resolved for CPU)" if asked.data.batching == "auto" else ""
-    print_plans(plan, ranks, config.data.batching + on_cpu)
+    print_plans(plan, args.ranks, config.data.batching + on_cpu)
 
 
 if __name__ == "__main__":

@@ -40,20 +40,16 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("claim", choices=["epoch", "data", "equivalence"])
-    of_epoch = parser.add_argument_group("epoch")
-    of_epoch.add_argument("--world", type=int, default=8, help="world size")
-    of_epoch.add_argument("--then", type=int, default=6, help="world size after resuming")
-    of_epoch.add_argument(
-        "--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epoch"
-    )
-    of_epoch.add_argument("--epoch", type=int, default=0, help="which epoch, from 0")
-    of_equivalence = parser.add_argument_group("equivalence")
-    of_equivalence.add_argument("--ranks", type=int, help="default: all GPUs, and at least 2")
-    of_equivalence.add_argument(
-        "--work", type=Path, default=Path("runs/prove"), help="folder for what is written"
-    )
-    of_equivalence.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    of_equivalence.add_argument("--ds_configs", nargs="+", metavar="FILE", help="default: all")
+    add = parser.add_argument_group("epoch").add_argument
+    add("--world", type=int, default=8, help="world size")
+    add("--then", type=int, default=6, help="world size after resuming")
+    add("--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epoch")
+    add("--epoch", type=int, default=0, help="which epoch, from 0")
+    add = parser.add_argument_group("equivalence").add_argument
+    add("--ranks", type=int, help="default: all GPUs, and at least 2")
+    add("--work", type=Path, default=Path("runs/prove"), help="folder for what is written")
+    add("--precision", choices=["fp32", "bf16"], default="fp32")
+    add("--ds_configs", nargs="+", metavar="FILE", help="default: all")
     args, rest = parser.parse_known_args()
     if min(args.world, args.then, args.ranks or 1) < 1 or not 0 <= args.cut <= 1 or args.epoch < 0:
         raise UserError(

@@ -1,6 +1,6 @@
 """Measure how training speed grows with the number of nodes, and what keeps it from growing.
 
-    python -m scripts.scaling_test --nodes 1,2,4 --hostfile hostfile [options of scripts/launch.sh]
+    python -m scripts.scaling_test --nodes 1 2 4 --hostfile hostfile [options of scripts/launch.sh]
         [--strong] [--steps 30] [--output runs/scaling] -- train.py --config recipes/mine.yaml ...
 
 Runs the config for a few steps on the first 1, 2 and 4 hosts. Scaling is weak: the config's global
@@ -16,7 +16,8 @@ import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
+
+import pandas as pd
 
 from zerotrain.launch.hostfile import Hosts, between, world_size
 from zerotrain.launch.job import Job, job_of, job_parser
@@ -27,7 +28,7 @@ from zerotrain.tools.short_run import short_run
 from zerotrain.tracking.metrics import read_metrics
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = [f"{phase}_seconds" for phase in ("data", "forward", "backward", "optimizer")]
 
 
 def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -> Job:
@@ -39,18 +40,16 @@ def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -
 
 
 def measure(folder: Path, ranks: int) -> dict[str, float]:
-    """Ranks, tokens per second and rank, and seconds per step by phase, after the warm-up."""
-    steps = read_metrics(folder)[WARM_UP_STEPS:]
-    seconds = {phase: fmean(step[f"{phase}_seconds"] for step in steps) for phase in PHASES}
-    tokens = sum(step["tokens"] for step in steps)
-    speed = tokens / sum(step["step_seconds"] for step in steps) / ranks
-    return {"ranks": ranks, "speed": speed, **seconds}
+    """Ranks, tokens per second, and seconds per step by phase, after the warm-up."""
+    steps = pd.DataFrame(read_metrics(folder)[WARM_UP_STEPS:])
+    speed = steps.tokens.sum() / steps.step_seconds.sum()
+    return {"ranks": ranks, "tokens/s": speed, **steps[PHASES].mean()}
 
 
 def main() -> None:
     parser = job_parser("python -m scripts.scaling_test")
     add = parser.add_argument
-    add("--nodes", required=True, metavar="N,N,...", help="numbers of hosts")
+    add("--nodes", type=int, nargs="+", required=True, metavar="N", help="numbers of hosts")
     add("--strong", action="store_true", help="the same global batch on all sizes")
     add(
         "--steps",
@@ -63,9 +62,9 @@ def main() -> None:
     job = job_of(arguments)
     if job.config is None:
         raise UserError(f"{job.command[0]}: only train.py can be measured")
-    sizes = sorted({int(word) if word.isdigit() else 0 for word in arguments.nodes.split(",")})
+    sizes = sorted({*arguments.nodes})
     if not 1 <= sizes[0] <= sizes[-1] <= len(job.hosts):
-        raise UserError(f"--nodes {arguments.nodes}: numbers from 1 to {len(job.hosts)} are needed")
+        raise UserError(f"--nodes {sizes}: numbers from 1 to {len(job.hosts)} are needed")
 
     own_folder(arguments.output)
     found = {}
@@ -87,16 +86,12 @@ def main() -> None:
         if outcome.stopped_by_user:
             break
     print(f"{'strong' if arguments.strong else 'weak'} scaling, seconds per step by phase")
-    for nodes, measured in found.items():
-        base = found[min(found)]
-        cells = "  ".join(f"{phase} {measured[phase]:.4f}" for phase in PHASES)
-        grown = max(PHASES, key=lambda phase: measured[phase] - base[phase])
-        end = f"  grown most: {grown}" if nodes > min(found) else ""
-        print(
-            f"{nodes} nodes  {measured['ranks']} ranks  "
-            f"{measured['speed'] * measured['ranks']:,.0f} tokens/s  "
-            f"efficiency {measured['speed'] / base['speed']:.1%}  {cells}{end}"
-        )
+    if found:
+        table = pd.DataFrame(found.values(), index=pd.Index(found, name="nodes"))
+        of_rank = table["tokens/s"] / table.ranks
+        table["efficiency"] = of_rank / of_rank.iloc[0]
+        table["grown most"] = (table - table.iloc[0])[PHASES].iloc[1:].idxmax(axis=1)
+        print(table.to_string(na_rep="-", float_format="{:,.4g}".format))
     if len(found) < len(sizes):
         sys.exit(EXIT_FAILURE)
 

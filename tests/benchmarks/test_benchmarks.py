@@ -15,21 +15,20 @@ def bench(forks):
 
 def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     names = ["experts_16k", "profile", "against_trainer_1"]
-    toy = ["--toy", "--out", tmp_path, "--only", ",".join(names)]
+    toy = ["--toy", "--out", tmp_path, "--only", *names]
     done = bench("gpu", *toy)
     assert done.code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == ["environment", *names]
-    rate = results["environment"]["figures"][""]["model_tflops_per_s"]
+    rate = results["environment"][""]["model_tflops_per_s"]
     for name in names[:2]:
-        figures = results[name]["figures"][""]
+        figures = results[name][""]
         assert figures["tokens_per_s"] > 0
         assert figures["share_of_matmul"] * rate == pytest.approx(figures["model_tflops_per_s"])
-    assert results["experts_16k"]["figures"][""]["estimated_gib"] > 0
-    assert "mm" in results["profile"]["figures"][""]["note"]
-    names_of_sides = "".join(results["against_trainer_1"]["figures"])
-    assert "padding_free, packed_examples" in names_of_sides
-    again = bench("gpu", *toy, "--continue")
+    assert results["experts_16k"][""]["estimated_gib"] > 0
+    assert "mm" in results["profile"][""]["note"]
+    assert "Trainer, packed_examples, without Liger" in results["against_trainer_1"]
+    again = bench("gpu", *toy)
     assert again.code == 0 and "against_trainer_1: Trainer" in again.output
     assert json.loads((tmp_path / "results.json").read_text()) == results
     assert bench("gpu", "--out", tmp_path, "--only", "no").code == 2
@@ -47,22 +46,18 @@ def test_trainer_has_the_same_work(bench, tmp_path):
     assert ours["padding_efficiency"] > trainer["padding_efficiency"]
 
 
-def test_a_simulation_has_every_order_and_what_waiting_costs(bench, tmp_path):
+def test_a_simulation_has_every_order(bench, tmp_path):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 500, 2000))
     small = ["--micro_batch_tokens", 1024, "--steps", 3]
     done = bench("simulate", tmp_path / "lengths.npy", "--ranks", 2, 16, *small)
     assert done.code == 0, done.output
-    lines = [line.split("│")[1:-1] for line in done.output.splitlines() if line.startswith("│")]
-    cells = [[cell.strip() for cell in line] for line in lines]
-    orders = {(row[0], row[1]): [float(x) for x in row[3:]] for row in cells if len(row) > 4}
+    _, *rows = [line.split() for line in done.output.splitlines()]
+    orders = {(ranks, order): float(cell) for ranks, order, cell in rows}
     assert len(orders) == 2 * 5
     for ranks in ("2", "16"):
-        efficiency = {order: row[0] for (of, order), row in orders.items() if of == ranks}
+        efficiency = {order: value for (of, order), value in orders.items() if of == ranks}
         assert 1 >= efficiency["packed"] == max(efficiency.values())
-        assert efficiency["bucketed"] > efficiency["random"]
-    for compute, zero_1, zero_2, zero_3, slow_node in orders.values():
-        assert compute > zero_1 > zero_2 > zero_3 > 0
-        assert compute / 1.25 <= slow_node + 0.001 and slow_node < compute
+        assert efficiency["bucketed"] > efficiency["random"] > 0
     assert bench("simulate", "--ranks", 0).code == 2
 
 

@@ -31,23 +31,23 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
     weights_of = {"resume": str(tmp_path / "other_run"), "weights_only": True}
     done = namespaces.run(
         hosts, sys.executable, *SCRIPT, "--hostfile", tmp_path / "hostfile",
-        "--nodes", "1,2,3", "--steps", "15", "--output", tmp_path / "out", "--",
+        "--nodes", "1", "2", "3", "--steps", "15", "--output", tmp_path / "out", "--",
         "train.py", "--config", tiny_config(checkpoint=weights_of),
     )  # fmt: skip
     assert done.code == 1, done.output
     assert "3 nodes: node-9" in done.output, done.output
-    two = re.search(r"^2 nodes  2 ranks .* efficiency ([\d.]+)%.*$", done.output, re.MULTILINE)
-    assert float(two[1]) < 70, done.output
-    assert re.search("grown most: (forward|backward|optimizer)", two[0]), done.output
+    *_, efficiency, grown_most = re.search(r"^2 +2 .*$", done.output, re.MULTILINE)[0].split()
+    assert float(efficiency) < 0.7, done.output
+    assert grown_most in ("forward_seconds", "backward_seconds", "optimizer_seconds")
     assert not [*(tmp_path / "out").glob("*/checkpoints/step_*")]
 
 
 @needs_hosts
 def test_ctrl_c_ends_it(hosts, hostfile, tmp_path, tiny_config):
     process = namespaces.start(
-        hosts, tmp_path / "log", sys.executable, *SCRIPT, "--hostfile", hostfile, "--nodes", "1,2",
-        "--steps", "1000", "--output", tmp_path / "out", "--", "train.py", "--config",
-        tiny_config(),
+        hosts, tmp_path / "log", sys.executable, *SCRIPT, "--hostfile", hostfile,
+        "--nodes", "1", "2", "--steps", "1000", "--output", tmp_path / "out", "--",
+        "train.py", "--config", tiny_config(),
     )  # fmt: skip
     try:
         wait_until((tmp_path / "out" / "nodes_1" / "metrics.jsonl").exists, process)
@@ -55,7 +55,7 @@ def test_ctrl_c_ends_it(hosts, hostfile, tmp_path, tiny_config):
         assert process.wait(200) == 1, (tmp_path / "log").read_text()
     finally:
         process.kill()
-    assert "2 nodes" not in (tmp_path / "log").read_text()
+    assert "\n2 " not in (tmp_path / "log").read_text()
     assert not (tmp_path / "out" / "nodes_2").exists()
 
 

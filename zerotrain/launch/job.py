@@ -11,7 +11,7 @@ from typing import Any
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.launch.environment import PREFIXES, deepspeed_env_files, environment_of_job
-from zerotrain.launch.hostfile import Hosts, between, read_hosts
+from zerotrain.launch.hostfile import Hosts, between, read_hosts, world_size
 from zerotrain.runtime.errors import UserError
 
 
@@ -103,16 +103,15 @@ def job_of(arguments: argparse.Namespace) -> Job:
     """
     command = arguments.command
     if not arguments.hostfile or not command or not Path(command[0]).is_file():
-        rest = " ".join(command if "".join(command).startswith("-") else command[1:])
         raise UserError(
             f"--hostfile is {arguments.hostfile}, and the script is {' '.join(command[:1])}: both "
-            f"have to exist, as in `--hostfile hostfile -- train.py {rest or '--config FILE'}`"
+            "have to exist, as in `--hostfile hostfile -- train.py --config FILE`"
         )
     hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None
     if Path(command[0]).name == "train.py":
         config = parse_command_line(command[1:]).config
-        slots = sum(map(len, hosts.values()))
+        slots = world_size(hosts)
         if config.distributed.world_size not in (None, slots):
             raise UserError(
                 f"distributed.world_size is {config.distributed.world_size}, but the slots of "

@@ -23,7 +23,7 @@ import xxhash
 
 from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.config.parse import dump_config, parse_command_line
-from zerotrain.config.schema import Config, chat_template_file
+from zerotrain.config.schema import chat_template_file
 from zerotrain.data.sources import local_files
 from zerotrain.runtime.errors import UserError, describe
 
@@ -58,12 +58,6 @@ def fingerprint(file: str) -> str:
 def fingerprints(files: Sequence[str | Path]) -> dict[str, str]:
     """Checksum of each file, or why it cannot be read."""
     return {str(file): fingerprint(str(file)) for file in files}
-
-
-def config_files(config: Config) -> list[str]:
-    """The files beside its YAML that a run config names."""
-    template = config.model.chat_template
-    return [config.ds_config, *([str(chat_template_file(template))] if template else [])]
 
 
 def disk_problems(folder: Path) -> Problems:
@@ -187,7 +181,9 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
         except UserError as error:
             problems.append(("data", str(error)))
     settings = xxhash.xxh3_64(dump_config(config).encode()).hexdigest()
-    same["config"] = {"settings": settings, **fingerprints(config_files(config))}
+    template = config.model.chat_template
+    files = [config.ds_config, *([chat_template_file(template)] if template else [])]
+    same["config"] = {"settings": settings, **fingerprints(files)}
     model = [file for file in Path(config.model.name_or_path).glob("*") if file.is_file()]
     same["model"] = fingerprints(model)
     same["data"] = fingerprints(rows)

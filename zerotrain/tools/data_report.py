@@ -105,18 +105,29 @@ def print_plans(plan: DataPlan, ranks: list[int], batching: str) -> None:
             continue
         tokens = sum(p.tokens for p in plans)
         padding = sum(p.padded_tokens for p in plans) / tokens - 1
-        costs = [
-            [costs_of(plan.data.lengths[examples], budget) for examples in of_ranks]
+        micro_steps = [
+            [plan.data.lengths[examples] for examples in of_ranks]
             for step in plans
             for of_ranks in step.micro_batches
         ]
-        useful, padded = np.moveaxis(costs, -1, 0)  # [micro-steps of all steps, ranks]
-        efficiency = useful.sum() / (world_size * padded.max(axis=1).sum())
         examples = sum(p.examples for p in plans)
         print(
             f"  {world_size:>5}  {examples / len(plans):>14,.1f}  {tokens / len(plans):>11,.0f}  "
-            f"{len(padded) / len(plans):>11,.1f}  {padding:>12.1%}  {efficiency:>10.1%}"
+            f"{len(micro_steps) / len(plans):>11,.1f}  {padding:>12.1%}  "
+            f"{efficiency(micro_steps, budget):>10.1%}"
         )
+
+
+def efficiency(micro_steps: Sequence[Sequence[np.ndarray]], budget: Budget) -> float:
+    """The compute that the examples need over what all ranks spend, with padding and with the waits
+    for the slowest rank of each micro-step.
+
+    Args:
+        micro_steps: of each one the lengths of the examples of each rank.
+    """
+    costs = [[costs_of(lengths, budget) for lengths in of_ranks] for of_ranks in micro_steps]
+    useful, padded = np.moveaxis(costs, -1, 0)  # [micro-steps, ranks]
+    return useful.sum() / (budget.world_size * padded.max(axis=1).sum())
 
 
 def costs_of(lengths: np.ndarray, budget: Budget) -> tuple[int, int]:
