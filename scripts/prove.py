@@ -104,14 +104,11 @@ def prove_data(config: Config) -> bool:
     from zerotrain.tools.row_proof import prove_rows
 
     tokenizer = load_tokenizer(config.model)
-    compared = 0
-    problems = 0
-    for given in [config.data.train_sources, *config.data.eval_sources.values()]:
-        cache = tokenize_sources(given, tokenizer, config.data)
-        print(", ".join(cache.meta["sources"]))
-        counts = prove_rows(given, tokenizer, cache, config)
-        compared += counts[0]
-        problems += counts[1]
+    counts = [
+        prove_rows(given, tokenizer, tokenize_sources(given, tokenizer, config.data), config)
+        for given in [config.data.train_sources, *config.data.eval_sources.values()]
+    ]
+    compared, problems = map(sum, zip(*counts, strict=True))
     if compared == 0:
         raise UserError(
             "no row could be compared: all are plain text, cut or split, or data.supervise is all; "

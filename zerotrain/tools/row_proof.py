@@ -134,7 +134,6 @@ def prove_rows(
     compared, and how many problems were found.
     """
     row_of = data.column("row")
-    supervise = config.data.supervise
     compared = compared_answers = 0
     ends = Counter()
     problems = []
@@ -151,7 +150,7 @@ def prove_rows(
     for rows, (place, row) in enumerate(canonical_rows(sources, data, config), start=1):
         first, last = np.searchsorted(row_of, [rows - 1, rows])
         is_whole = last - first == 1 and data.lengths[first] < config.data.max_length
-        if not is_whole or row.get("prompt") == "" or supervise == "all":
+        if not is_whole or row.get("prompt") == "" or config.data.supervise == "all":
             continue
         compared += 1
         [ids], [mask] = data.fetch(np.array([first]))
@@ -163,9 +162,9 @@ def prove_rows(
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
         ]
-        answers = supervised_answers(messages, supervise)
+        answers = supervised_answers(messages, config.data.supervise)
         texts = [*map(decode, np.split(ids, edges))]
-        wrong = check_contents(messages, answers, texts, supervise, decoded)
+        wrong = check_contents(messages, answers, texts, config.data.supervise, decoded)
         if "messages" in row and not wrong and len(answers) == len(last_tokens):
             render = partial(written, row.get("tools"))
             with contextlib.suppress(BadRow):  # the template refuses the beginning of the row
@@ -174,7 +173,8 @@ def prove_rows(
         problems += [f"{place}: {problem}" for problem in wrong]
     listed = ", ".join(f"{text!r} {n:,} times" for text, n in ends.most_common(MAX_NAMED))
     print(
-        f"  {rows:,} rows, {compared:,} compared with their text",
+        ", ".join(data.meta["sources"]),
+        f"{rows:,} rows, {compared:,} compared with their text",
         f"{compared_answers:,} answers, compared with what the chat template writes around them",
         f"last tokens of answers: {listed}",
         *problems[:MAX_NAMED],
