@@ -12,6 +12,8 @@ check failed, 2 a mistake in the input.
 import sys
 from dataclasses import replace
 
+import pandas as pd
+
 from zerotrain.launch.checks import CHECKS, check_hosts
 from zerotrain.launch.hostfile import between
 from zerotrain.launch.job import job_of, job_parser
@@ -35,12 +37,10 @@ def main() -> None:
     arguments = parser.parse_args()
     job = job_of(arguments)
     _, findings = check_hosts(job)
-    width = max(map(len, job.hosts))
-    print(" " * width, *CHECKS, sep="  ")
-    for host in job.hosts:
-        levels = {f.check: f.level for f in findings if f.host == host}
-        cells = [f"{levels.get(check, 'ok'):{len(check)}}" for check in CHECKS]
-        print(f"{host:{width}}", *cells, sep="  ")
+    table = pd.DataFrame("ok", index=[*job.hosts], columns=[*CHECKS])
+    for finding in findings:
+        table.loc[finding.host, finding.check] = finding.level
+    print(table.to_string())
     for finding in findings:
         print(f"{finding.level}  {': '.join(finding)}", flush=True)
     if any(finding.level == "FAIL" for finding in findings):
