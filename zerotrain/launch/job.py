@@ -103,9 +103,10 @@ def job_of(arguments: argparse.Namespace) -> Job:
     """
     command = arguments.command
     if not arguments.hostfile or not command or not Path(command[0]).is_file():
+        rest = " ".join(command if "".join(command).startswith("-") else command[1:])
         raise UserError(
             f"--hostfile is {arguments.hostfile}, and the script is {' '.join(command[:1])}: both "
-            "have to exist, as in `--hostfile hostfile -- train.py --config FILE`"
+            f"have to exist, as in `--hostfile hostfile -- train.py {rest or '--config FILE'}`"
         )
     hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None
