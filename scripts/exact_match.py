@@ -11,8 +11,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.messages import canonical_row
 from zerotrain.data.questions import exact_match
@@ -22,7 +20,8 @@ from zerotrain.runtime.errors import UserError, exit_on_error
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EXTRA_TOKENS = 16  # generated beyond the expected answer
+BATCH_ROWS = 64
+EXTRA_TOKENS = 16  # generated beyond the longest expected answer
 
 
 def main() -> None:
@@ -62,32 +61,42 @@ def main() -> None:
     if ends is None:
         raise UserError(f"{args.model}: generation_config.json needs eos_token_id to end answers")
     right = endless = 0
-    for i, (*asked, expected) in enumerate(conversations):
-        answer, has_ended = generate(model, tokenizer, asked, expected["content"])
-        right += has_ended and exact_match("", expected["content"], answer) == 1
-        endless += not has_ended
-        if i < args.show:
-            print(f"question: {asked[-1]['content']}\nexpected: {expected['content']}")
-            print(f"answer:   {answer}\n")
+    for start in range(0, len(conversations), BATCH_ROWS):
+        batch = conversations[start : start + BATCH_ROWS]
+        for i, (answer, has_ended) in enumerate(generate(model, tokenizer, batch), start):
+            *_, question, expected = conversations[i]
+            right += has_ended and exact_match("", expected["content"], answer) == 1
+            endless += not has_ended
+            if i < args.show:
+                print(f"question: {question['content']}\nexpected: {expected['content']}")
+                print(f"answer:   {answer}\n")
     print(f"exact match: {right} of {len(conversations)} = {right / len(conversations):.1%}")
     if endless:
         print(f"{endless} answers did not end (eos_token_id of generation_config.json: {ends})")
 
 
 def generate(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", asked: list[dict], expected: str
-) -> tuple[str, bool]:
-    """The answer to a conversation, and whether the model ended it. One at a time, as in training:
-    without padding, an answer does not depend on the others.
-    """
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch: list[list[dict]]
+) -> list[tuple[str, bool]]:
+    """(answer, whether the model ended it) in place of the last turn of each conversation."""
+    import torch
+
+    tokenizer.padding_side = "left"  # generation continues on the right
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # the mask hides it
+    ends = torch.tensor(model.generation_config.eos_token_id, device=model.device)
+    longest = max(len(tokenizer(turns[-1]["content"])["input_ids"]) for turns in batch)
     encoded = tokenizer.apply_chat_template(
-        asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        [turns[:-1] for turns in batch],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
     ).to(model.device)
-    longest = len(tokenizer(expected)["input_ids"]) + EXTRA_TOKENS
-    ids = model.generate(**encoded, do_sample=False, max_new_tokens=longest)
-    new = ids[0, encoded["input_ids"].shape[1] :].tolist()
-    has_ended = new[-1] in np.atleast_1d(model.generation_config.eos_token_id)
-    return tokenizer.decode(new, skip_special_tokens=True), has_ended
+    with torch.inference_mode():
+        ids = model.generate(**encoded, do_sample=False, max_new_tokens=longest + EXTRA_TOKENS)
+    new = ids[:, encoded["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(new, skip_special_tokens=True)
+    return list(zip(answers, torch.isin(new, ends).any(1).tolist(), strict=True))
 
 
 if __name__ == "__main__":
