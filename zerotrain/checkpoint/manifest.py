@@ -19,7 +19,7 @@ from zerotrain.runtime.errors import UserError, describe
 
 T = TypeVar("T")
 
-MAX_JSON_BYTES = 1 << 26
+MAX_JSON_BYTES = 1 << 26  # a manifest of 100,000 ranks has 10 MB; read whole into memory
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def stat_inside(folder: Path, name: str) -> os.stat_result:
     folder = folder.resolve()
     path = folder / name
     status = path.lstat()
+    # lstat and resolve: neither the file nor a folder on its way may be a link; "../x" leaves it
     if not stat.S_ISREG(status.st_mode) or path.resolve() != path or folder not in path.parents:
         raise ValueError(f"{name} is not a regular file inside its folder")
     return status
@@ -66,6 +67,7 @@ def read_json(checkpoint: Path, name: str, kind: type[T]) -> T:
     try:
         if stat_inside(checkpoint, name).st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+        # strict: a string of digits is no number, as no save writes one
         return TypeAdapter(kind).validate_json((checkpoint / name).read_bytes(), strict=True)
     except (OSError, ValueError) as error:  # pydantic's is a ValueError, too
         why = describe(error)[:200]
@@ -102,7 +104,7 @@ def find_problems(
             size = stat_inside(checkpoint, name).st_size
             if size != entry.bytes:
                 problems[name] = f"has {size:,} bytes instead of {entry.bytes:,}"
-            elif checksums and measure(checkpoint / name)["xxh3_64"] != entry.xxh3_64:
+            elif checksums and measure(checkpoint / name) != vars(entry):
                 problems[name] = "is damaged: its checksum differs from the manifest's"
         except (OSError, ValueError) as error:
             problems[name] = f"cannot be read: {describe(error)}"
@@ -113,6 +115,7 @@ def inspect(checkpoint: Path) -> tuple[str | None, dict[str, str]]:
     """The save that a checkpoint is of, and what is wrong with each of its files that is missing or
     has another size. No checksums are computed.
     """
+    # written last: a copy that was interrupted may have a manifest and lack files
     if not (checkpoint / COMPLETE).is_file():
         return None, {COMPLETE: "is missing: it is no checkpoint, or its save was interrupted"}
     try:

@@ -111,10 +111,9 @@ class Saver:
         """Whether to save after `step` finished steps. It may depend on the clock of this rank, so
         only the answer of rank 0 is used.
         """
-        if self.settings.every_steps and step % self.settings.every_steps == 0:
-            return True
-        minutes = (time.monotonic() - self._last_began) / 60
-        return 0 < self.settings.every_minutes <= minutes
+        settings = self.settings
+        is_time = 0 < settings.every_minutes <= (time.monotonic() - self._last_began) / 60
+        return is_time or (settings.every_steps > 0 and step % settings.every_steps == 0)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, or with async_save start writing it, after finishing the previous
@@ -127,12 +126,14 @@ class Saver:
         self._last_began = time.monotonic()
         self._progress = progress
         self._target = self.folder / checkpoint_name(progress.step)
+        # rank 0's name for all: the nodes of a shared disk write into one folder
         self._draft = Path(self.ranks.gather_json(str(temporary_name(self._target)))[0])
         self._owns_disk = False
         is_first = self.ranks.is_first
-        # rank 0 creates the folder, then the first rank of every other node that does not see it
-        for is_turn in (is_first, self.ranks.local_rank == 0 and not is_first):
+        # rank 0 creates the folder, then one rank of every other node that does not see it
+        for is_turn in (is_first, not is_first):
             self._run(lambda turn=is_turn: turn and self._create())
+        # In use, or with async_save copies: the next step changes the weights in place.
         content = vars(collect(self.engine, self._owns_disk, self.base))
         if self.settings.async_save:
             content = tree_map_only(torch.Tensor, lambda t: t.to("cpu", copy=True), content)
@@ -161,6 +162,7 @@ class Saver:
         entry = self._pending
         self._pending = None
         wait([entry])  # also if the lock is lost: then the draft is removed
+        # gathered only if all ranks have written: _run raises on every rank otherwise
         entries = self.ranks.gather_json(self._run(entry.result))
         self._run(lambda: self._owns_disk and self._seal(entries))
         # the owners of all disks have sealed theirs; it is usable once all have renamed it
@@ -177,7 +179,7 @@ class Saver:
 
         def with_lock() -> T:
             try:
-                self.lock.check()
+                self.lock.check()  # right before each step: the lock may be lost during any
                 return work()
             except UserError:
                 raise
@@ -203,9 +205,10 @@ class Saver:
                 if os.path.lexists(self.lock.folder):
                     break
                 time.sleep(1)
+            # without its parents: an output_dir that is still away is not made a second time
             self.folder.mkdir(exist_ok=True)
         try:
-            (draft / SHARDS).mkdir(parents=True)
+            (draft / SHARDS).mkdir(parents=True)  # atomic: one rank of a disk succeeds
         except FileExistsError:
             return
         self._owns_disk = True
@@ -214,7 +217,7 @@ class Saver:
                 f"WARNING: {socket.gethostname()} does not share {self.folder} with rank 0: it "
                 "keeps the files of its own ranks, and other nodes need them to resume elsewhere"
             )
-        for path in self._leftovers():
+        for path in self._leftovers():  # now, since this save may need their room
             remove(path)
         model = self.engine.module
         model.config.save_pretrained(draft / "model")
@@ -227,22 +230,21 @@ class Saver:
     def _seal(self, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""
         draft = self._draft
+        # also of ranks whose files are on other nodes: so a reader knows which are missing
         files = {shard_name(rank): entry for rank, entry in enumerate(entries)}
-        for path in (draft / TRAINER_STATE, *draft.glob("model/**/*")):
-            if path.is_file():
-                files[str(path.relative_to(draft))] = measure(path)
+        for path in filter(Path.is_file, (draft / TRAINER_STATE, *draft.glob("model/**/*"))):
+            files[str(path.relative_to(draft))] = measure(path)
         manifest = {"save_id": draft.name, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        sync_tree(draft)
         (draft / COMPLETE).write_text("complete\n")
-        sync_tree(draft)
+        sync_tree(draft)  # before the rename, which alone makes it a checkpoint
 
     def _publish(self) -> None:
         """Rename the draft to a checkpoint, and remove those that are no longer kept."""
         # one of the same step was written before the run was resumed from an earlier step
         self._hide(self._target)
         os.replace(self._draft, self._target)
-        sync_folder(self.folder)
+        sync_folder(self.folder)  # the new one is on disk before an old one goes
         settings = self.settings
         best = self._progress.best
         complete = list_complete(self.folder)
@@ -254,8 +256,8 @@ class Saver:
                 self._hide(path)
             except OSError as error:  # the new one is complete
                 print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
-        left = self._leftovers()  # not in the thread, when the lock may be lost
-        self._threads.submit(lambda: [remove(path) for path in left])  # 5 GB take a second
+        # listed now, while the lock is held; removed in threads, since 5 GB take a second
+        self._threads.map(remove, self._leftovers())
 
     def _hide(self, checkpoint: Path) -> None:
         """Rename a checkpoint before it is removed, so that an interrupted removal does not leave

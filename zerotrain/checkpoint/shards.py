@@ -86,6 +86,7 @@ def flat_weights(engine: DeepSpeedEngine) -> list[torch.Tensor]:
     parameters.
     """
     if engine.zero_optimization_stage() == 3:
+        # its param_groups have them only during an update
         return engine.optimizer.fp32_partitioned_groups_flat
     return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
 
@@ -94,15 +95,14 @@ def saved_states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch
     """`fp32` and MOMENTS of one of flat_weights, as far as they exist; of what is on NVMe,
     DeepSpeed's files, mapped into memory.
     """
-    state = engine.basic_optimizer.state[flat]
+    state = engine.basic_optimizer.state[flat]  # no moments before the first update
     states = {"fp32": flat.detach(), **{key: state[key] for key in MOMENTS if key in state}}
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     on_nvme = swapper and swapper.swap_params_info.get(flat.ds_id)
     if not on_nvme:
         return states
-    paths = on_nvme.get_swap_paths()  # in the order of the states
-    size = on_nvme.numel()
-    return {key: torch.from_file(path, size=size) for key, path in zip(states, paths, strict=True)}
+    paths = zip(states, on_nvme.get_swap_paths(), strict=True)  # in the order of the states
+    return {key: torch.from_file(path, size=on_nvme.numel()) for key, path in paths}
 
 
 def partition(p: torch.Tensor) -> tuple[int, int]:
@@ -111,6 +111,8 @@ def partition(p: torch.Tensor) -> tuple[int, int]:
     """
     if not hasattr(p, "ds_tensor"):
         return 0, p.numel()
+    # Partitions are equally long; the last ones may be partly or wholly padding. Under tensor
+    # parallelism the group of a split parameter has the ranks with the same piece.
     size = p.ds_tensor.ds_numel
     start = min(size * dist.get_rank(p.ds_process_group), p.ds_numel)
     return start, min(size, p.ds_numel - start)
@@ -127,22 +129,18 @@ def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Pa
     """
     names = {p: name for name, p in engine.module.named_parameters()}
     states = [saved_states(engine, flat) for flat in flat_weights(engine)]
-
-    def part(
-        p: torch.Tensor, i: int, offset: int, start: int, numel: int
-    ) -> tuple[str, torch.Tensor, Part]:
-        """Elements from `start` on of a flattened parameter, at `offset` in flat tensor i."""
-        tensors = {key: flat.view(-1)[offset : offset + numel] for key, flat in states[i].items()}
-        return names[p], p, (start, tensors)
-
+    # parameter, number of the flat tensor, where it begins there, and (start, numel) of it
+    places = []
     if engine.zero_optimization_stage() in (1, 2):  # groups are concatenated, then partitioned
         for p in names:
-            at = getattr(p, "_hp_mapping", None)
-            if at is not None:
+            # None where this rank's partition has no element of it
+            if at := getattr(p, "_hp_mapping", None):
                 in_flat = at.hp_fragment_address
                 start = at.lp_fragment_address.start
-                yield part(p, at.param_group_index, in_flat.start, start, in_flat.numel)
+                places.append((p, at.param_group_index, in_flat.start, start, in_flat.numel))
     else:
+        # the parameters of each flat tensor: DeepSpeed replaces those of param_groups by its own
+        # under ZeRO-3 and at stage 0 in 16 bits
         groups = getattr(engine.optimizer, "fp16_groups", None) or [
             group["params"] for group in engine.basic_optimizer.param_groups
         ]
@@ -151,8 +149,12 @@ def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Pa
         for i, group in enumerate(groups):
             offset = 0
             for p in group:
-                yield part(p, i, offset, *partition(p))
+                places.append((p, i, offset, *partition(p)))
+                # under ZeRO-3 with padding, so that all ranks have as many elements
                 offset += p.ds_tensor.ds_numel if hasattr(p, "ds_tensor") else p.numel()
+    for p, i, offset, start, numel in places:
+        tensors = {key: flat.view(-1)[offset : offset + numel] for key, flat in states[i].items()}
+        yield names[p], p, (start, tensors)
     for p, name in names.items():
         if not p.requires_grad:
             yield name, p, (partition(p)[0], {"fp32": computed_part(p)})
@@ -171,13 +173,14 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
     parameters = dict(engine.module.named_parameters())
     parts = {}
     for name, p, (start, tensors) in local_parts(engine):
+        # trained ones from stage 1 on, at least their fp32 copy; frozen ones at stage 3 alone
         is_partitioned = stage > (0 if p.requires_grad else 2)
         if (is_partitioned or has_whole) and (p.requires_grad or base is None):
             if stage == 3 and not p.requires_grad:
                 # torch.save would write all that its storage has
                 tensors = {"fp32": tensors["fp32"].clone()}
             parts[name] = start, tensors
-    in_state = engine.module.state_dict()
+    in_state = engine.module.state_dict()  # without buffers that are not persistent
     scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
     return Shard(
         parts=parts,
@@ -212,7 +215,6 @@ class Shards:
     def __init__(self, checkpoint: Path, rank: int = 0) -> None:
         """`rank`: whose file is looked into first, and whose pieces of split parameters count."""
         self.checkpoint = checkpoint
-        self.of_rank = functools.cache(functools.partial(Shards, checkpoint))
         self._shard = functools.cache(functools.partial(read_shard, checkpoint))
         names = sorted(filter(is_shard, read_manifest(checkpoint).files))
         self.world_size = len(names)
@@ -222,7 +224,9 @@ class Shards:
         own = shard_name(rank)
         self.has_own = own in here
         tensor = self._shard(here[0]).tensor
-        self._same = names[rank % tensor :: tensor]  # with the same pieces of split parameters
+        # Of each tensor-parallel group, the rank with the same pieces of split parameters. The
+        # others are needed too: ZeRO-3 partitions what is not split among all ranks.
+        self._same = names[rank % tensor :: tensor]
         self._names = sorted(here, key=lambda name: (name != own, name not in self._same, name))
         self.first = self._shard(self._names[0])
 
@@ -238,11 +242,13 @@ class Shards:
             key: `fp32` or one of MOMENTS.
         """
         end = start + numel
-        found = [torch.empty(0)]
+        # a part of this rank's may have been cut elsewhere by the layout that wrote it
+        found = [torch.empty(0)]  # for a partition that is all padding
         while start < end:
             first, values = self._find(name, key, start)
             found.append(values[start - first : end - first].float())
             start += len(found[-1])
+        # one part, as in the same layout, is not copied
         return found[-1] if len(found) < 3 else torch.cat(found)
 
     def _find(self, name: str, key: str, position: int) -> tuple[int, torch.Tensor]:
@@ -304,6 +310,8 @@ def load_start(
         return base
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
+    # Each step ends on all ranks before the next one begins: a rank that fails alone would leave
+    # the others waiting in DeepSpeed's collectives below.
     shards = ranks.run_on_all(lambda: Shards(start.checkpoint, ranks.rank))
     ranks.run_on_all(lambda: check_model(engine, shards, base, start.weights_only))
     if stage == 3:
@@ -354,6 +362,8 @@ def check_model(
             f"{checkpoint} was saved with other trained parameters: {min(other)}; resume with the "
             "same model.trainable"
         )
+    # What the checkpoint leaves out has to be in this run's model files, value for value: other
+    # frozen weights below the same adapters would train without an error.
     left_out = not all(map(shards.holds, saved.shapes))
     if left_out and (base is None or not is_same_base(saved.base, base)):
         raise UserError(
@@ -367,15 +377,17 @@ def _fill(engine: DeepSpeedEngine, shards: Shards, weights_only: bool) -> None:
     """Copy this rank's part of everything, without communication."""
     stage = engine.zero_optimization_stage()
     saved = shards.first
-    keys = ("fp32",) if weights_only or not saved.updates else ("fp32", *MOMENTS)
-    if len(keys) > 1:
-        _prepare_states(engine, saved.updates)
+    keys = ["fp32"]
+    if saved.updates and not weights_only:
+        _prepare_states(engine, saved.updates)  # before local_parts, which takes what exists
+        keys += MOMENTS
     for name, p, (start, tensors) in local_parts(engine):
         if not shards.holds(name):
             continue
-        for key in keys if p.requires_grad else ("fp32",):
+        for key in keys if p.requires_grad else keys[:1]:
             tensors[key].copy_(shards.read(name, key, start, len(tensors[key])))
         if p.requires_grad and stage in (0, 3):
+            # what the model computes with; at stages 1 and 2 update_lp_params gathers it
             computed_part(p).copy_(tensors["fp32"])
     for name, values in saved.buffers.items():
         engine.module.get_buffer(name).copy_(values)
@@ -390,7 +402,7 @@ def _prepare_states(engine: DeepSpeedEngine, updates: int) -> None:
     optimizer = engine.basic_optimizer
     for flat in flat_weights(engine):
         state = optimizer.state[flat]
-        state["step"] = updates
+        state["step"] = updates  # the bias correction follows from it
         if isinstance(optimizer, torch.optim.Adam):  # DeepSpeed's optimizers have a plain number
             on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
             device = flat.device if on_device else "cpu"

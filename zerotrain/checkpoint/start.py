@@ -46,6 +46,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     """
     settings = config.checkpoint
     folder = checkpoints_folder(config.output_dir)
+    # of all nodes: one that has joined has none on a disk of its own, and must try the same ones
     of_nodes = ranks.gather_json([path.name for path in list_checkpoints(folder)])
     candidates = [folder / name for name in sorted({*chain(*of_nodes)}, reverse=True)]
     if settings.resume != "auto":
@@ -55,22 +56,22 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     for checkpoint in candidates:
         problem = find_problem(checkpoint, ranks)
         if problem is None:
+            # A usable one of another run is an error: an older one would hide the mistake.
             start = ranks.run_on_all(partial(start_from, checkpoint, config, identity, start))
             break
         skipped.append(f"{checkpoint}: {problem}")
     else:
         if candidates:
+            # never from step 0, which would overwrite the curve, and in time the checkpoints
             raise AgreedError(
                 f"no usable checkpoint: {'; '.join(skipped)}; restore one, set checkpoint.resume "
                 "to another one, or remove them to start at step 0"
             )
-    lines = [f"skipping {line}" for line in skipped]
-    if start.weights_only:
-        lines.append(f"starting with the weights of {start.checkpoint}")
-    elif start.checkpoint:
-        lines.append(f"resuming from {start.checkpoint}: step {start.progress.step:,}")
-    for line in lines if ranks.is_first else ():
-        print(printable(line), flush=True)
+    if start.checkpoint and ranks.is_first:
+        how = "starting with the weights of" if start.weights_only else "resuming from"
+        last = f"{how} {start.checkpoint}: step {start.progress.step:,}"
+        for line in (*[f"skipping {line}" for line in skipped], last):
+            print(printable(line), flush=True)
     return start
 
 
@@ -84,8 +85,10 @@ def find_problem(checkpoint: Path, ranks: Ranks) -> str | None:
     """
     inspected = ranks.gather_json(inspect(checkpoint) if ranks.local_rank == 0 else None)
     save_ids, problems = zip(*filter(None, inspected), strict=True)  # of each node
+    # sorted, and of the first node: all ranks have to return the same
     for name in sorted(set(problems[0]).intersection(*problems)):
         return f"{name} {problems[0][name]}"
+    # parts of two saves of one step, as when a node was replaced, have other weights
     if len(set(save_ids)) > 1:
         return "not all nodes have the same save of it"
     in_part = set().union(*problems)  # what not all nodes have
@@ -114,20 +117,20 @@ def start_from(checkpoint: Path, config: Config, identity: RunIdentity, fresh: S
         fresh: the start at step 0.
 
     Raises:
-        UserError: the checkpoint is of another run; or checkpoint.resume is in output_dir, whose
-            run goes on from another one.
+        UserError: the checkpoint is of another run; or checkpoint.resume is in output_dir, where
+            it would be ignored once the run has saved.
     """
     settings = config.checkpoint
     given = Path(settings.resume)
-    is_own = given.resolve().parent == checkpoints_folder(config.output_dir).resolve()
-    is_newest = given.name == checkpoint.name
-    if settings.resume != "auto" and is_own and (settings.weights_only or not is_newest):
+    # the parent of "auto" is the working folder
+    if given.resolve().parent == checkpoints_folder(config.output_dir).resolve():
         raise UserError(
             f"checkpoint.resume: {given} is in output_dir, whose run goes on from its newest "
-            f"checkpoint, {checkpoint.name}; choose another output_dir"
+            f"checkpoint, {checkpoint.name}; leave it out, or choose another output_dir"
         )
     saved = read_state(checkpoint)
     if settings.weights_only and checkpoint == given:
+        # shapes alone would not show another lora_alpha, which scales the adapters
         was = saved.run.settings.get("model.lora")
         now = identity.settings["model.lora"]
         if was and now and was != now:
@@ -140,11 +143,12 @@ def start_from(checkpoint: Path, config: Config, identity: RunIdentity, fresh: S
     progress = saved.progress
     try:
         rest = continue_plan(fresh.plan, saved.run.plan, progress.plan_start, progress.step)
-    except (ArithmeticError, LookupError, ValueError) as error:
+    except (ArithmeticError, LookupError, ValueError) as error:  # numbers that no run has written
         raise UserError(
             f"{checkpoint / TRAINER_STATE}: the position in the data is none that the run could "
             f"have ({describe(error)}); use another checkpoint"
         ) from error
+    # the steps from here on are numbered by the new plan, which the next checkpoint records
     return Start(rest, replace(progress, plan_start=rest.start), checkpoint)
 
 
@@ -164,14 +168,12 @@ def check_resumable(
         f"--checkpoint.resume {checkpoint})"
     )
     for key, was in saved.settings.items():
-        if was == now.settings.get(key) or (allow_plan_change and key in FOLLOWS_PLAN):
-            continue
-        fix = weights
-        if key in FOLLOWS_PLAN:
-            fix = "set --checkpoint.allow_plan_change true for the new one"
-        raise UserError(
-            f"{checkpoint}: {key} was {was}, this run's is {now.settings.get(key)}; resume with "
-            f"the old one, or {fix}"
-        )
+        is_planned = key in FOLLOWS_PLAN
+        fix = "set --checkpoint.allow_plan_change true for the new one" if is_planned else weights
+        if was != now.settings.get(key) and not (allow_plan_change and is_planned):
+            raise UserError(
+                f"{checkpoint}: {key} was {was}, this run's is {now.settings.get(key)}; resume "
+                f"with the old one, or {fix}"
+            )
     if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
         raise UserError(f"{checkpoint}: the training data has changed since; {weights}")

@@ -27,7 +27,6 @@ from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
     EXIT_USER_MISTAKE,
     UserError,
-    exit_code_of_signal,
     exit_on_error,
 )
 
@@ -111,7 +110,7 @@ class Attempt:
                 if self.has_started:
                     self.ping()
                 elif self.stop_signal is not None:
-                    return Outcome(exit_code_of_signal(self.stop_signal), "stopped", True)
+                    return Outcome(128 + self.stop_signal, "stopped", True)
                 elif all(connection.greeting for connection in self.connections):
                     self.start_ranks()
                 elif time.monotonic() > deadline:
@@ -236,7 +235,7 @@ class Attempt:
         stopped = self.stop_signal is not None
         if self.failures:
             *_, code, cause = min(self.failures)
-            code = exit_code_of_signal(self.stop_signal) if stopped else code
+            code = 128 + self.stop_signal if stopped else code
             return Outcome(code, cause, stopped)
         if any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
             cause = "preempted and saved; the same command resumes"

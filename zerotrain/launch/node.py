@@ -38,7 +38,6 @@ from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
     EnvironmentFailure,
     describe,
-    exit_code_of_signal,
     exit_on_error,
 )
 
@@ -113,7 +112,8 @@ def wait_for_ranks(
             if status is None:
                 continue
             del running[rank]
-            code = exit_code_of_signal(-status) if status < 0 else status
+            # negative: the signal that ended it, which becomes 128 + number, as in a shell
+            code = 128 - status if status < 0 else status
             if code not in (0, EXIT_PREEMPTED) and not stop:
                 stop = True
                 exit_code = code
@@ -129,7 +129,7 @@ def wait_for_ranks(
         if stop and deadline == float("inf"):
             send(running, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
-    return exit_code or (exit_code_of_signal(signal.SIGKILL) if running else 0)
+    return exit_code or (128 + signal.SIGKILL if running else 0)
 
 
 def say(event: Mapping) -> None:

@@ -1,8 +1,8 @@
 """The exception for a user's mistake, and the exit codes of every command.
 
 Exit codes: 0 finished, or stopped by its user and saved, 2 a user's mistake, 75 preempted and saved
-(the same command resumes), 130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 with nothing to save or without
-the time to, 1 anything else, such as a full disk.
+(the same command resumes), 130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 (128 + the signal, as a shell
+reports it) with nothing to save or without the time to, 1 anything else, such as a full disk.
 """
 
 import difflib
@@ -22,11 +22,6 @@ EXIT_FAILURE = 1
 EXIT_USER_MISTAKE = 2
 EXIT_PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, try again later
 EXIT_INTERRUPTED = 130
-
-
-def exit_code_of_signal(number: int) -> int:
-    """128 + number, as a shell reports it."""
-    return 128 + number
 
 
 class UserError(Exception):

@@ -6,20 +6,21 @@ import torch
 
 from zerotrain.runtime.ranks import Ranks
 
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "V100": 125.0,
-    "MI300X": 1307.0,
+PEAK_FLOPS_PER_S = {
+    "MIG": None,  # a part of a GPU, as in H100 80GB HBM3 MIG 1g.10gb
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+    "MI300X": 1307e12,
 }
-"""Part of a device's name: dense TFLOP/s in bf16 and fp16 of its data sheet. The first entry that
-is in the name counts.
+"""Part of a device's name: dense FLOP/s in bf16 and fp16 of its data sheet. The first entry that is
+in the name counts.
 """
 
 
@@ -58,9 +59,5 @@ def peak_flops_per_s(name: str) -> float | None:
     Args:
         name: of the device.
     """
-    if "MIG" in name:
-        return None
-    name = name.lower()
-    return next(
-        (1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part.lower() in name), None
-    )
+    peaks = PEAK_FLOPS_PER_S.items()
+    return next((peak for part, peak in peaks if part.lower() in name.lower()), None)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from zerotrain.runtime.errors import exit_code_of_signal, rank_prefix
+from zerotrain.runtime.errors import rank_prefix
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # parts of their command lines
@@ -37,7 +37,8 @@ class PreemptionHandler:
     therefore waits for the first signal too, and ends the process when the grace period is over.
 
     Args:
-        grace_seconds: how long the loop may take to save and exit.
+        grace_seconds: how long the loop may take to save and exit; less under DeepSpeed's
+            launcher, which kills.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -48,20 +49,19 @@ class PreemptionHandler:
         self._notice.setblocking(False)
         # CPython's C handler writes the signal's number there at once
         signal.set_wakeup_fd(self._notice.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._receive)
-        signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+        self._follow_launcher()
 
     def _receive(self, number: int, frame: object) -> None:
-        if not (self._deferred or self.signal):
-            sys.exit(exit_code_of_signal(number))  # runs every `finally` block
+        """Ctrl-C ends the process even in the loop. What a launcher sends on top of a signal does
+        not interrupt the `finally` blocks.
+        """
+        is_first = self.signal is None
         self.signal = self.signal or number
-
-    def _interrupt(self, number: int, frame: object) -> None:
-        """Ctrl-C: what a launcher sends on top of it does not interrupt the `finally` blocks."""
-        self.signal = self.signal or number
-        raise KeyboardInterrupt
+        if number == signal.SIGINT or (is_first and not self._deferred):
+            sys.exit(128 + number)  # as a shell reports it; runs every `finally` block
 
     def _watch(self) -> None:
         number = 0
@@ -75,7 +75,7 @@ class PreemptionHandler:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(exit_code_of_signal(number))
+        os._exit(128 + number)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -90,35 +90,33 @@ class PreemptionHandler:
             self._deferred = False
             raise
 
+    def _follow_launcher(self) -> None:
+        """End with the launcher, torchrun's or DeepSpeed's, that has started this rank: if it is
+        killed, the rank gets SIGTERM, as at a preemption. And terminate DeepSpeed's launcher when
+        its parent, the runner, has ended.
 
-def follow_launcher() -> bool:
-    """End with the launcher, torchrun's or DeepSpeed's, that has started this rank: if it is
-    killed, the rank gets SIGTERM, as at a preemption. And terminate DeepSpeed's launcher when its
-    parent, the runner, has ended.
+        A user or a scheduler stops the runner. On SIGTERM it exits without stopping the launcher
+        that it started, which would continue to train unattended. The launcher stops its ranks on
+        SIGTERM, and kills them DEEPSPEED_KILL_SECONDS later.
+        """
+        launcher = psutil.Process().parent()
+        command = " ".join(launcher.cmdline()) if launcher else ""
+        if not any(name in command for name in LAUNCHERS):
+            return
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher.pid:  # it was killed before that
+            os.kill(os.getpid(), signal.SIGTERM)
+        if DEEPSPEED_LAUNCHER not in command:
+            return
+        self.grace_seconds = min(self.grace_seconds, DEEPSPEED_KILL_SECONDS)
+        runner = launcher.ppid()
 
-    A user or a scheduler stops the runner. On SIGTERM it exits without stopping the launcher that
-    it started, which would continue to train unattended. The launcher stops its ranks on SIGTERM.
+        def watch() -> None:
+            while launcher.is_running():
+                # not by waiting for the runner: one that has ended may stay a zombie
+                if launcher.ppid() != runner:
+                    launcher.terminate()
+                    return
+                time.sleep(RUNNER_POLL_SECONDS)
 
-    Returns:
-        Whether this process is a child of DeepSpeed's launcher.
-    """
-    launcher = psutil.Process().parent()
-    command = " ".join(launcher.cmdline()) if launcher else ""
-    if not any(name in command for name in LAUNCHERS):
-        return False
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher.pid:  # it was killed before that
-        os.kill(os.getpid(), signal.SIGTERM)
-    if DEEPSPEED_LAUNCHER not in command:
-        return False
-    runner = launcher.ppid()
-
-    def watch() -> None:
-        while launcher.is_running():
-            if launcher.ppid() != runner:
-                launcher.terminate()
-                return
-            time.sleep(RUNNER_POLL_SECONDS)
-
-    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
-    return True
+        threading.Thread(target=watch, name="follow-launcher", daemon=True).start()

@@ -14,12 +14,12 @@ import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, describe
-from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, PreemptionHandler, follow_launcher
-from zerotrain.runtime.rank_env import NAMES, rank_variables
+from zerotrain.runtime.preemption import PreemptionHandler
+from zerotrain.runtime.rank_env import rank_variables
 from zerotrain.runtime.ranks import Ranks
 
 CONTROL_TIMEOUT = timedelta(days=1)  # of Ranks.control
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as NAMES
 
 
 @contextmanager
@@ -41,8 +41,9 @@ def process_group(
         UserError: another world size, no GPU for this rank, or no address of a rendezvous.
         EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
     """
-    os.environ.update(rank_variables() or ALONE)
-    rank, local_rank, world_size, local_ranks = (int(os.environ[name]) for name in NAMES)
+    variables = rank_variables() or ALONE
+    os.environ.update(variables)
+    rank, local_rank, world_size, local_ranks = map(int, variables.values())
     if expected_ranks not in (None, world_size):
         raise UserError(
             f"distributed.world_size is {expected_ranks}, but WORLD_SIZE is {world_size}; were all "
@@ -53,8 +54,6 @@ def process_group(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     find_ninja()
     stop = PreemptionHandler(grace_seconds)
-    if follow_launcher():
-        stop.grace_seconds = min(grace_seconds, DEEPSPEED_KILL_SECONDS)
     device = _choose_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:
         # by default torch uses all cores of a node in each of its ranks, also for the CPU Adam

@@ -90,6 +90,7 @@ class Ranks:
             value: of the types of JSON; floats may be infinite or NaN.
         """
         text = json.dumps(value).encode()
+        # all_gather needs messages of one length: agree on the longest, then pad
         longest = torch.tensor(len(text))
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
         padded = bytearray(text.ljust(int(longest)))  # JSON may end with spaces
@@ -117,8 +118,10 @@ class Ranks:
                 try:
                     result = work()
                 except UserError as mistake:
+                    # one that all ranks have agreed on before has its prefix already
                     is_own = not (self.is_first or isinstance(mistake, AgreedError))
                     error = ((rank_prefix() if is_own else "") + str(mistake), mistake.exit_code)
+            # the first rank's with one, on all ranks: every rank raises the same line
             for message, exit_code in filter(None, self.gather_json(error)):
                 agreed = AgreedError(message)
                 agreed.exit_code = exit_code
@@ -151,6 +154,7 @@ class Ranks:
 
     def count(self, *flags: bool) -> list[float]:
         """The number of ranks on which each flag is set; the same on all ranks."""
+        # on the device, in the step: one small collective for all flags
         return self.sum(torch.tensor(flags, device=self.device)).tolist()
 
     def any_preempted(self) -> bool:

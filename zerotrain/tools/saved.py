@@ -1,5 +1,6 @@
 """Checkpoints as tools read them: whole weights, and whether any file is damaged."""
 
+import functools
 from math import prod
 from pathlib import Path
 
@@ -8,6 +9,12 @@ import torch
 from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.runtime.errors import UserError, describe
+
+
+@functools.cache
+def shards_of_rank(checkpoint: Path, rank: int) -> Shards:
+    """The files of a checkpoint as a rank reads them, opened once for all parameters."""
+    return Shards(checkpoint, rank)
 
 
 def whole_weight(shards: Shards, name: str) -> torch.Tensor:
@@ -23,7 +30,7 @@ def whole_weight(shards: Shards, name: str) -> torch.Tensor:
     pieces = []
     try:
         for tensor_rank in range(saved.tensor):
-            of_rank = shards.of_rank(tensor_rank)
+            of_rank = shards_of_rank(shards.checkpoint, tensor_rank)
             shape = of_rank.first.shapes[name]
             pieces.append(of_rank.read(name, "fp32", 0, prod(shape)).view(shape))
         return torch.cat(pieces, saved.split[name])

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
@@ -15,7 +14,6 @@ from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
 
 FEW_STEPS = 50  # fewer are warned of
-SAMPLED_STEPS = 100  # of the first epoch, from which the table counts micro-steps and padding
 
 
 def startup_table(
@@ -26,11 +24,7 @@ def startup_table(
     train = config.train
     counts = setup.architecture.counts
     steps = schedule.total_steps
-    first = plan.start.step  # earlier steps are of another plan
-    sampled = [plan.step(first + k) for k in range(min(SAMPLED_STEPS, plan.steps_per_epoch))]
-    padded = sum(step.padded_tokens for step in sampled) / sum(step.tokens for step in sampled)
-    supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch
-    micro_steps = fmean(len(step.micro_batches) for step in sampled)
+    supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch  # low: masks are wrong
     rate = f"{schedule.peak:.3g}"
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
@@ -43,10 +37,9 @@ def startup_table(
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{plan.data.meta['masks']}",
-        "batch": f"{counted(micro_steps, 'micro-step')} x "
-        f"{counted(plan.budget.world_size, 'rank')} x <= {plan.budget.micro_batch_tokens:,} "
-        f"tokens, {counted(plan.mean_examples, 'example')} per step",
-        "batching": f"{config.data.batching}: {setup.why_batching}; padding adds {padded - 1:.1%}",
+        "batch": f"{counted(plan.mean_examples, 'example')} per step, in micro-steps of "
+        f"{counted(plan.budget.world_size, 'rank')} x <= {plan.budget.micro_batch_tokens:,} tokens",
+        "batching": f"{config.data.batching}: {setup.why_batching}",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
         "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
@@ -55,6 +48,7 @@ def startup_table(
         f"seed {train.seed}",
         "output": config.output_dir,
     }
+    # own rows are often few, and the defaults are for many: the loss would hardly move
     if steps < max(FEW_STEPS, schedule.warmup_steps):
         rows["WARNING: few steps"] = (
             "lower train.global_batch_size or train.warmup_examples, or raise train.epochs"
@@ -77,9 +71,12 @@ def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) 
     for name, each in eval_plans.items():
         rows[f"held out: {name}"] = counted(len(each.data), "example")
     unprompted: Counter[str] = Counter()
-    for data in {p.data.folder: p.data for p in (plan, *eval_plans.values())}.values():
+    # once each: rows held out of the training data have its folder and its counts
+    tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
+    for i, data in enumerate(tokenized.values(), start=1):  # first the training data
         for reason, count in data.meta["rejected"].items():
-            rows[f"rejected: {reason}"] = f"{counted(count, 'row')}, listed in {data.rejected_rows}"
+            text = f"{counted(count, 'row')}, listed in {data.rejected_rows}"
+            rows[f"rejected {i}: {reason}"] = text
         unprompted.update(data.meta["unprompted"])
     for text, count in unprompted.items():
         rows[f"WARNING: {text!r}"] = (
@@ -101,7 +98,7 @@ def write_resolved_configs(setup: Setup) -> None:
     starts the same run again.
     """
     folder = Path(setup.config.output_dir)
-    resolved = folder / RESOLVED_DS_CONFIG
+    resolved = folder / RESOLVED_DS_CONFIG  # named in the run config, so that it is used again
     text = dump_config(replace(setup.config, ds_config=str(resolved.resolve())))
     replace_text(resolved, json.dumps(setup.ds_config, indent=2) + "\n")
     replace_text(folder / RESOLVED_CONFIG, text)

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, pairwise
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class PhaseTimer:
 
     def take(self) -> dict[str, float]:
         """PHASE_seconds of the phases since the first mark; waits for the device."""
-        if self._on_cuda:
+        if self._on_cuda:  # an event has a time once the stream has passed it
             torch.cuda.synchronize()
         seconds: Counter[str] = Counter()
         for (_, begin), (phase, end) in pairwise(self._marks):
@@ -59,8 +59,7 @@ class StepReporter:
 
     def __init__(self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks) -> None:
         self._flops = setup.architecture.flops
-        self._step_seconds: list[float] = []
-        self._data_seconds: list[float] = []  # spent waiting for the batch of each step
+        self._window: list[tuple[float, float]] = []  # seconds of a step, and of them for its data
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
         self._plan = plan
         self._metrics = metrics
@@ -78,9 +77,9 @@ class StepReporter:
         """
         plan = batch.plan
         step_seconds = values["step_seconds"]
-        self._step_seconds.append(step_seconds)
-        self._data_seconds.append(values["data_seconds"])
+        self._window.append((step_seconds, values["data_seconds"]))
         if self._ranks.is_first:
+            # of the examples of all ranks, from the plan: no communication
             lengths = self._plan.data.lengths[np.concatenate([*chain(*plan.micro_batches)])]
             flops_per_s = self._flops.of_examples(lengths, plan.supervised_tokens) / step_seconds
             record = {
@@ -102,26 +101,28 @@ class StepReporter:
                 record["mfu"] = flops_per_s / (self._peak_flops_per_s * self._ranks.world_size)
             self._metrics.log("train", record)
             next(self._tracing)
-        if len(self._step_seconds) % WINDOW_STEPS == 0:
+        if len(self._window) == WINDOW_STEPS:
             self._compare_ranks(progress.step)
 
     def _compare_ranks(self, step: int) -> None:
         """Report what each rank has measured in the last WINDOW_STEPS, and which ranks are slow."""
-        step_seconds = fmean(self._step_seconds[-WINDOW_STEPS:])
+        step_seconds, data_seconds = map(fmean, zip(*self._window, strict=True))
+        self._window.clear()
         ranks = self._ranks
         measured = {
             "hosts": f"{socket.gethostname()} (local rank {ranks.local_rank})",
             "probe_seconds": probe_seconds(ranks.device),
-            "data_seconds": fmean(self._data_seconds[-WINDOW_STEPS:]),
+            "data_seconds": data_seconds,
             "gpu": gpu_health(),
         }
-        by_rank = ranks.gather_json(measured)
+        by_rank = ranks.gather_json(measured)  # on gloo, every 50 steps: it costs no GPU time
         columns = {name: [rank[name] for rank in by_rank] for name in measured}
         self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, **columns})
         slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
+        # a rank that was not slow this time is left out, so that its count starts again
         self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
         for rank, windows in self._windows_slow.items():
-            if windows == WINDOWS:
+            if windows == WINDOWS:  # said once, not every window from then on
                 name = f"rank {rank} @ {by_rank[rank].pop('hosts')}"
                 text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
                 event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
@@ -138,8 +139,3 @@ class StepReporter:
         text = f"{problem.reason}; the update is skipped"
         event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
         self._metrics.log("event", event)
-
-    def summary(self) -> str:
-        """The median time of a step; "" before the first one."""
-        seconds = self._step_seconds
-        return f"median step {median(seconds):.3g} s; " if seconds else ""

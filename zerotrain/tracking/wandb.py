@@ -77,16 +77,17 @@ class WandbSink:
                 problem = describe(error)
                 if attempt == "offline":
                     raise UserError(f"tracking: W&B refuses to start: {problem}") from error
-                print(f"W&B: {problem}", flush=True)
+                print(f"W&B: tracking is offline; `wandb sync` uploads it ({problem})", flush=True)
                 wandb.teardown()
-        if attempt != mode:
-            print("W&B: tracking is offline; `wandb sync` uploads it", flush=True)
         # W&B numbers the rows itself: it would drop those of steps that it has had already
         self.run.define_metric("*", step_metric="step")
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
-        row: dict[str, Any] = {f"{kind}/{k}": v for k, v in numbers.items() if k != "step"}
+        row: dict[str, Any] = {
+            f"{kind}/{key}": float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and key != "step"
+        }
         if kind == "event":
             row[f"event/{values['name']}"] = 1
         if kind == "generations":
