@@ -30,7 +30,9 @@ class RunLock:
         self._lease = SoftFileLease(
             self._path,
             lease_duration=LEASE_SECONDS,
+            # long enough to see that a dead run's lock is not refreshed
             timeout=1.5 * LEASE_SECONDS,
+            # the thread that refreshes it holds it too
             thread_local=False,
             poll_interval=0.2,
         )

@@ -33,7 +33,7 @@ SHARDS = "shards"
 STOP = "stop"
 SAVE_NOW = "save_now"
 PROFILE_NOW = "profile_now"
-STEP = "step_[0-9]{8}"
+STEP = "step_[0-9]{8}"  # not \d, which other scripts' digits match too
 """Regular expression of a checkpoint's name."""
 
 

@@ -50,7 +50,9 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
     of_nodes = ranks.gather_json([path.name for path in list_checkpoints(folder)])
     candidates = [folder / name for name in sorted({*chain(*of_nodes)}, reverse=True)]
     if settings.resume != "auto":
+        # last: once output_dir has checkpoints of its own, the same command goes on from them
         candidates.append(Path(settings.resume))
+    # rank 0's id for all: every rank keeps the progress that rank 0 saves
     start = Start(plan, Progress(wandb_id=ranks.gather_json(uuid.uuid4().hex[:8])[0]))
     skipped = []
     for checkpoint in candidates:
@@ -175,5 +177,6 @@ def check_resumable(
                 f"{checkpoint}: {key} was {was}, this run's is {now.settings.get(key)}; resume "
                 f"with the old one, or {fix}"
             )
+    # a hash of the tokenized examples: the same steps would have others
     if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
         raise UserError(f"{checkpoint}: the training data has changed since; {weights}")

@@ -42,6 +42,7 @@ class RunIdentity:
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
             precision=config.train.precision,
+            # also what the plan's record has: a refusal names the key that was changed
             settings={
                 "train.seed": record.seed,
                 "train.global_batch_size": record.global_batch_size,

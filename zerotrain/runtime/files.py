@@ -39,7 +39,7 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; the old file remains.
     """
-    draft = temporary_name(path)
+    draft = temporary_name(path)  # beside it: a rename within one disk is atomic
     try:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

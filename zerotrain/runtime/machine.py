@@ -43,6 +43,7 @@ def this_machine(ranks: Ranks) -> Machine:
     """The machine that the process group runs on."""
     precision = "fp32"
     if ranks.device.type == "cuda":
+        # emulated, as on V100, it is slower than fp16
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "bf16" if has_bf16 else "fp16"
     return Machine(ranks.world_size, ranks.local_ranks, ranks.device.type, precision)

@@ -42,6 +42,7 @@ def report_progress(what: str, unit: str) -> Callable[[int], None]:
 def show_rows(rows: Mapping[str, str]) -> None:
     """Print names and texts in two columns, each row in one line, on a terminal in several."""
     width = max(map(len, rows))
+    # elsewhere a row stays one line, which can be searched for
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, text in rows.items():
         start = f"  {name:<{width}}  "

@@ -18,7 +18,7 @@ def rank_seed(seed: int, rank: int, global_step: int = 0) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch (CPU and every device)."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # it takes 32 bits
     torch.manual_seed(seed)
 
 
@@ -26,7 +26,7 @@ def rng_state() -> dict[str, Any]:
     """RNG states of this process as tensors and plain types, which
     `torch.load(weights_only=True)` can read.
     """
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()  # weights_only refuses arrays of numpy
     return {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),

@@ -44,5 +44,5 @@ def open_metrics(
             metrics.sinks.append(WandbSink(config, start.wandb_id))
         metrics.log("start", cluster)
 
-    ranks.run_on_first(open_sinks)
+    ranks.run_on_first(open_sinks)  # what rank 0 refuses, all ranks raise
     return metrics

@@ -70,6 +70,7 @@ class JsonlSink:
                 record for record in read_metrics(lock.folder, None) if record["step"] <= first_step
             ]
         replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        # what could not be flushed stays in the buffer, and goes out with the next record
         self._file = path.open("ab", buffering=BUFFER_BYTES)
         self._lock = lock
 
@@ -102,6 +103,7 @@ def read_metrics(run_folder: str | Path, kind: str | None = "train") -> list[dic
     for line in lines:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
+            # not isinstance: true is an int
             is_step = type(record["step"]) is int and 0 <= record["step"] < 1 << 53
             if is_step and kind in (None, record["kind"]):
                 records.append(record)

@@ -25,7 +25,7 @@ def startup_table(
     counts = setup.architecture.counts
     steps = schedule.total_steps
     supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch  # low: masks are wrong
-    rate = f"{schedule.peak:.3g}"
+    rate = f"{schedule.peak:.3g}"  # after scaling: the config's own one may be for another batch
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
