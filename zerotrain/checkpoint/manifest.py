@@ -70,9 +70,8 @@ def read_json(checkpoint: Path, name: str, kind: type[T]) -> T:
         # strict: a string of digits is no number, as no save writes one
         return TypeAdapter(kind).validate_json((checkpoint / name).read_bytes(), strict=True)
     except (OSError, ValueError) as error:  # pydantic's is a ValueError, too
-        why = describe(error)[:200]
         raise UserError(
-            f"{checkpoint / name} cannot be read ({why}); use another checkpoint"
+            f"{checkpoint / name} cannot be read ({describe(error)[:200]}); use another checkpoint"
         ) from error
 
 
