@@ -201,6 +201,8 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
     machine = Machine(cluster.ranks, cluster.gpus, precision="bf16")
     config = replace(workload.config, ds_config=file)
     setup = resolve(config, machine, workload.architecture)
+    # not before: on cuda it would look for the kernels of this machine
+    setup = replace(setup, machine=replace(machine, device="cuda"))
     check_ranks(setup.config, setup.ds_config, cluster.ranks)
     limit = USED_SHARE * cluster.gpu.memory_gib * GIB
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of
-from zerotrain.training.loss import CHUNK_TOKENS
+from zerotrain.training.loss import chunk_size
 from zerotrain.training.setup import Setup
 from zerotrain.training.states import MASTER, MOMENTS, ModelStates, weight_bytes
 
@@ -141,7 +141,7 @@ def _loss(setup: Setup, tokens: int) -> float:
     skeleton = setup.architecture.skeleton
     width = weight_bytes(setup.ds_config)
     vocabulary = int(skeleton.config.get_text_config().vocab_size)
-    logits = min(tokens, CHUNK_TOKENS[setup.machine.device])
+    logits = min(tokens, chunk_size(setup.machine.device, vocabulary))
     head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     states = 2 * width * hidden_size(skeleton) * tokens

@@ -36,9 +36,10 @@ from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits
 
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Targets whose logits exist at a time. Each chunk reads and writes the sum of the head's
+"""Most targets whose logits exist at a time. Each chunk reads and writes the sum of the head's
 gradients: on a GPU larger ones cost less.
 """
+CHUNK_LOGITS = 2**28  # of more than 1,024 targets: with their gradients 3 GiB
 LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,  # Gemma
     "logits_scaling": torch.div,  # Granite
@@ -57,6 +58,11 @@ class MicroLoss(NamedTuple):
     """Load-balancing loss of the experts, without its coefficient, times the number of tokens
     (without padding) that it is a mean over; 0 if the model's config does not ask for it.
     """
+
+
+def chunk_size(device: str, vocabulary: int) -> int:
+    """Targets whose logits, of a vocabulary of that size, exist at a time on cpu or cuda."""
+    return min(CHUNK_TOKENS[device], max(1024, CHUNK_LOGITS // vocabulary))
 
 
 class SupervisedLoss:
@@ -123,7 +129,8 @@ class SupervisedLoss:
             # evaluation, where a function cannot see by itself that no gradient is needed.
             weights = [p for p in head.parameters() if torch.is_grad_enabled() and p.requires_grad]
             loss, zeros = _ChunkedLoss.apply(
-                self._loss_of_chunk, CHUNK_TOKENS[logits.device.type], batch.targets,
+                self._loss_of_chunk, chunk_size(logits.device.type, logits.shape[-1]),
+                batch.targets,
                 logits.detach(), *args[:1], *hidden, *weights,
             )  # fmt: skip
             losses.append(loss)
