@@ -14,12 +14,12 @@ from pathlib import Path
 
 # What each is today, rounded up: it may only fall. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 49_900,
-    "all but tests": 92_400,
+    "train.py and its imports": 48_000,
+    "all but tests": 89_400,
     "tests": 82_800,
-    "smallest copy, all but tests": 58_700,
+    "smallest copy, all but tests": 55_500,
     "smallest copy, tests": 27_100,
-    "settings": 60,
+    "settings": 59,
 }
 LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

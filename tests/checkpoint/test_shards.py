@@ -67,5 +67,4 @@ def write_checkpoint(folder, shard):
     """A checkpoint with the file of one rank."""
     (folder / "shards").mkdir(parents=True)
     files = {shard_name(0): write_shard(folder / shard_name(0), vars(shard))}
-    manifest = {"save_id": "x", "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps({"save_id": "x", "files": files}))

@@ -19,14 +19,14 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
     row = chat("bold \033[31m", "1 < 2 & 3", "And?", "No.")
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[str(rows)])]
-    finished = forks.script(*inspect, "--ranks", "2,4,64", "--color", "always", code=0)
+    finished = forks.script(*inspect, "--ranks", 2, 64, "--color", "always", code=0)
     assert "examples              70, of 70 rows read from" in finished.output
     assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output
     assert "\033[31m" not in finished.output, "control characters of a row reach no terminal"
-    plain = forks.script(*inspect, "--ranks", "2")
+    plain = forks.script(*inspect)
     assert "<|assistant|>[[1 < 2 & 3]]{{<|end|>}}<|user|>" in plain.output
     assert "\033[" not in plain.output
-    assert "--ranks" in forks.script(*inspect, "--ranks", "eight", code=2).error
+    assert "--ranks" in forks.script(*inspect, "--ranks", 0, code=2).error
 
 
 def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):

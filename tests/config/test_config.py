@@ -15,6 +15,7 @@ from harness.repository import REPO
 
 from zerotrain.config.ds_config import (
     KEYS,
+    SCHEDULERS,
     SUPPORTED_VALUES,
     check_machine,
     check_ranks,
@@ -57,7 +58,8 @@ def test_defaults_below_yaml_below_flags(tiny_config):
 
 
 def test_a_dumped_config_reads_back_equal_but_for_trust(tiny_config, tmp_path):
-    config = parse(tiny_config(train__adam_betas=[0.9, 0.95], data__ignore_keys=["q"]))
+    sources = [{"path": "rows", "columns": {"prompt": "q"}}]
+    config = parse(tiny_config(train__adam_betas=[0.9, 0.95], data__train_sources=sources))
     (tmp_path / "dumped.yaml").write_text(dump_config(config))
     assert parse(tmp_path / "dumped.yaml") == config
     trusted = parse(tiny_config(), "--model.trust_remote_code", "true")
@@ -259,11 +261,9 @@ def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
 
 
 def test_a_scheduler_of_trainer_may_name_the_schedule_of_the_run(resolved):
-    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
-    for name, schedule in (("WarmupLR", "constant_with_warmup"), ("WarmupDecayLR", "linear")):
-        block = {"type": name, "params": auto}
-        _, merged = resolved({"scheduler": block}, train__lr_schedule=schedule)
-        assert "scheduler" not in merged
+    for schedule, name in SCHEDULERS.items():
+        block = {"type": name, "params": {"warmup_num_steps": "auto"}}
+        assert "scheduler" not in resolved({"scheduler": block}, train__lr_schedule=schedule)[1]
 
 
 def test_precision_is_that_of_either_config(resolved):
@@ -295,8 +295,7 @@ REFUSED = {  # part of the message -> values of the file
     "gradient_accumulation_steps is 4, but": {"gradient_accumulation_steps": 4},
     "gradient_clipping is 1.0, but train.gradient_clipping": {"gradient_clipping": 1.0},
     "params.lr is 1e-05, but train.learning_rate": {"optimizer.params.lr": 1e-5},
-    '"params": {}}, but train.lr_schedule is linear': {"scheduler.type": "WarmupCosineLR"},
-    "OneCycle": {"scheduler.type": "OneCycle"},
+    'make it {"type": "WarmupDecayLR"': {"scheduler.type": "WarmupCosineLR"},
     '_steps": 9': {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
     "optimizer.params.foo: unknown": {"optimizer.params.foo": 1},
     # unknown keys at every level

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, Source
@@ -383,8 +384,7 @@ def test_templates_whose_turns_are_not_known_are_refused():
         "{% else %}<|assistant|>{{ '\n' ~ m.content }}<|user|>{% endif %}"
         + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokenizer = tokenizer_with(WORDS, template, special)
-    assert_supervised(tokenizer, CHAT, ["2<|user|>", "4<|user|>"])
+    assert_supervised(tokenizer_with(WORDS, template, special), CHAT, ["2<|user|>", "4<|user|>"])
 
 
 NAMED = {
@@ -428,11 +428,17 @@ def test_special_tokens_in_a_row_are_refused(role, special):
 
 def test_rows_without_a_template():
     tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
-    row = {"prompt": "1+1? ", "completion": "2"}
-    source = Source("rows", format="prompt_completion")
-    ids, mask, _ = tokenize_row(row, tokenizer, source, CONFIG)
-    assert tokenizer.decode(ids[mask]) == "2</s>"
-    assert tokenizer.decode(ids) == "1+1? 2</s>"
+
+    def supervised(row, kind):
+        ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
+        return tokenizer.decode(ids[mask]), tokenizer.decode(ids)
+
+    pair = {"prompt": "1+1? ", "completion": "2"}
+    assert supervised(pair, "prompt_completion") == ("2</s>", "1+1? 2</s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> <s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
+    )
+    assert supervised({"text": "2"}, "text")[0] == "<s>2</s>"  # all but the first
 
 
 # --------------------------------------------------------------------------------------------------

@@ -130,8 +130,10 @@ def test_every_first_place_is_equally_likely():
 def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, packed, k):
     lengths = np.array(lengths, np.int32)
     rows = np.arange(len(lengths))
-    budget = Budget(world_size, cap, k, packed)
-    step_plan, other = (plan_step(r, lengths, lengths, budget) for r in (rows, rows[::-1]))
+    step_plan, other = (
+        plan_step(r, lengths, lengths, Budget(world_size, cap, k, packed))
+        for r in (rows, rows[::-1])
+    )
     groups = groups_of(step_plan)
     for one, of_another_order in zip(groups, groups_of(other), strict=True):
         assert one.tolist() == of_another_order.tolist()

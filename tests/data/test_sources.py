@@ -139,8 +139,7 @@ MANY, HUGE = 300, "x" * 4_000_000
 
 def giants(path):
     """A small file whose rows take up to 1.2 GB."""
-    indices = pa.array([0] * MANY, pa.int32())
-    column = pa.DictionaryArray.from_arrays(indices, pa.array([HUGE]))
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * MANY, pa.int32()), pa.array([HUGE]))
     if path.name == "rows.parquet":  # one value in a dictionary, and a run of references to it
         pq.write_table(pa.table({"text": column}), path, compression="zstd")
     elif path.name == "nested.parquet":  # all in one row
@@ -189,9 +188,9 @@ def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_p
     pq.write_table(pa.table({"text": ["a"], "x": [[0] * 10]}), path)
     with pytest.raises(BadRow, match="over 8,000,000 characters"):
         rows_in(path)
-    many = b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"
-    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(many))
-    assert "row 1 of the list is not JSON, or too long" in refusal(tmp_path / "rows.json.gz")
+    path = tmp_path / "rows.json.gz"
+    path.write_bytes(gzip.compress(b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"))
+    assert "row 1 of the list is not JSON, or too long" in refusal(path)
 
 
 def test_a_json_list_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):

@@ -21,10 +21,9 @@ from zerotrain.runtime.errors import UserError
 
 
 def data_config(tmp_path, rows, on_bad_row="error", **changes):
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    source = Source(str(file), on_bad_row=on_bad_row)
-    base = {"train_sources": [source], "cache_dir": str(tmp_path / "cache"), "max_length": 64}
-    return DataConfig(**{**base, **changes})
+    source = Source(str(write_rows(tmp_path / "rows.jsonl", rows)), on_bad_row=on_bad_row)
+    base = DataConfig([source], cache_dir=str(tmp_path / "cache"), max_length=64)
+    return dataclasses.replace(base, **changes)
 
 
 def tokenize(config, tokenizer):
@@ -190,7 +189,7 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
         "empty answer": 1,
     }  # fmt: skip
     assert data.meta["rows_read"] == 10 and len(data) == 2
-    listed = [json.loads(line) for line in data.rejected_rows.read_text().splitlines()]
+    listed = [*map(json.loads, (data.folder / "rejected_rows.jsonl").read_text().splitlines())]
     assert [line["place"] for line in listed] == [2, 3, 4, 6, 7, 8, 9, 10]
     assert all(line["file"].endswith("rows.jsonl") and line["problem"] for line in listed)
     assert listed[1] == {**listed[1], "reason": "wrong type", "text": '{"text": 3}'}
@@ -238,8 +237,10 @@ def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
     whole = build(tmp_path, tokenizer, rows)
     ends = tokenizer.convert_ids_to_tokens(whole.meta["end_tokens"])
     assert {*ends} == {"<|call|>", "<|end|>", "<|return|>"}
-    length = int(whole.lengths[0]) - 2  # ends in <|assistant|>
-    cut = build(tmp_path, tokenizer, rows[:1], max_length=length, cache_dir=str(tmp_path / "cut"))
+    cut = build(
+        tmp_path, tokenizer, rows[:1], cache_dir=str(tmp_path / "cut"),
+        max_length=int(whole.lengths[0]) - 2,  # ends in <|assistant|>
+    )  # fmt: skip
     assert tokenizer.convert_ids_to_tokens(cut.meta["end_tokens"]) == ["<|end|>"]
 
 
@@ -247,8 +248,8 @@ def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_toke
     """That of earlier turns is one too, also if another source ends otherwise."""
     tokenizer = copy.deepcopy(sample_tokenizer)
     tokenizer.eos_token = "<|tool|>"
-    rows = {"messages": TURNS}, {"text": "one"}
-    sources = [str(write_rows(tmp_path / f"{i}.jsonl", [row])) for i, row in enumerate(rows)]
+    rows = enumerate([{"messages": TURNS}, {"text": "one"}])
+    sources = [str(write_rows(tmp_path / f"{i}.jsonl", [row])) for i, row in rows]
     data = build(tmp_path, tokenizer, [], train_sources=sources)
     ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
     assert sorted(ends) == ["<|end|>", "<|tool|>"]

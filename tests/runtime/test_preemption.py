@@ -18,9 +18,9 @@ from zerotrain.tools.saved import checkpoint_problem
 @pytest.fixture
 def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
     """Evaluations take half a second, so that a signal can arrive during one."""
-    many = write_rows(tmp_path / "many.jsonl", chat_rows * 6)
     return tiny_config(
-        model=tiny_model_with_dropout, data__eval_sources=[str(many)],
+        model=tiny_model_with_dropout,
+        data__eval_sources=[str(write_rows(tmp_path / "many.jsonl", chat_rows * 6))],
         train__steps=12, eval__every_steps=6,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
@@ -135,8 +135,7 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
 def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, tmp_path, launcher):
     """They would train on for ever, with the GPUs and the lock of the folder."""
     folder = tmp_path / "run"
-    config = tiny_config(train__steps=100_000)
-    started = start(config, ranks=2, launcher=launcher)
+    started = start(tiny_config(train__steps=100_000), ranks=2, launcher=launcher)
     wait_until(lambda: logged(folder, "train"), started)
     processes = [psutil.Process(int(line.split()[0])) for line in left_running()]
     ranks = [process for process in processes if "RANK" in process.environ()]

@@ -104,10 +104,12 @@ def small_model(tmp_path_factory):
 
 def local(name, model, rows, tmp_path):
     """Flags that put local rows and a local model in place of those of the hub."""
+    config = config_of(name)
+    sources = json.dumps([{"path": str(rows), "columns": config.data.train_sources[0].columns}])
     values = {
         "output_dir": tmp_path / "run", "data.cache_dir": tmp_path / "cache",
-        "model.name_or_path": model, "data.train_sources": f"[{rows}]", "data.eval_fraction": 0,
-        "data.eval_sources": f"[{rows}]" if config_of(name).eval.every_steps else "[]",
+        "model.name_or_path": model, "data.train_sources": sources, "data.eval_fraction": 0,
+        "data.eval_sources": sources if config.eval.every_steps else "[]",
         "tracking.wandb": "disabled",
     }  # fmt: skip
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]

@@ -56,8 +56,8 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
         assert step["tokens_per_s"] == pytest.approx(step["tokens"] / step["step_seconds"])
 
     [file] = (run / "profile").glob("*.pt.trace.json.gz")
-    trace = json.loads(gzip.decompress(file.read_bytes()))
-    names = {event.get("name") for event in trace["traceEvents"]}
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
     assert {"aten::embedding", "ProfilerStep#1", "ProfilerStep#3"} <= names
     assert "ProfilerStep#4" not in names
 

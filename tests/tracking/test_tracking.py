@@ -19,8 +19,8 @@ from harness.runs import logged, read_metrics
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import METRICS, list_complete
 from zerotrain.config.parse import check_start
-from zerotrain.runtime.errors import EnvironmentFailure, UserError
-from zerotrain.runtime.preemption import DEEPSPEED_KILL_SECONDS, TIDY_SECONDS
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.preemption import TIDY_SECONDS
 from zerotrain.tracking import wandb as wandb_sink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
 from zerotrain.tracking.wandb import FINISH_SECONDS, WandbSink
@@ -143,7 +143,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         sink.log("generations", {"step": 4, "set": "dev", "rows": [ANSWER]})
         assert time.monotonic() - began < 1
         sink.close(0)
-        assert time.monotonic() - began < FINISH_SECONDS + 3
+        assert time.monotonic() - began < FINISH_SECONDS + 3 < TIDY_SECONDS  # after Ctrl-C, too
         wandb_sink.wandb.teardown()
     [(name, rows)] = starts_of(folder)
     assert name == "earlier" and [row["step"] for row in rows] == [3, 4, 4, 4]
@@ -154,16 +154,11 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
 
 
 def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
-    changes = {"wandb": "offline", "project": "a/b"}
-    config = read_config(tiny_config(tracking=changes))
+    config = read_config(tiny_config(tracking={"wandb": "offline", "project": "a/b"}))
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match=r"^tracking: ") as refused:
         WandbSink(config, "id")
     assert "\n" not in str(refused.value)
-
-
-def test_an_interrupted_rank_has_the_time_to_close_the_run_of_wandb():
-    assert FINISH_SECONDS < TIDY_SECONDS < DEEPSPEED_KILL_SECONDS
 
 
 @NEEDS_ROOT
@@ -179,7 +174,7 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, tiny_confi
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(512))
-        with pytest.raises(EnvironmentFailure, match="No space left"):
+        with pytest.raises(UserError, match="No space left"):
             check_start(config)
         for step in range(2, 200):
             metrics.log("train", {"step": step, "text": "x" * 50})
@@ -205,6 +200,5 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
     """In a run whose warm-up is as long as it, which is said."""
-    config = tiny_config(train__steps=2)
-    finished = forks.finish(config, module="without_trackers")
+    finished = forks.finish(tiny_config(train__steps=2), module="without_trackers")
     assert "WARNING: few steps" in finished.output

@@ -224,8 +224,8 @@ class Saver:
         if model.can_generate():
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
-        state = TrainerState(self.identity, self._progress)
-        (draft / TRAINER_STATE).write_text(json.dumps(asdict(state), indent=2))
+        state = asdict(TrainerState(self.identity, self._progress))
+        (draft / TRAINER_STATE).write_text(json.dumps(state, indent=2))
 
     def _seal(self, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""

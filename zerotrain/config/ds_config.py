@@ -25,11 +25,11 @@ from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import Machine
 
-# DeepSpeed's schedulers and the schedules of transformers that are used in their place.
-SCHEDULES = {
-    "WarmupLR": "constant_with_warmup",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "cosine",
+# Schedules of train.lr_schedule, and the schedulers of DeepSpeed that are the same.
+SCHEDULERS = {
+    "constant_with_warmup": "WarmupLR",
+    "linear": "WarmupDecayLR",
+    "cosine": "WarmupCosineLR",
 }
 # Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones, or where not all
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
@@ -101,15 +101,13 @@ def resolve_ds_config(
     file = config.ds_config
     merged = read_ds_config(file)
     scheduler = merged.pop("scheduler")
-    if "type" in scheduler:
-        schedule = SCHEDULES.get(str(scheduler["type"]))
-        is_set = any(value != "auto" for value in scheduler["params"].values())
-        if is_set or schedule != config.train.lr_schedule:
-            raise UserError(
-                f"{file}: scheduler is {json.dumps(scheduler)}, but train.lr_schedule is "
-                f'{config.train.lr_schedule}: remove the block, or make its params "auto" and the '
-                f"two the same: {json.dumps(SCHEDULES)}"
-            )
+    kind = SCHEDULERS.get(config.train.lr_schedule)
+    same = {"type": kind, "params": dict.fromkeys(scheduler["params"], "auto")}
+    if scheduler not in ({"params": {}}, same):
+        raise UserError(
+            f"{file}: scheduler is {json.dumps(scheduler)}; remove it, or, for train.lr_schedule "
+            f"{config.train.lr_schedule}, make it {json.dumps(same)}"
+        )
     if config.train.precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
         train = replace(config.train, precision=[*stated, machine.precision][0])
@@ -313,8 +311,10 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
         for name in _at(merged, block):
             if name not in text.split():
                 path = f"{block}.{name}".removeprefix(".")
-                cure = similar(name, text.split())
-                yield f"{path}: unknown, or not supported here; remove it{cure}"
+                yield (
+                    f"{path}: unknown, or not supported here; remove it"
+                    f"{similar(name, text.split())}"
+                )
     for path, value in _leaves(merged):
         if value == "auto":
             yield f'{path} is "auto", but the run config has no value for it'

@@ -150,7 +150,7 @@ class Source(Section):
             raise ValueError("subset, split and revision are only for hub data sets")
 
 
-# What these two return is checked by pydantic, also where it is nothing that they know.
+# pydantic checks what the two functions below return; so they pass on what they do not know.
 
 
 def _as_source(given: Any) -> Any:

@@ -130,7 +130,7 @@ def make_plans(
         name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False), budget)
         for name, rows in held_out.items()
     }
-    # plan_step relies on it: such an example would be in no micro-batch
+    # with such an example plan_step would never return
     for rows in (train_rows, *held_out.values()):
         longest = int(np.argmax(rows.lengths))
         tokens = budget.padded(rows.lengths[longest])

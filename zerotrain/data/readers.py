@@ -146,7 +146,8 @@ def _read_parquet(file: str) -> Iterator[Row]:
                 f"{chunk.path_in_schema} has over {MAX_CHUNK_VALUES:,} values in a row group; "
                 "write it with smaller row groups, or without that column"
             )
-    columns = {chunk.path_in_schema for chunk in chunks}  # of which those of strings have any
+    # for all columns; Arrow makes dictionaries of strings alone
+    columns = {chunk.path_in_schema for chunk in chunks}
     parquet = pyarrow.parquet.ParquetFile(
         file, page_checksum_verification=True, read_dictionary=columns
     )

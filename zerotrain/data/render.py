@@ -42,7 +42,7 @@ def tokenize_row(
         if special in text:
             raise BadRow(
                 "text of a special token",
-                f"its text has {special!r}, a special token of the tokenizer, which would act as "
+                f'its text has "{special}", a special token of the tokenizer, which would act as '
                 "one; write chats as messages, and leave out start and end marks",
             )
     tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
@@ -53,7 +53,9 @@ def tokenize_row(
 
 
 def _plain(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
-    """A row without a chat template: prompt, completion and the eos token."""
+    """A row without a chat template: prompt, completion and the eos token; the prompt of a text is
+    empty.
+    """
     eos = tokenizer.eos_token_id
     if eos is None:
         raise UserError(
@@ -62,16 +64,19 @@ def _plain(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) 
         )
     encode = tokenizer.backend_tokenizer.encode
     # Apart from each other, so that no token spans the boundary: at inference there is the prompt
-    # alone. Only the prompt gets the tokens that the tokenizer adds, such as bos.
-    ids = encode(row["prompt"]).ids
+    # alone. Only what comes first gets the tokens that the tokenizer adds, such as bos.
+    prompt = row["prompt"]
+    ids = encode(prompt or row["completion"]).ids
     if ids[-1:] == [eos]:  # which some tokenizers add to every text
         ids.pop()
-    prompt_tokens = len(ids)
-    ids += [*encode(row["completion"], add_special_tokens=False).ids, eos]
-    mask = np.ones(len(ids), bool)
+    prompt_tokens = 0
+    if prompt:
+        prompt_tokens = len(ids)
+        ids += encode(row["completion"], add_special_tokens=False).ids
+    mask = np.ones(len(ids) + 1, bool)
     if supervise != "all":
         mask[:prompt_tokens] = False
-    return TokenizedRow(np.array(ids, np.int32), mask)
+    return TokenizedRow(np.array([*ids, eos], np.int32), mask)
 
 
 def _chat(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:

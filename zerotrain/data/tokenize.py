@@ -49,16 +49,15 @@ from zerotrain.runtime.progress import report_progress
 
 T = TypeVar("T")
 R = TypeVar("R")
-CACHE_VERSION = 15  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 16  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
 MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
-# Keys of the data section that do not change a row's tokens, or that a source has of its own
+# Keys of the data section that do not change a row's tokens
 NOT_OF_TOKENS = {
-    "train_sources", "eval_sources", "eval_fraction", "columns", "batching", "micro_batch_tokens",
-    "cache_dir",
+    "train_sources", "eval_sources", "eval_fraction", "batching", "micro_batch_tokens", "cache_dir",
 }  # fmt: skip
 SCHEMA = pa.schema(
     {
@@ -90,11 +89,6 @@ class TokenizedRows:
     def supervised(self) -> np.ndarray:
         """int32 [examples], the number of tokens that carry loss."""
         return self.column("supervised")
-
-    @property
-    def rejected_rows(self) -> Path:
-        """JSON lines of the rows skipped under on_bad_row: skip."""
-        return self.folder / "rejected_rows.jsonl"
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -219,16 +213,16 @@ def tokenize_batch(
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
-            line = {**raw._asdict(), "reason": error.reason, "problem": str(error)}
-            line["text"] = raw.text[:SHOWN_CHARACTERS]
+            line = {"file": raw.file, "place": raw.place, "text": raw.text[:SHOWN_CHARACTERS]}
+            line |= {"reason": error.reason, "problem": str(error)}
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)
         if tokens.unprompted:
             counts["unprompted", tokens.unprompted] += 1
         for ids, mask in pieces:
+            # file and place, so that messages can name the row during training
             values = (ids, mask, len(ids), np.count_nonzero(mask), raw.file, raw.place, number)
-            # the place of the row in the file, so that messages can name it during training
             examples.append(dict(zip(SCHEMA.names, values, strict=True)))
     return pa.RecordBatch.from_pylist(examples, SCHEMA), counts, rejected
 

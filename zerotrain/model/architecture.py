@@ -134,7 +134,7 @@ def check_tensor_parallel(
     elif config.model.compile:
         problem = "is not supported together with model.compile; remove one of them"
     elif secondary_ranks(ds_config) > 1:
-        problem = "is not supported together with zero_hpz_partition_size; remove one of them"
+        problem = "is not supported together with zero_optimization.zero_hpz_partition_size"
     elif "nvme" in offload_devices(ds_config).values():
         problem = "is not supported together with offload to nvme; remove one of them"
     elif counts.trained < counts.total:

@@ -50,8 +50,9 @@ class Metrics:
                 self._failing.discard(sink)
             except Exception as error:  # whatever it is, e.g. W&B's process was killed
                 if sink not in self._failing:
-                    name = type(sink).__name__
-                    print(f"WARNING: {name} has failed: {describe(error)}", flush=True)
+                    print(
+                        f"WARNING: {type(sink).__name__} has failed: {describe(error)}", flush=True
+                    )
                 self._failing.add(sink)
 
 

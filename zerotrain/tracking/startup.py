@@ -24,6 +24,7 @@ def startup_table(
     train = config.train
     counts = setup.architecture.counts
     steps = schedule.total_steps
+    first = plan.step(plan.start.step)  # earlier steps may be of another plan
     supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch  # low: masks are wrong
     rate = f"{schedule.peak:.3g}"  # after scaling: the config's own one may be for another batch
     if train.lr_scaling != "none":
@@ -37,15 +38,16 @@ def startup_table(
         **data_rows(config.data.max_length, plan, eval_plans),
         "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
         f"{plan.data.meta['masks']}",
-        "batch": f"{counted(plan.mean_examples, 'example')} per step, in micro-steps of "
+        "batch": f"{counted(plan.mean_examples, 'example')} per step, the first one in "
+        f"{counted(len(first.micro_batches), 'micro-step')} x "
         f"{counted(plan.budget.world_size, 'rank')} x <= {plan.budget.micro_batch_tokens:,} tokens",
-        "batching": f"{config.data.batching}: {setup.why_batching}",
+        "batching": f"{config.data.batching}: {setup.why_batching}; padding adds "
+        f"{first.padded_tokens / first.tokens - 1:.1%} to the first step",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
         "memory": f"{setup.states}, and activations on top: train.py --rehearse measures them",
         "steps": f"{steps:,} = {counted(plan.epochs_at(steps), 'epoch')} of "
-        f"{plan.steps_per_epoch:,}; "
-        f"seed {train.seed}",
+        f"{plan.steps_per_epoch:,}; seed {train.seed}",
         "output": config.output_dir,
     }
     # own rows are often few, and the defaults are for many: the loss would hardly move
@@ -75,7 +77,7 @@ def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) 
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
     for i, data in enumerate(tokenized.values(), start=1):  # first the training data
         for reason, count in data.meta["rejected"].items():
-            text = f"{counted(count, 'row')}, listed in {data.rejected_rows}"
+            text = f"{counted(count, 'row')}, listed in {data.folder}/rejected_rows.jsonl"
             rows[f"rejected {i}: {reason}"] = text
         unprompted.update(data.meta["unprompted"])
     for text, count in unprompted.items():
@@ -90,7 +92,7 @@ def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) 
 def counted(count: float, noun: str) -> str:
     """For example "1 row", "2,000 rows" or "1.5 epochs"."""
     number = f"{round(count, 4):,}".removesuffix(".0")
-    return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
+    return f"{number} {noun}{'s' * (number != '1')}"
 
 
 def write_resolved_configs(setup: Setup) -> None:

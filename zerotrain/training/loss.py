@@ -39,7 +39,7 @@ CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Most targets whose logits exist at a time. Each chunk reads and writes the sum of the head's
 gradients: on a GPU larger ones cost less.
 """
-CHUNK_LOGITS = 2**28  # of more than 1,024 targets: with their gradients 3 GiB
+CHUNK_LOGITS = 2**28  # at a time: with their gradients 3 GiB
 LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,  # Gemma
     "logits_scaling": torch.div,  # Granite
@@ -50,7 +50,7 @@ LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 
 
 class MicroLoss(NamedTuple):
-    """Losses of one micro-batch: float32 scalars with an autograd graph."""
+    """Losses of one micro-batch, float32 scalars. A constant one has no autograd graph."""
 
     cross_entropy: torch.Tensor
     """Sum of -log p(target)."""
@@ -62,7 +62,7 @@ class MicroLoss(NamedTuple):
 
 def chunk_size(device: str, vocabulary: int) -> int:
     """Targets whose logits, of a vocabulary of that size, exist at a time on cpu or cuda."""
-    return min(CHUNK_TOKENS[device], max(1024, CHUNK_LOGITS // vocabulary))
+    return min(CHUNK_TOKENS[device], CHUNK_LOGITS // vocabulary)
 
 
 class SupervisedLoss:
@@ -94,8 +94,9 @@ class SupervisedLoss:
         Returns:
             Why the loss needs whole logits, or has no fast kernel on CUDA; None if neither.
         """
-        ids = torch.zeros(1, 20, dtype=torch.int64)  # any, since the logits are replaced
-        # by 2, which neither a scale nor a soft cap leaves as it is
+        # Any ids, since the logits are replaced by 2, which neither a scale nor a soft cap leaves
+        # as it is.
+        ids = torch.zeros(1, 20, dtype=torch.int64)
         with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
             final = compute_logits(engine, ids)
         dtype = next(self._head.parameters()).dtype
@@ -103,8 +104,10 @@ class SupervisedLoss:
         is_known = torch.allclose(final, expected, rtol=1e-5)
         self._takes_whole_logits = not is_known or any(self._head.children())
         if self._takes_whole_logits:
-            name = type(self._model).__name__
-            return f"{name} changes the logits of its output head, or has adapters on it"
+            return (
+                f"{type(self._model).__name__} changes the logits of its output head, or has "
+                "adapters on it"
+            )
         return triton_problem() if final.is_cuda else None
 
     def __call__(self, engine: nn.Module, batch: MicroBatch) -> MicroLoss:

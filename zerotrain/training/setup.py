@@ -131,8 +131,10 @@ def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrain
     setup, tokenizer = ranks.run_on_all(lambda: open_run(config, machine), first_on_node=True)
     # apart from open_run(), which also resolves runs for machines that are not this one
     ranks.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
-    ds_config = json.dumps(setup.ds_config, indent=1)
-    text = f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}{ds_config}"
+    text = (
+        f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}"
+        f"{json.dumps(setup.ds_config, indent=1)}"
+    )
     # nodes may differ in GPUs, and so in precision, or in versions of libraries
     ranks.require_same("the resolved config", text)
     return setup, tokenizer

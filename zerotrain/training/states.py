@@ -30,8 +30,10 @@ class ModelStates:
     def __str__(self) -> str:
         parts = [f"{name} {size / GIB:.3g}" for name, size in self.on_device.items()]
         parts += [f"{name} {size / GIB:.3g} offloaded" for name, size in self.offloaded.items()]
-        total = sum(self.on_device.values()) / GIB
-        return f"model states {total:.3g} GiB per rank: {', '.join(parts)}"
+        return (
+            f"model states {sum(self.on_device.values()) / GIB:.3g} GiB per rank: "
+            f"{', '.join(parts)}"
+        )
 
 
 def model_states(
