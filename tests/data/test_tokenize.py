@@ -239,7 +239,7 @@ def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
     assert {*ends} == {"<|call|>", "<|end|>", "<|return|>"}
     cut = build(
         tmp_path, tokenizer, rows[:1], cache_dir=str(tmp_path / "cut"),
-        max_length=int(whole.lengths[0]) - 2,  # ends in <|assistant|>
+        max_length=int(whole.lengths[0]) - 2  # ends in <|assistant|>
     )  # fmt: skip
     assert tokenizer.convert_ids_to_tokens(cut.meta["end_tokens"]) == ["<|end|>"]
 
