@@ -235,8 +235,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
             run.saver.finish()
             raise RunFailed(
                 f"step {progress.step:,}: {problem.reason}; {in_a_row} steps in a row were "
-                f"skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or set "
-                "checkpoint.resume to an earlier checkpoint"
+                f"skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or start "
+                "in another output_dir with checkpoint.resume at an earlier checkpoint"
             )
     return progress
 

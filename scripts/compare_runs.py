@@ -9,7 +9,7 @@ or if a step is missing or NaN in one run only.
 
 import sys
 
-import pandas as pd
+import numpy as np
 
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error, first_of
 from zerotrain.tracking.metrics import read_metrics
@@ -22,27 +22,32 @@ def main() -> None:
         raise UserError(
             "give two run folders: python -m scripts.compare_runs runs/before runs/after"
         )
-    runs = [
-        pd.DataFrame(read_metrics(run), columns=["step", "loss", "grad_norm"]).set_index("step")
-        for run in sys.argv[1:]
-    ]
-    first, last = max(run.index.min() for run in runs), min(run.index.max() for run in runs)
+    runs = [{record["step"]: record for record in read_metrics(run)} for run in sys.argv[1:]]
+    first, last = max(min(run, default=1) for run in runs), min(max(run, default=0) for run in runs)
+    steps = np.array([step for step in sorted({*runs[0], *runs[1]}) if first <= step <= last])
     is_same = True
     for name in ("loss", "grad_norm"):
-        curves = [pd.to_numeric(run[name], errors="coerce") for run in runs]  # else NaN
-        steps = pd.concat(curves, axis=1, keys=["before", "after"]).sort_index().loc[first:last]
-        both = steps.dropna()
-        if both.empty:
+        curves = np.array([[number(run.get(k, {}).get(name)) for k in steps] for run in runs])
+        is_number = np.isfinite(curves)
+        in_both = is_number.all(0)
+        if not in_both.any():
             raise UserError(f"the runs have no steps with {name} in common")
-        differences = (both.after - both.before).abs() / both.before.clip(lower=1e-30)
-        print(f"{name}: largest relative difference {differences.max():.1e}, at step "
-              f"{differences.idxmax()} of {len(steps)}")  # fmt: skip
-        in_one = steps.index[steps.isna().sum(axis=1) == 1]
+        before, after = curves[:, in_both]
+        differences = np.abs(after - before) / np.maximum(before, 1e-30)
+        worst = differences.argmax()
+        print(f"{name}: largest relative difference {differences[worst]:.1e}, at step "
+              f"{steps[in_both][worst]} of {len(steps)}")  # fmt: skip
+        in_one = steps[is_number.any(0) & ~in_both]
         if len(in_one):
             print(f"{name}: missing or NaN in one run only: steps {first_of(in_one)}")
-        is_same &= bool(differences.max() <= TOLERANCE) and not len(in_one)
+        is_same &= bool(differences[worst] <= TOLERANCE) and not len(in_one)
     print("the same curve" if is_same else f"NOT the same within {TOLERANCE:.0e}")
     sys.exit(0 if is_same else EXIT_FAILURE)
+
+
+def number(value: object) -> float:
+    """NaN for what is no number, and for None, of a step that is missing."""
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 if __name__ == "__main__":

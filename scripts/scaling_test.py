@@ -91,6 +91,7 @@ def main() -> None:
         of_rank = table["tokens/s"] / table.ranks
         table["efficiency"] = of_rank / of_rank.iloc[0]
         table["grown most"] = (table - table.iloc[0])[PHASES].iloc[1:].idxmax(axis=1)
+        table["tokens/s"] = table["tokens/s"].map("{:,.0f}".format)
         print(table.to_string(na_rep="-", float_format="{:,.4g}".format))
     if len(found) < len(sizes):
         sys.exit(EXIT_FAILURE)

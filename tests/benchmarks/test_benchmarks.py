@@ -18,7 +18,7 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     toy = ["--toy", "--out", tmp_path, "--only", *names]
     done = bench("gpu", *toy)
     assert done.code == 0, done.output
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "toy_results.json").read_text())
     assert list(results) == ["environment", *names]
     rate = results["environment"][""]["model_tflops_per_s"]
     for name in names[:2]:
@@ -30,7 +30,7 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     assert "Trainer, packed_examples, without Liger" in results["against_trainer_1"]
     again = bench("gpu", *toy)
     assert again.code == 0 and "against_trainer_1: Trainer" in again.output
-    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert json.loads((tmp_path / "toy_results.json").read_text()) == results
     assert bench("gpu", "--out", tmp_path, "--only", "no").code == 2
 
 

@@ -319,7 +319,7 @@ REFUSED = {  # part of the message -> values of the file
     'offload_param.device is "cpu": it': {"zero_optimization.offload_param.device": "cpu"},
     'offload_param is "cpu"': {"zero_optimization.offload_param": "cpu"},
     "checkpoint is null": {"checkpoint": None},
-    "compile: ": {"compile.deepcompile": True},
+    "true: model.compile": {"compile.deepcompile": True},
     "fp16 at": {"zero_optimization.stage": 0, "fp16.enabled": True},
     "FusedAdam": {"optimizer.type": "FusedAdam"},
     "vocab_parallel_lm_head": {"tensor_parallel.vocab_parallel_lm_head": True},

@@ -43,7 +43,7 @@ def copies(tmp_path_factory, chat_rows):
             "gpus_per_node": 4,
         },
         "pages": {"scheduler": "none", "keep": ["docs"]},
-        "hosts": {"scheduler": "ssh", "keep": ["tests"]},
+        "hosts": {"scheduler": "ssh", "keep": ["tests"], "train_data": "{hub: my/rows}"},
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", NO_GIT)
@@ -118,6 +118,8 @@ def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
     own = read_config(REPO / "recipes/qwen3-8b.yaml")
     assert batch.model == own.model and batch.data == own.data and batch.train == own.train
     assert batch.tracking.wandb == "online" and batch.tracking.project
+    [rows] = read_config(copies / "hosts/recipes/hosts.yaml").data.train_sources
+    assert rows.hub == "my/rows"
     choices = set(QUESTIONS["recipe"]["choices"])
     assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
 

@@ -39,19 +39,21 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
     changes = {"optimizer.type": "Adam", "optimizer.params.adam_w_mode": False}
     l2_decay = strategy(tmp_path, "zero1", changes)
     quantized = strategy(tmp_path, "zeropp", {"zero_optimization.zero_quantized_weights": True})
-    files = ["ds_configs/zero3.json", quantized]
-    code, out = equivalence(config, "--ds_configs", *files)
+    files = [f"ds_configs/zero{stage}.json" for stage in range(4)]
+    code, out = equivalence(config, "--ds_configs", *files, quantized)
     assert code == 0 and out.endswith("\nproved\n"), out
     lines = [line for line in out.splitlines() if " ranks " in line]
-    for line, verdict in zip(lines, ["equal"] * 4 + ["zero_quantized_weights"], strict=True):
+    for line, verdict in zip(lines, ["equal"] * 16 + ["zero_quantized_weights"], strict=True):
         assert verdict in line, out
-    rows = [line.split() for line in lines[:4]]
+    rows = [line.split() for line in lines[:16]]
     cases = [("bucketed,", "2"), ("bucketed,", "1"), ("packed,", "2"), ("packed,", "1")]
-    assert [tuple(row[1:3]) for row in rows] == cases
+    assert [tuple(row[1:3]) for row in rows] == cases * 4
     for _, _, ranks, _, *numbers, _ in rows:
         assert (numbers[0] == "1") == (ranks == "2"), "micro-steps"
         assert max(map(float, numbers[-3:])) < 2e-6, "a fifth of the tolerance"
-    code, out = equivalence(config, "--ranks", 1, "--ds_configs", l2_decay)
+    code, out = equivalence(
+        config, "--ranks", 1, "--ds_configs", l2_decay, "--work", tmp_path / "another"
+    )
     assert code == 1 and out.count("  REFUTED\n") == 2, out
 
 

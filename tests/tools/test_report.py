@@ -77,7 +77,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
         assert text in first, text
     for text in (
         "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Matrix products",
-        "Waiting for data", r"probe_seconds of ranks\u002fmax", "Incidents", "Answers at step 200",
+        "Waiting for data", '"name":"max"', "Incidents", "Answers at step 200",
         "1+1?",
         "<td>99</td><td>4</td><td>node-0</td><td>8 x x</td>", "seed: 200",
     ):  # fmt: skip

@@ -234,8 +234,7 @@ class Saver:
         files = {shard_name(rank): entry for rank, entry in enumerate(entries)}
         for path in filter(Path.is_file, (draft / TRAINER_STATE, *draft.glob("model/**/*"))):
             files[str(path.relative_to(draft))] = measure(path)
-        manifest = {"save_id": draft.name, "files": files}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (draft / MANIFEST).write_text(json.dumps({"save_id": draft.name, "files": files}, indent=1))
         (draft / COMPLETE).write_text("complete\n")
         sync_tree(draft)  # before the rename, which alone makes it a checkpoint
 

@@ -35,7 +35,7 @@ SCHEDULERS = {
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
     "": """
-        aio bf16 checkpoint comet comms_logger communication_data_type csv_monitor
+        aio bf16 checkpoint comet comms_logger communication_data_type compile csv_monitor
         data_types disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
         gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
         prescale_gradients sequence_parallel_size steps_per_print tensor_parallel tensorboard
@@ -66,6 +66,7 @@ SUPPORTED_VALUES = {
     "zero_optimization.zero_quantized_gradients": (False, "the losses would change"),
     "zero_optimization.zero_quantized_nontrainable_weights": (False, "the losses would change"),
     "zero_optimization.legacy_stage1": (False, "DeepSpeed refuses it"),
+    "compile.deepcompile": (False, "model.compile compiles each block instead"),
     "prescale_gradients": (False, "DeepSpeed refuses it from stage 2 on"),
     "gradient_predivide_factor": (1, "DeepSpeed refuses it from stage 2 on"),
     "optimizer.params.max_grad_norm": (None, "train.gradient_clipping sets it"),

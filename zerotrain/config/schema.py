@@ -328,7 +328,7 @@ class CheckpointConfig(Section):
     """
     resume: str = "auto"
     """auto: resume from the newest complete checkpoint in output_dir, if any; or the checkpoint
-    folder to resume from as long as output_dir has none.
+    folder, outside of output_dir, to resume from as long as output_dir has none.
     """
     weights_only: bool = False
     """Start at step 0 with the weights of the checkpoint folder given by resume, from any run of

@@ -23,7 +23,8 @@ LAUNCHERS = (DEEPSPEED_LAUNCHER, "torchrun", "torch.distributed.run", "torch/dis
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 RUNNER_POLL_SECONDS = 1.0
 DEEPSPEED_KILL_SECONDS = 30.0  # deepspeed/launcher/launch.py, terminate_process_tree
-TIDY_SECONDS = 20.0  # for `finally` blocks; W&B's takes up to 10, and launchers kill after 30
+# for `finally` blocks, of which W&B's takes up to 10 s; DeepSpeed's launcher waits longer
+TIDY_SECONDS = 20.0
 
 
 class PreemptionHandler:

@@ -193,7 +193,7 @@ def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> st
     sections = []
     for heading, keys in wanted.items():
         traces = [
-            (run.prefix + key.removesuffix("_seconds"), values.dropna(), {"mode": "lines"})
+            (run.prefix + label(key), values.dropna(), {"mode": "lines"})
             for run in runs
             for key, values in run.series.items()
             if key.partition("/")[0] in keys
@@ -202,6 +202,11 @@ def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> st
             figure = drawn(traces, height=215).update_yaxes(rangemode="tozero")
             sections.append(section(heading, figure))
     return "".join(sections)
+
+
+def label(key: str) -> str:
+    """The name of a series in a legend: "held out" of exact_match/held_out."""
+    return key.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
 
 
 def drawn(traces: Sequence[tuple[str, pd.Series, dict[str, Any]]], height: int) -> go.Figure:

@@ -40,7 +40,8 @@ def startup_table(
         f"{plan.data.meta['masks']}",
         "batch": f"{counted(plan.mean_examples, 'example')} per step, the first one in "
         f"{counted(len(first.micro_batches), 'micro-step')} x "
-        f"{counted(plan.budget.world_size, 'rank')} x <= {plan.budget.micro_batch_tokens:,} tokens",
+        f"{counted(plan.budget.world_size, 'data rank')} x <= "
+        f"{plan.budget.micro_batch_tokens:,} tokens",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds "
         f"{first.padded_tokens / first.tokens - 1:.1%} to the first step",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
