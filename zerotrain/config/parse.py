@@ -141,7 +141,9 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         for key, value in node.value:
             name = str(key.value)
             if name in values:
-                raise yaml.YAMLError(f"{name}: occurs twice; remove one")
+                raise yaml.YAMLError(
+                    f"{name}: occurs twice, in line {key.start_mark.line + 1} again; remove one"
+                )
             lines[prefix + name] = key.start_mark.line + 1
             values[name] = value_of(value, f"{prefix}{name}.")
         return values
