@@ -5,9 +5,9 @@
 Runs the CHECKS below, the most important ones first, each in processes of its own and within the
 minutes that it has there. A check that fails does not stop the others. After each one
 FOLDER/results.json is written again; the table at the end has the targets beside the figures. A
-check begins only if its minutes are left of --minutes, and if FOLDER has no result of it: the same
-command continues. Needs about 20 GB of disk and no network. --toy runs every check at toy size on
-CPU, to test this file; its figures mean nothing.
+check begins only if its minutes are left of --minutes, and unless FOLDER has a result of it that is
+no failure: the same command continues. Needs about 20 GB of disk and no network. --toy runs every
+check at toy size on CPU, to test this file; its figures mean nothing.
 
 Exit code: 0 all checks that were asked for passed, 1 otherwise. A missed target is no failure.
 """

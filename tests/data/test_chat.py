@@ -243,8 +243,9 @@ def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
         ([*CHAT, *CHAT], [first, first.replace("2", "4"), first, last]),
     ):
         assert_supervised(tokenizer, messages, expected)
-    unanswered = without_space(supervised_turns(tokenizer, [*CHAT, CHAT[0]]))
-    assert unanswered in map(without_space, ([first, last], [first, first.replace("2", "4")]))
+    assert without_space(supervised_turns(tokenizer, [*CHAT, CHAT[0]])) in map(
+        without_space, ([first, last], [first, first.replace("2", "4")])
+    )
     if "must alternate" not in template:  # the header of the second is in none
         two = "".join(supervised_turns(tokenizer, [*CHAT[:2], CHAT[1]]))
         assert not re.search("assistant|chatbot|<.model|user", two, re.IGNORECASE)
@@ -433,8 +434,8 @@ def test_rows_without_a_template():
         ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
         return tokenizer.decode(ids[mask]), tokenizer.decode(ids)
 
-    pair = {"prompt": "1+1? ", "completion": "2"}
-    assert supervised(pair, "prompt_completion") == ("2</s>", "1+1? 2</s>")
+    texts = ("2</s>", "1+1? 2</s>")
+    assert supervised({"prompt": "1+1? ", "completion": "2"}, "prompt_completion") == texts
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> <s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
     )

@@ -22,8 +22,9 @@ from zerotrain.runtime.errors import UserError
 
 def data_config(tmp_path, rows, on_bad_row="error", **changes):
     source = Source(str(write_rows(tmp_path / "rows.jsonl", rows)), on_bad_row=on_bad_row)
-    base = DataConfig([source], cache_dir=str(tmp_path / "cache"), max_length=64)
-    return dataclasses.replace(base, **changes)
+    return dataclasses.replace(
+        DataConfig([source], cache_dir=str(tmp_path / "cache"), max_length=64), **changes
+    )
 
 
 def tokenize(config, tokenizer):
@@ -61,12 +62,13 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
 
 @pytest.mark.parametrize(
     ("on_bad_row", "message"),
-    [("error", r"rows\.jsonl:1: completion is empty"), ("skip", "none of its rows is left")],
+    [("error", r"rows\.jsonl:2: completion is empty"), ("skip", "none of its rows is left")],
 )
 def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, message):
     bad = {**SHORT, "completion": ""}
+    rows = [SHORT, bad] if on_bad_row == "error" else [bad]
     with pytest.raises(UserError, match=message) as caught:
-        build(tmp_path, sample_tokenizer, [bad], on_bad_row=on_bad_row)
+        build(tmp_path, sample_tokenizer, rows, on_bad_row=on_bad_row)
     assert "\n" not in str(caught.value)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
 
@@ -122,8 +124,7 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
 
     for change in ({"max_length": 12}, {"ignore_keys": ["a"]}):
         assert path_of(dataclasses.replace(config, **change), sample_tokenizer) != path
-    budget = dataclasses.replace(config, micro_batch_tokens=99999)
-    assert path_of(budget, sample_tokenizer) == path
+    assert path_of(dataclasses.replace(config, micro_batch_tokens=9), sample_tokenizer) == path
     write_rows(tmp_path / "rows.jsonl", [SHORT, SHORT])
     os.utime(tmp_path / "rows.jsonl", ns=(1, 1))
     assert path_of(config, sample_tokenizer) != path
@@ -235,8 +236,8 @@ def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     rows = [{"messages": TURNS}, {"messages": [TURNS[0], call, *TURNS[:2]]}]
     whole = build(tmp_path, tokenizer, rows)
-    ends = tokenizer.convert_ids_to_tokens(whole.meta["end_tokens"])
-    assert {*ends} == {"<|call|>", "<|end|>", "<|return|>"}
+    ends = {"<|call|>", "<|end|>", "<|return|>"}
+    assert {*tokenizer.convert_ids_to_tokens(whole.meta["end_tokens"])} == ends
     cut = build(
         tmp_path, tokenizer, rows[:1], cache_dir=str(tmp_path / "cut"),
         max_length=int(whole.lengths[0]) - 2  # ends in <|assistant|>
@@ -248,11 +249,12 @@ def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_toke
     """That of earlier turns is one too, also if another source ends otherwise."""
     tokenizer = copy.deepcopy(sample_tokenizer)
     tokenizer.eos_token = "<|tool|>"
-    rows = enumerate([{"messages": TURNS}, {"text": "one"}])
-    sources = [str(write_rows(tmp_path / f"{i}.jsonl", [row])) for i, row in rows]
-    data = build(tmp_path, tokenizer, [], train_sources=sources)
-    ends = tokenizer.convert_ids_to_tokens(data.meta["end_tokens"])
-    assert sorted(ends) == ["<|end|>", "<|tool|>"]
+    sources = [
+        str(write_rows(tmp_path / f"{i}.jsonl", [row]))
+        for i, row in enumerate([{"messages": TURNS}, {"text": "one"}])
+    ]
+    meta = build(tmp_path, tokenizer, [], train_sources=sources).meta
+    assert sorted(tokenizer.convert_ids_to_tokens(meta["end_tokens"])) == ["<|end|>", "<|tool|>"]
 
 
 @pytest.mark.parametrize("thinks", [True, False])

@@ -46,8 +46,7 @@ def records_of(file):
 
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
     command += ["--run-file", file, file.parent.parent]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+    return [*map(json.loads, subprocess.check_output(command, text=True).splitlines())]
 
 
 def assert_no_secret_in(folder):
