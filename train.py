@@ -159,7 +159,7 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         run.metrics.close(exit_code)
         if run.ranks.is_first:
             last = max(list_complete(run.saver.folder), default="none")
-            print(f"{ending}; last checkpoint: {last}", flush=True)
+            print(f"{ending}; last checkpoint: {last}")
     return exit_code
 
 

@@ -50,7 +50,7 @@ def main() -> None:
         source = args.source.absolute()
     with new_folder(args.out) as draft, TemporaryDirectory() as small_files:
         chosen = gather(places, options, source, Path(small_files), draft)
-    print(f"{chosen} -> {args.out}", flush=True)
+    print(f"{chosen} -> {args.out}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main() -> None:
         table.loc[finding.host, finding.check] = finding.level
     print(table.to_string())
     for finding in findings:
-        print(f"{finding.level}  {': '.join(finding)}", flush=True)
+        print(f"{finding.level}  {': '.join(finding)}")
     if any(finding.level == "FAIL" for finding in findings):
         sys.exit(EXIT_FAILURE)
     if not arguments.hosts_only:

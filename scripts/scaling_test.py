@@ -78,7 +78,7 @@ def main() -> None:
         try:
             outcome = launch(short_job(job, hosts, growth, arguments.steps, folder))
         except UserError as error:
-            print(f"{nodes} nodes: {error}", file=sys.stderr, flush=True)
+            print(f"{nodes} nodes: {error}", file=sys.stderr)
             continue
         if outcome.code == 0:
             found[nodes] = measure(folder, ranks)

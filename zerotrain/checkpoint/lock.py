@@ -41,7 +41,7 @@ class RunLock:
         """Raises UserError: another run uses the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            print(f"{self._path}: waiting for {self._holder()} to end", flush=True)
+            print(f"{self._path}: waiting for {self._holder()} to end")
         try:
             self._lease.acquire()
         except Timeout:

@@ -254,7 +254,7 @@ class Saver:
             try:
                 self._hide(path)
             except OSError as error:  # the new one is complete
-                print(f"WARNING: {path} cannot be removed: {describe(error)}", flush=True)
+                print(f"WARNING: {path} cannot be removed: {describe(error)}")
         # listed now, while the lock is held; removed in threads, since 5 GB take a second
         self._threads.map(remove, self._leftovers())
 

@@ -73,7 +73,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
         how = "starting with the weights of" if start.weights_only else "resuming from"
         last = f"{how} {start.checkpoint}: step {start.progress.step:,}"
         for line in (*[f"skipping {line}" for line in skipped], last):
-            print(printable(line), flush=True)
+            print(printable(line))
     return start
 
 

@@ -12,6 +12,7 @@ neither a killed process nor a failed node leaves an incomplete cache.
 import json
 import os
 import shutil
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -45,7 +46,7 @@ from zerotrain.data.sources import (
 )
 from zerotrain.runtime.errors import UserError, describe, disk_error
 from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
-from zerotrain.runtime.progress import report_progress
+from zerotrain.runtime.progress import LINE_SECONDS, print_line
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -319,7 +320,7 @@ def _build_cache(
     examples = []
     numbers = count()  # of rows
     counts = Counter()
-    report = report_progress("tokenizing", "examples")
+    shown_at = time.monotonic()
     with (
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
@@ -334,7 +335,9 @@ def _build_cache(
                 rejected.writelines(lines)
                 counts += of_batch
                 examples[-1] += len(batch)
-                report(len(batch))
+                if time.monotonic() - shown_at > LINE_SECONDS:
+                    shown_at = time.monotonic()
+                    print_line(f"tokenizing: {sum(examples):,} examples")
             if not examples[-1]:
                 raise UserError(
                     f"{name_of(source)}: none of its rows is left; raise data.max_length "

@@ -197,7 +197,7 @@ class Attempt:
                     return  # every host names it
                 if error[1].startswith("error: "):
                     self.mistakes.add(source.last_error)
-            print(f"{source.host}: {value}", flush=True)
+            print(f"{source.host}: {value}")
         else:
             self.handle_said(source, json.loads(value.removeprefix(EVENT)))
 
@@ -209,7 +209,7 @@ class Attempt:
         name = "SIGTERM" if self.stop_signal is None else "SIGKILL"
         self.stop_signal = number
         if self.has_started:
-            print(f"launch: {signal.Signals(number).name}: sending {name} to all ranks", flush=True)
+            print(f"launch: {signal.Signals(number).name}: sending {name} to all ranks")
             for connection in self.running:
                 connection.send(name)
 
@@ -219,7 +219,7 @@ class Attempt:
             source.greeting = event
             return
         code, cause = event["code"], f"{source.host}: {event['failed']}"
-        print(cause, flush=True)
+        print(cause)
         if code > 128:  # by a signal
             self.fail(0, code, cause)
         else:
@@ -282,11 +282,7 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
                     raise
                 outcome = Outcome(EXIT_FAILURE, str(error))
             if outcome.cause:
-                print(
-                    f"launch: {outcome.cause} (exit code {outcome.code})",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"launch: {outcome.cause} (exit code {outcome.code})", file=sys.stderr)
             is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
             if is_over or max_restarts == 0:
                 return outcome
@@ -295,7 +291,7 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
             restarts = 1 if saved != before else restarts + 1
             if restarts > max_restarts:
                 return outcome
-            print(f"launch: restart from {saved or 'the beginning'}", flush=True)
+            print(f"launch: restart from {saved or 'the beginning'}")
 
 
 def main() -> int:

@@ -183,7 +183,7 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
         if time.monotonic() > deadline or not requests.empty():
             raise EnvironmentFailure(problem)
         if problem != printed:
-            print(f"waiting for {problem}", flush=True)
+            print(f"waiting for {problem}")
             printed = problem
         time.sleep(POLL_SECONDS)
     for name, entries in psutil.net_if_addrs().items():

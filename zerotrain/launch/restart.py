@@ -39,10 +39,10 @@ def prepare_restart(job: Job, wait_seconds: float, stopped: threading.Event) -> 
         if late or stopped.is_set():
             raise RunFailed(f"no restart: {problem}")
         if problem != printed:
-            print(f"launch: waiting: {problem}", flush=True)
+            print(f"launch: waiting: {problem}")
             printed = problem
         stopped.wait(RETRY_SECONDS)
     if len(hosts) < len(job.hosts):
-        print(f"launch: continuing on {', '.join(hosts)}: {problem}", flush=True)
+        print(f"launch: continuing on {', '.join(hosts)}: {problem}")
     saved = [reports[host]["checkpoint"] or "" for host in hosts]
     return replace(job, hosts=hosts), max(saved)

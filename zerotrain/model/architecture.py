@@ -187,7 +187,7 @@ class ModelFlops:
         return (
             self.token * length.sum()
             + self.supervised_token * supervised_tokens
-            + (self.pair * pairs)
+            + self.pair * pairs
         )
 
 

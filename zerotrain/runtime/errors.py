@@ -70,7 +70,7 @@ def describe(error: Exception) -> str:
 
 def first_of(names: Sequence[object]) -> str:
     """The first three of some names, and "..." if there are more, for a message."""
-    return ", ".join(map(str, names[:3])) + (" ..." if len(names) > 3 else "")
+    return ", ".join(map(str, names[:3])) + " ..." * (len(names) > 3)
 
 
 def similar(name: str, names: Sequence[str]) -> str:
@@ -95,7 +95,11 @@ def rank_prefix() -> str:
 def exit_on_error(work: Callable[[], T]) -> T:
     """Return `work()`, or exit: with one line for a UserError, with a traceback for anything else.
     What ranks other than 0 print of it, and tracebacks of all of them, carry the rank's prefix.
+
+    From here on lines on standard output are written at once, as they are on standard error.
     """
+    # into a file or a pipe they would wait in a buffer, and be lost if the process is killed
+    sys.stdout.reconfigure(line_buffering=True)
     try:
         return work()
     except UserError as mistake:
@@ -105,7 +109,7 @@ def exit_on_error(work: Callable[[], T]) -> T:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:
         text = textwrap.indent(traceback.format_exc(), rank_prefix(), bool)  # every line
-        print(text, end="", file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
 
 
@@ -125,4 +129,4 @@ def _report(mistake: UserError) -> None:
             time.sleep(3)
         if is_agreed:
             return
-    print(line, file=sys.stderr, flush=True)
+    print(line, file=sys.stderr)

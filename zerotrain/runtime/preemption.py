@@ -74,7 +74,6 @@ class PreemptionHandler:
             f"{rank_prefix()}{signal.Signals(number).name} {seconds:.0f} s ago, and this rank has "
             "not finished: exiting without another save",
             file=sys.stderr,
-            flush=True,
         )
         os._exit(128 + number)
 

@@ -120,7 +120,7 @@ class Ranks:
                 except UserError as mistake:
                     # one that all ranks have agreed on before has its prefix already
                     is_own = not (self.is_first or isinstance(mistake, AgreedError))
-                    error = ((rank_prefix() if is_own else "") + str(mistake), mistake.exit_code)
+                    error = (f"{rank_prefix() * is_own}{mistake}", mistake.exit_code)
             # the first rank's with one, on all ranks: every rank raises the same line
             for message, exit_code in filter(None, self.gather_json(error)):
                 agreed = AgreedError(message)

@@ -116,7 +116,7 @@ def prove_equivalence(
 
 
 def _print_row(name: str, *cells: str) -> None:
-    print(f"{name:<36}" + " ".join(f"{cell:>11}" for cell in cells), flush=True)
+    print(f"{name:<36}" + " ".join(f"{cell:>11}" for cell in cells))
 
 
 def start_training(config: Config, ranks: int) -> Ended:

@@ -246,7 +246,7 @@ def choose_checkpoint(folder: Path, best: bool = False) -> Path:
         if problem is None:
             break
         if checkpoint != folder:
-            print(f"skipping {checkpoint}: {problem}", flush=True)
+            print(f"skipping {checkpoint}: {problem}")
     else:
         raise UserError(
             f"{folder} is no usable checkpoint, and has none in checkpoints/ ({problem}); give "

@@ -54,9 +54,9 @@ def gather(
     for name in sorted({path.name for path in small_files.glob("*/step_*")}, reverse=True):
         lacking = [host for host in places if not (small_files / host / name / COMPLETE).is_file()]
         if lacking:
-            print(f"skipping {folder / name}: not complete on {lacking[0]}", flush=True)
+            print(f"skipping {folder / name}: not complete on {lacking[0]}")
         elif len({read_manifest(small_files / host / name).save_id for host in places}) > 1:
-            print(f"skipping {folder / name}: the hosts have different saves", flush=True)
+            print(f"skipping {folder / name}: the hosts have different saves")
         else:
             break
     else:

@@ -71,7 +71,7 @@ class ConsoleSink:
                 self._show(step)
 
     def _print(self, step: int, text: str) -> None:
-        print(f"step {step:,}/{self._total_steps:,}  {text}", flush=True)
+        print(f"step {step:,}/{self._total_steps:,}  {text}")
 
     def _show(self, step: int) -> None:
         self._shown_at = time.monotonic()

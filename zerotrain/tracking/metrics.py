@@ -50,9 +50,7 @@ class Metrics:
                 self._failing.discard(sink)
             except Exception as error:  # whatever it is, e.g. W&B's process was killed
                 if sink not in self._failing:
-                    print(
-                        f"WARNING: {type(sink).__name__} has failed: {describe(error)}", flush=True
-                    )
+                    print(f"WARNING: {type(sink).__name__} has failed: {describe(error)}")
                 self._failing.add(sink)
 
 

@@ -77,7 +77,7 @@ class WandbSink:
                 problem = describe(error)
                 if attempt == "offline":
                     raise UserError(f"tracking: W&B refuses to start: {problem}") from error
-                print(f"W&B: tracking is offline; `wandb sync` uploads it ({problem})", flush=True)
+                print(f"W&B: tracking is offline; `wandb sync` uploads it ({problem})")
                 wandb.teardown()
         # W&B numbers the rows itself: it would drop those of steps that it has had already
         self.run.define_metric("*", step_metric="step")

@@ -97,7 +97,7 @@ def build_engine(
     engine.train()
     problem = ranks.run_on_all(lambda: loss.check(engine))
     if problem and ranks.is_first:
-        print(f"the loss takes more time and memory: {problem}", flush=True)
+        print(f"the loss takes more time and memory: {problem}")
     seed_everything(rank_seed(config.train.seed, ranks.replica))
     return engine, loss, base
 
@@ -117,10 +117,9 @@ def check_engine(
             not learn to stop.
     """
     tokens = ordinary_tokens(tokenizer)
-    ends = plan.data.meta["end_tokens"]
     # One at a time: where a rank has an error, no other may be in the next one's collectives.
     ranks.run_on_all(lambda: check_causal(engine, tokens))
-    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, ends))
+    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta["end_tokens"]))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.sequence_group))
 

@@ -81,7 +81,6 @@ def rehearse(
             f"data.micro_batch_tokens {planned:,} fits: {memory[0].peak / GIB:.2f} of "
             f"{memory[0].available / GIB:.2f} GiB at the peak of rank 0; {setup.states}\n"
             f"{largest:,} is the most that is of use or leaves a tenth of every rank's memory free",
-            flush=True,
         )
 
 
