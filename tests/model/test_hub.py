@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import datasets
 import pytest
 import yaml
 from harness.inputs import copy_with_code, read_config, strategy
+from harness.processes import free_port, run
 
 from zerotrain.config.schema import Source
 from zerotrain.data.sources import loaded_commit
@@ -47,6 +49,15 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
             load_pretrained(pytest.fail, name, "model.name_or_path")
 
 
+def test_without_network_a_missing_model_is_named_without_a_long_wait(tiny_config):
+    """Its folder is missing too, so it may be a hub id, whose client would try for 23 s."""
+    config = tiny_config(model__tokenizer="models/tinny")
+    hub = ["HF_HUB_OFFLINE=0", f"HF_ENDPOINT=http://127.0.0.1:{free_port()}"]
+    done = run(["env", *hub, sys.executable, "train.py", "--config", config])
+    assert "model.tokenizer: cannot load models/tinny: there is no such folder" in done.error
+    assert "Retrying in 2s" not in done.output
+
+
 def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):
     path = tiny_config(
         model="org/tiny@main", model__tokenizer="org/tiny@main",
@@ -55,13 +66,13 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
         ds_config=strategy(tmp_path, "zero1"),
     )  # fmt: skip
 
-    run = {"module": "hub_cache", "ranks": 2, **hub}
-    forks.finish(path, **run)
+    options = {"module": "hub_cache", "ranks": 2, **hub}
+    forks.finish(path, **options)
     resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
     assert resolved["model"]["name_or_path"] == f"org/tiny@{COMMIT}"
     assert resolved["model"]["tokenizer"] == f"org/tiny@{COMMIT}"
     assert resolved["data"]["train_sources"][0]["revision"] == ROWS_COMMIT
-    again = forks.finish(path, **run)  # `main` in the config, a commit in the checkpoint
+    again = forks.finish(path, **options)  # `main` in the config, a commit in the checkpoint
     assert "resuming from" in again.output
 
 

@@ -4,12 +4,15 @@ the files of the hub that were loaded.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeAlias
 
 import xxhash
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.utils import http_backoff
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -51,19 +54,38 @@ def load_pretrained(
     """
     name, revision = split_revision(source)
     place = f"{key and f'{key}: '}cannot load {source}"
-    # the owner of a hub id is no folder here; its hub would be asked for a minute
-    if "/" in name and Path(name).parent.is_dir() and not Path(name).is_dir():
+    is_here = Path(name).is_dir()
+    # the owner of a hub id is no folder here; its hub may have a model of that name
+    if "/" in name and Path(name).parent.is_dir() and not is_here:
         raise UserError(f"{place}: there is no such folder")
     try:
-        return load(name, revision=revision, trust_remote_code=trust_remote_code, **options)
+        return load(
+            name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not is_here and is_hub_silent(),
+            **options,
+        )
     except Exception as error:  # the hub, JSON, safetensors and each model raise their own
         reason = summarize(error)
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "
             reason += "--model.trust_remote_code true"
-        if not Path(name).is_dir():
+        if not is_here:
             reason = f"there is no such folder, and {reason}"
         raise UserError(f"{place}: {reason}") from error
+
+
+@cache
+def is_hub_silent() -> bool:
+    """Whether the hub does not answer within seconds. It is asked once: without network, loading
+    would repeat each of its requests for half a minute.
+    """
+    try:
+        http_backoff("HEAD", ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
+    except Exception:  # of the network, or HF_HUB_OFFLINE
+        return True
+    return False
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
@@ -79,7 +101,7 @@ def source_of(base: Base) -> str:
 
 def summarize(error: Exception) -> str:
     """The beginning of an error's message, in one line."""
-    return shorten(describe(error), MAX_ERROR_CHARACTERS, placeholder=" ...")
+    return shorten(describe(error), MAX_ERROR_CHARACTERS)
 
 
 def pin_revisions(config: Config) -> Config:
@@ -133,11 +155,11 @@ def weight_files(source: str) -> list[Path]:
             found = cached_file(
                 name, first, revision=revision, _raise_exceptions_for_missing_entries=False
             )
-            if found and found.endswith(".json"):
-                shards, _ = get_checkpoint_shard_files(name, found, revision=revision)
-                return [Path(shard) for shard in shards]
             if found:
-                return [Path(found)]
+                files = [found]
+                if found.endswith(".json"):
+                    files, _ = get_checkpoint_shard_files(name, found, revision=revision)
+                return [*map(Path, files)]
     except OSError as error:
         raise UserError(f"model.name_or_path: cannot load {source}: {summarize(error)}") from error
     return []
