@@ -86,8 +86,7 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
 
     folder = checkpoint.absolute().parent.parent
     try:
-        if stat_inside(folder, RESOLVED_CONFIG).st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"{RESOLVED_CONFIG} is larger than a run writes it")
+        stat_inside(folder, RESOLVED_CONFIG, MAX_CONFIG_BYTES)
         # both files, wherever the folder lies now
         ds_config = str(folder / RESOLVED_DS_CONFIG)
         values, _ = read_yaml(read_text(str(folder / RESOLVED_CONFIG)), RESOLVED_CONFIG)

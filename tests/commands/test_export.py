@@ -227,4 +227,4 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     assert not (tmp_path / "ran").exists() and not out.exists()
     config.write_text("".join(f"key_{i}: {i}\n" for i in range(60_000)))
     finished = forks.script("scripts.export", tmp_path / "run", out, code=0)
-    assert "no model card: resolved_config.yaml is larger" in finished.output
+    assert "no model card: resolved_config.yaml has more than" in finished.output

@@ -44,7 +44,7 @@ def write_run(folder, steps, hostile=""):
                 {"kind": "eval", "step": step, "loss/math" + hostile: 3.0, "exact_match/b": 0.5},
                 {"kind": "generations", "step": step, "set": "b" + hostile, "rows": [answer] * 3},
                 {"kind": "ranks", "step": step, "probe_seconds": [0.004] * 7 + [0.006],
-                 "data_seconds": [0.00025] * 8, "step_seconds": 0.5, "gpu": [None] * 8,
+                 "data_seconds": [0.00025] * 8, "step_seconds": 0.5,
                  "hosts": [f"node-{i // 4}{hostile}" for i in range(8)]},
             ]  # fmt: skip
     records.append({"kind": "event", "step": steps, "name": "x" + hostile, "text": hostile})
@@ -133,7 +133,9 @@ def test_what_cannot_be_drawn_is_refused(draw, tmp_path):
     (tmp_path / "secret").write_text("hunter2")
     (run / "resolved_config.yaml").unlink()
     (run / "resolved_config.yaml").symlink_to(tmp_path / "secret")
-    assert "hunter2" not in report_page([run])
+    os.truncate(run / "resolved_ds_config.json", 1 << 40)
+    page = report_page([run])
+    assert "hunter2" not in page and "resolved_ds_config.json has more than" in page
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt install chromium")

@@ -195,6 +195,9 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path):
     assert step["step"] == 2 and math.isnan(step["loss"])
     JsonlSink(3, RunLock(tmp_path)).close(0)
     assert path.read_text() == '{"kind": "train", "step": 2, "loss": NaN}\n'
+    os.truncate(path, 1 << 40)
+    with pytest.raises(UserError, match=r"metrics\.jsonl has more than"):
+        read_metrics(tmp_path)
 
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):

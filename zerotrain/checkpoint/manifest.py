@@ -5,6 +5,7 @@ folder: a symbolic link in an untrusted checkpoint could lead to any file of the
 """
 
 import hashlib
+import math
 import os
 import stat
 from dataclasses import dataclass
@@ -42,12 +43,13 @@ class Manifest:
     """The files of all ranks, by their path in the checkpoint."""
 
 
-def stat_inside(folder: Path, name: str) -> os.stat_result:
+def stat_inside(folder: Path, name: str, max_bytes: float = math.inf) -> os.stat_result:
     """The status of a regular file of a folder that may be untrusted.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is something else, such as a symbolic link, or in a folder that is one.
+        ValueError: it is something else, such as a symbolic link, or in a folder that is one; or it
+            is larger.
     """
     folder = folder.resolve()
     path = folder / name
@@ -55,6 +57,8 @@ def stat_inside(folder: Path, name: str) -> os.stat_result:
     # lstat and resolve: neither the file nor a folder on its way may be a link; "../x" leaves it
     if not stat.S_ISREG(status.st_mode) or path.resolve() != path or folder not in path.parents:
         raise ValueError(f"{name} is not a regular file inside its folder")
+    if status.st_size > max_bytes:
+        raise ValueError(f"{name} has more than {max_bytes:,} bytes")
     return status
 
 
@@ -65,8 +69,7 @@ def read_json(checkpoint: Path, name: str, kind: type[T]) -> T:
         UserError: it cannot be read, or has another shape.
     """
     try:
-        if stat_inside(checkpoint, name).st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+        stat_inside(checkpoint, name, MAX_JSON_BYTES)
         # strict: a string of digits is no number, as no save writes one
         return TypeAdapter(kind).validate_json((checkpoint / name).read_bytes(), strict=True)
     except (OSError, ValueError) as error:  # pydantic's is a ValueError, too

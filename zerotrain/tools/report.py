@@ -21,6 +21,7 @@ from plotly.offline import get_plotlyjs
 from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
+from zerotrain.runtime.files import MAX_TEXT_BYTES
 from zerotrain.tracking.metrics import read_metrics
 
 # readable on white and on black
@@ -95,7 +96,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     configs = ""
     for name in (RESOLVED_CONFIG, RESOLVED_DS_CONFIG):
         try:
-            stat_inside(folder, name)
+            stat_inside(folder, name, MAX_TEXT_BYTES)
             configs += f"# {name}\n{(folder / name).read_text(errors='replace')}\n"
         except (OSError, ValueError) as error:
             problems.append(describe(error))

@@ -14,6 +14,7 @@ from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import replace_text
 
 BUFFER_BYTES = 1 << 24
+MAX_METRICS_BYTES = 1 << 30  # a million steps; read whole into memory
 
 
 class Metrics:
@@ -92,7 +93,7 @@ def read_metrics(run_folder: str | Path, kind: str | None = "train") -> list[dic
         UserError: the folder has no metrics.jsonl that can be read.
     """
     try:
-        stat_inside(Path(run_folder), METRICS)  # a FIFO would block, a link could lead anywhere
+        stat_inside(Path(run_folder), METRICS, MAX_METRICS_BYTES)  # it may be a stranger's
         lines = Path(run_folder, METRICS).read_bytes().splitlines()
     except (OSError, ValueError) as error:
         raise UserError(
