@@ -1,17 +1,20 @@
-"""train.py, of which rank 1 waits before its fourth step for a file, and then for each batch, for
-test_steps.py.
+"""train.py, of which rank 1 waits before its fourth step for a file, and then for each batch; while
+the engine is built, a lock of a compiler appears. For test_steps.py.
 """
 
 import time
 from pathlib import Path
 
+import deepspeed
+
 import train
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.tracking import steps
+from zerotrain.training import engine
 
 
 def main(config, mode):
-    """As train.main, with a hang reported after 2 s and windows of 4 steps."""
+    """As train.main, with a hang reported after 2 s, locks after .2 s, and windows of 4 steps."""
     load_steps = train.load_steps
 
     def load_late(plan, rank, *options, **named):
@@ -23,7 +26,16 @@ def main(config, mode):
                 time.sleep(0.1)
             yield batch
 
+    initialize = deepspeed.initialize
+
+    def initialize_late(**options):
+        Path(config.output_dir, "lock").touch()
+        time.sleep(1)
+        return initialize(**options)
+
+    deepspeed.initialize = initialize_late
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 4
+    engine.LOCK_SECONDS = 0.2
     train.main(config, mode)

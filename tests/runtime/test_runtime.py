@@ -10,7 +10,6 @@ from harness.processes import free_port, run
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import check_devices
 from zerotrain.runtime.seeding import rng_state, set_rng_state
-from zerotrain.training import engine
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
@@ -35,16 +34,6 @@ def test_random_numbers_of_another_shape_are_not_restored(numpy_state):
     assert set_rng_state(rng_state())
     assert not set_rng_state({**rng_state(), "numpy": numpy_state})
     assert not set_rng_state({})
-
-
-def test_a_stale_lock_of_a_compiler_is_named(tmp_path, monkeypatch, capsys):
-    """torch waits for it for ever, in silence."""
-    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    engine.name_locks()
-    assert f"{lock}: an operator is being compiled" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -31,12 +31,14 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
 
 
 def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
-    """Rank 1 comes late to its fourth step, and waits for its batches from then on."""
+    """Rank 1 comes late to its fourth step, and waits for its batches from then on. A lock that
+    appears while the engine is built is named.
+    """
     config = tiny_config(train__steps=20)
     run = tmp_path / "run"
     run.mkdir()
     (run / "profile_now").touch()
-    ranks = forks.start(config, ranks=2, module="slow_rank")
+    ranks = forks.start(config, ranks=2, module="slow_rank", TORCH_EXTENSIONS_DIR=str(run))
     here = socket.gethostname()
     late = rf"\[rank 1 @ {here}\] Timeout (.*\n)+?\[rank 1 @ {here}\].*in load_late"
     ranks.until(lambda: re.search(late, ranks.log.read_text()))
@@ -44,7 +46,8 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     ranks.wait(0)
     [slow] = read_metrics(run, "event")
     assert slow["name"] == "slow_rank" and slow["ranks"] == [1] and slow["step"] == 4 * WINDOWS
-    assert f"rank 1 @ {here} (local rank 1)" in slow["text"]
+    assert re.search(rf"rank 1 @ {here} \(local rank 1\).*, data_seconds [\d.]+(,|$)", slow["text"])
+    assert f"{run}/lock: an operator is being compiled" in ranks.log.read_text()
     windows = read_metrics(run, "ranks")
     assert [w["step"] for w in windows] == [4, 8, 12, 16, 20]
     waits = windows[-1]["data_seconds"]

@@ -38,12 +38,12 @@ def probe_seconds(device: torch.device) -> float:
     return min(timer.timeit(1).mean for _ in range(PROBE_REPEATS))
 
 
-def gpu_health() -> dict[str, float] | None:
-    """What NVIDIA's management library (NVML) says of this rank's GPU; None without one."""
+def gpu_health() -> dict[str, float]:
+    """What NVIDIA's management library (NVML) says of this rank's GPU; empty without one."""
     with suppress(Exception):  # no GPU, no NVML, or a GPU that does not support a question
         return {
             "temperature_celsius": torch.cuda.temperature(),
             "sm_clock_mhz": torch.cuda.clock_rate(),
             "power_watts": torch.cuda.power_draw() / 1000,
         }
-    return None
+    return {}

@@ -113,10 +113,10 @@ class StepReporter:
             "hosts": f"{socket.gethostname()} (local rank {ranks.local_rank})",
             "probe_seconds": probe_seconds(ranks.device),
             "data_seconds": data_seconds,
-            "gpu": gpu_health(),
+            **gpu_health(),
         }
         by_rank = ranks.gather_json(measured)  # on gloo, every 50 steps: it costs no GPU time
-        columns = {name: [rank[name] for rank in by_rank] for name in measured}
+        columns = {name: [rank.get(name) for rank in by_rank] for name in measured}
         self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, **columns})
         slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
         # a rank that was not slow this time is left out, so that its count starts again
@@ -124,7 +124,8 @@ class StepReporter:
         for rank, windows in self._windows_slow.items():
             if windows == WINDOWS:  # said once, not every window from then on
                 name = f"rank {rank} @ {by_rank[rank].pop('hosts')}"
-                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {by_rank[rank]}"
+                facts = (f"{key} {value:.4g}" for key, value in by_rank[rank].items())
+                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {', '.join(facts)}"
                 event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
                 self._metrics.log("event", event)
 
