@@ -16,9 +16,7 @@ from zerotrain.runtime.errors import UserError, exit_on_error
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--show", type=int, default=3, metavar="N", help="first examples to print")
     parser.add_argument(

@@ -98,7 +98,7 @@ MISTAKES = (  # a key, its value, and part of the problem
     ("data.eval_fraction", 0.1, "not both"),
     ("data.eval_sources", {"a b": ["a"]}, "pattern"),
     ("trian", {"seed": 1}, "did you mean train?"),
-    ("train.adam_betas", [0.9], "value is missing"),
+    ("train.adam_betas", [0.9], "value 2 of the list is missing"),
     ("learning_rate", 1, "mean train.learning_rate?"),
     ("model.trainable", ["("], "trainable: (: missing )"),
 )

@@ -253,6 +253,8 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         problem = "a value is missing"
+        if path != key:
+            problem = f"value {first['loc'][-1] + 1} of the list is missing"
     elif first["type"] == "unexpected_keyword_argument":
         name = key
         if key in names:  # a list of sources
