@@ -106,6 +106,9 @@ def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
         "GITHUB_PAT",
         "KEY_PEM",
         "NPM_AUTH",
+        "JWT",
+        "MYPASS",
+        "SLACK_WEBHOOK",
     )
     for added in (*(f"{name}=x" for name in secrets), "URI=https://me:x@host", "NOT_THERE"):
         with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):

@@ -17,8 +17,8 @@ PREFIXES = (
 # The node wrapper sets the devices of each host.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
 SECRET_NAME = re.compile(
-    r"(^|[_-])(KEY|PASS|PWD|AUTH|PAT|SAS|COOKIE)S?($|[_-])"
-    r"|APIKEY|TOKEN(?!I)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|PWD$",
+    r"(^|[_-])(PAT|SAS)S?($|[_-])|(KEY|PASS|PWD|AUTH|COOKIE|JWT|WEBHOOK|DSN)S?($|[_-])"
+    r"|TOKEN(?!I)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL",
     re.IGNORECASE,
 )
 SECRET_TEXT = re.compile(
