@@ -322,6 +322,35 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
         other.kill()
 
 
+WRONG = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def tidy(*_):
+    time.sleep(11)
+    (folder / "tidy").touch()
+    os._exit(143)
+signal.signal(signal.SIGTERM, tidy)
+print("error: no such key", flush=True)
+(folder / f"said_{rank}").touch()
+while not ((folder / "said_0").exists() and (folder / "said_1").exists()):
+    time.sleep(0.01)
+time.sleep(1000 if rank == "0" else 1)
+sys.exit(2)
+"""
+
+
+@needs_hosts
+def test_a_mistake_of_all_hosts_is_said_once_and_ranks_have_time_to_finish(
+    hosts, hostfile, tmp_path
+):
+    """As long as W&B takes, after the other rank has failed."""
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    done = namespaces.run(hosts, LAUNCH, "--hostfile", hostfile, "--", script, tmp_path)
+    assert done.code == 2 and (tmp_path / "tidy").exists(), done.output
+    assert done.output.count(": error: no such key\n") == 1, done.output
+
+
 # --------------------------------------------------------------------------------------------------
 # Training: stop, resume, lose a host, restart
 

@@ -85,11 +85,11 @@ class Attempt:
     def __init__(self, job: Job, events: queue.SimpleQueue) -> None:
         self.job = job
         self.events = events
-        self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 6)
+        self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 4)
         self.connections = [Connection(host, job, events) for host in job.hosts]
         self.running = set(self.connections)
-        self.failures: list[tuple[int, int, int, str]] = []
         self.mistakes: set[str] = set()  # printed lines that begin with `error: `
+        self.failures: list[tuple[int, int, int, str]] = []
         """(kind, number, exit code, cause); the lowest is the cause of the others: a host that is
         lost or a rank that is killed before a mistake, a mistake before anything else.
         """

@@ -43,7 +43,7 @@ from zerotrain.runtime.errors import (
 
 EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
 # On Kubernetes, a pod can start before the name of the first one resolves: that is waited for as
 # long as a rendezvous is by default.
 RESOLVE_SECONDS = 1800.0
