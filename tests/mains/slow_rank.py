@@ -29,8 +29,9 @@ def main(config, mode):
     initialize = deepspeed.initialize
 
     def initialize_late(**options):
+        time.sleep(0.5)
         Path(config.output_dir, "lock").touch()
-        time.sleep(1)
+        time.sleep(0.5)
         return initialize(**options)
 
     deepspeed.initialize = initialize_late
