@@ -160,6 +160,8 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         if run.ranks.is_first:
             last = max(list_complete(run.saver.folder), default="none")
             print(f"{ending}; last checkpoint: {last}")
+            if run.reporter.peak_flops_per_s and Path("benchmarks").is_dir():  # a known GPU
+                print(f"forecast: python -m benchmarks.forecast --run {run.config.output_dir}")
     return exit_code
 
 

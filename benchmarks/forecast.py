@@ -1,13 +1,14 @@
 """Forecasts of scripts/plan.py beside what others have measured.
 
     python -m benchmarks.forecast [FILE.csv] [--fit]
-    python -m benchmarks.forecast --run runs/mine --gpu h100-80gb
+    python -m benchmarks.forecast --run runs/mine [--gpu h100-80gb]
 
 Prints a line per run of the file (default: benchmarks/published_runs.csv): tokens/s of a GPU as
 measured and as forecast, their ratio, and the peak of a GPU's memory where it is published; for
 runs that differ in the number of nodes alone, whether the verdict on the further nodes is right;
 and the errors. --fit fits the constants of zerotrain/tools/estimate.py to the file, and prints them
-and the errors of runs that were held out. --run prints the line of a run of train.py.
+and the errors of runs that were held out. --run prints the line of a run of train.py, on the GPU
+that it has recorded unless --gpu names another.
 
 Columns: sizes of the model; the GPU (a100, h100 ...) and its GB; the number of GPUs, 8 to a node;
 tokens of a row, rows of a micro-batch, micro-steps; the ZeRO stage ("3 offload": to CPU memory;
@@ -151,7 +152,7 @@ class PublishedRun:
         cluster = GpuCluster(
             nodes=self.gpus // local,
             gpus=local,
-            gpu=find_gpu(f"{self.gpu}-{self.gpu_gib}"),
+            gpu=find_gpu(f"{self.gpu}-{self.gpu_gib}gb"),
             rates=rates,
         )
         tokens = self.sequence * self.micro_batch * self.accumulation * self.gpus
@@ -180,8 +181,8 @@ def main() -> None:
     )
     parser.add_argument("file", nargs="?", default=str(PUBLISHED))
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="output_dir of a run")
-    parser.add_argument("--gpu", default="h100-80gb", help="of the run: its name and GB")
+    parser.add_argument("--run", type=Path, help="output_dir of a run")
+    parser.add_argument("--gpu", help="in place of the one that the run has recorded")
     args = parser.parse_args()
     runs = [own_run(args.run, args.gpu)] if args.run else read_runs(args.file)
     if args.run:
@@ -189,26 +190,27 @@ def main() -> None:
     show_fit(runs) if args.fit else show_forecasts(runs)
 
 
-def own_run(folder: Path, gpu: str) -> PublishedRun:
+def own_run(folder: Path, gpu: str | None) -> PublishedRun:
     """What a run of train.py has recorded from its second step on, as a line of the table.
 
     Args:
         folder: output_dir of the run.
-        gpu: its name and GB.
+        gpu: its name and GB; None: what the run has recorded.
     """
     config = parse_command_line(["--config", str(folder / RESOLVED_CONFIG)]).config
     ds_config = json.loads(read_text(str(folder / RESOLVED_DS_CONFIG)))
     steps = pd.DataFrame(read_metrics(folder)[1:])
     if steps.empty:
         raise UserError(f"{folder}: has no second step, the first that counts")
-    ranks = read_metrics(folder, "start")[-1]["world_size"]
+    start = read_metrics(folder, "start")[-1]
+    ranks = start["world_size"]
     skeleton = Architecture.of(config.model, load_model_config(config.model)).skeleton
     text = skeleton.config.get_text_config()
     hidden, queries, keys, inner, _ = map(round, layer_widths(skeleton))
     sequence = round(steps.tokens.sum() / steps.examples.sum())
     offloads = set(offload_devices(ds_config).values()) != {"none"}
     model = config.model
-    device = find_gpu(gpu)
+    device = find_gpu(gpu or next(iter(start["devices"])))
     return PublishedRun(
         source="train.py",
         model=Path(model.name_or_path).name,

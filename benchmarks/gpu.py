@@ -45,11 +45,7 @@ PUBLISHED = json.loads((REPO / "recipes" / "shapes.json").read_text())
 LLAMA_8B = PUBLISHED["meta-llama/Llama-3.1-8B"]
 SHAPES = {
     "0.6b": PUBLISHED["Qwen/Qwen3-0.6B"],
-    "1.5b": {  # Qwen2.5-1.5B
-        "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 1536,
-        "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
+    "1.5b": PUBLISHED["Qwen/Qwen2.5-1.5B"],
     "8b": LLAMA_8B,
     # all weights of 32 layers take 18 bytes each, more than one GPU of 141 GB has
     "8b_16_layers": LLAMA_8B | {"num_hidden_layers": 16},

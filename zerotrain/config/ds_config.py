@@ -65,7 +65,6 @@ SUPPORTED_VALUES = {
     "zero_optimization.zero_quantized_weights": (False, "the losses would change"),
     "zero_optimization.zero_quantized_gradients": (False, "the losses would change"),
     "zero_optimization.zero_quantized_nontrainable_weights": (False, "the losses would change"),
-    "zero_optimization.legacy_stage1": (False, "DeepSpeed refuses it"),
     "compile.deepcompile": (False, "model.compile compiles each block instead"),
     "prescale_gradients": (False, "DeepSpeed refuses it from stage 2 on"),
     "gradient_predivide_factor": (1, "DeepSpeed refuses it from stage 2 on"),

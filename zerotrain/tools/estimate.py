@@ -8,6 +8,7 @@ and show how far forecasts of others are off.
 """
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -37,20 +38,20 @@ UPDATE_BYTES = 28  # of a parameter: AdamW reads four fp32 values and writes thr
 FUSED = 0.5  # of the elementwise bytes: what model.compile moves
 SOFTNESS = 0.15  # of the window: how gradually communication stops being hidden
 MEMORY_TB_PER_S = {
-    "B200": 8.0,
-    "H200": 4.8,
-    "H100 96": 2.4,
-    "H100 PCIe": 2.0,
-    "H100 NVL": 3.9,
-    "H100": 3.35,
-    "A100 40": 1.56,
-    "A100": 2.04,
-    "L40S": 0.86,
-    "V100": 0.9,
-    "MI300X": 5.3,
+    "b200 180": 8.0,
+    "h200 141": 4.8,
+    "h100 pcie 80": 2.0,
+    "h100 nvl 94": 3.9,
+    "h100 80": 3.35,
+    "h100 96": 2.4,
+    "a100 80": 2.04,
+    "a100 40": 1.56,
+    "l40s 48": 0.86,
+    "v100 32": 0.9,
+    "mi300x 192": 5.3,
 }
-"""Part of a GPU's name and GB: bandwidth of its memory, of its data sheet. The first entry that is
-in the name counts.
+"""Part of a GPU's name, and its GB: bandwidth of its memory, of its data sheet. Of several entries
+whose part is in the name counts the one with its GB, else the first one.
 """
 
 
@@ -95,14 +96,18 @@ class Gpu(NamedTuple):
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of a name and its GB, as in h100-80gb. Raises UserError: there is none."""
-    name, _, gib = text.lower().removesuffix("gb").replace("-", " ").rpartition(" ")
-    peak = peak_flops_per_s(name)
-    rates = [tb for part, tb in MEMORY_TB_PER_S.items() if part.lower() in f"{name} {gib}"]
-    if peak is None or not rates or not gib.isdecimal():
-        known = ", ".join(MEMORY_TB_PER_S)
-        raise UserError(f"GPU {text}: give one of {known}, and its GB, as in h100-80gb")
-    return Gpu(name, int(gib), peak, 1e12 * rates[0])
+    """The GPU of a name, as in h100-80gb, or of a driver's name, as in NVIDIA A100-SXM4-40GB, some
+    of which have no GB. Raises UserError: it is not known.
+    """
+    given = text.lower().replace("-", " ")
+    peak = peak_flops_per_s(given)
+    entries = [entry for entry in MEMORY_TB_PER_S if entry.rpartition(" ")[0] in given]
+    if peak is None or not entries:
+        raise UserError(f"--gpu {text}: give one of {', '.join(MEMORY_TB_PER_S)}, as in h100-80gb")
+    best = max(entries, key=lambda entry: f"{entry.rpartition(' ')[2]}gb" in given)
+    name, _, gib = best.rpartition(" ")
+    memory_gib = int(re.search(r"(\d+)gb", f"{given} {gib}gb")[1])  # the first of the two
+    return Gpu(name, memory_gib, peak, 1e12 * MEMORY_TB_PER_S[best])
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ class StepReporter:
         self._ranks = ranks
         self._tracing = trace_on_request(setup.config.output_dir)
         is_16_bit = setup.config.train.precision != "fp32"
-        # of 16-bit matrix products; None if unknown
-        self._peak_flops_per_s = peak_flops_per_s(device_name(ranks.device)) if is_16_bit else None
+        self.peak_flops_per_s = peak_flops_per_s(device_name(ranks.device)) if is_16_bit else None
+        """Of 16-bit matrix products; None in an fp32 run, and on a device that is not known."""
 
     def report(self, batch: StepBatch, values: Mapping[str, float], progress: Progress) -> None:
         """Report a finished step. Counts are of the global batch, over all ranks.
@@ -97,8 +97,8 @@ class StepReporter:
             }
             if self._ranks.device.type == "cuda":
                 record["memory_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-            if self._peak_flops_per_s is not None:
-                record["mfu"] = flops_per_s / (self._peak_flops_per_s * self._ranks.world_size)
+            if self.peak_flops_per_s is not None:
+                record["mfu"] = flops_per_s / (self.peak_flops_per_s * self._ranks.world_size)
             self._metrics.log("train", record)
             next(self._tracing)
         if len(self._window) == WINDOW_STEPS:

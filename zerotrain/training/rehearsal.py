@@ -159,9 +159,8 @@ def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
     with padding, for which attention needs a mask.
     """
     batch = collate(plan.data, examples, plan.budget)
-    parts = (batch.input_ids, batch.attention_mask, batch.position_ids)
     tokens = plan.budget.micro_batch_tokens
-    ids, mask, position_ids = (None if x is None else x[:, :tokens].numpy() for x in parts)
+    ids, mask, position_ids = (None if x is None else x[:, :tokens].numpy() for x in batch[:3])
     if mask is not None:
         mask[:, -1] = 0
     is_target = np.ones_like(ids, bool)
