@@ -60,7 +60,7 @@ def save_tiny_llama(
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers,
         intermediate_size=intermediate_size, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True, attention_dropout=dropout, initializer_range=0.1,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip

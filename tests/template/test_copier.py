@@ -11,9 +11,10 @@ import pytest
 import yaml
 from copier import run_copy, run_update
 from harness.inputs import read_config, write_rows
-from harness.processes import run
+from harness.processes import free_port, run
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
+from pages import commands_in
 
 from scripts import plan
 from zerotrain.launch.job import job_of, job_parser
@@ -24,7 +25,7 @@ NO_GIT = "/nonexistent"
 
 
 @pytest.fixture(scope="module")
-def copies(tmp_path_factory, chat_rows):
+def copies(tmp_path_factory, chat_rows, tiny_model):
     """The smallest copy, which has rows of its own and another model, and larger ones."""
     template, folder = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("copies")
     copy_repository(template)
@@ -32,7 +33,7 @@ def copies(tmp_path_factory, chat_rows):
     answers = {
         "small": {
             "scheduler": "none", "gpus_per_node": 1, "keep": [], "recipe": "qwen3-0.6b",
-            "model": "my/model", "train_data": str(folder / "rows.jsonl"), "wandb_project": "",
+            "model": str(tiny_model), "train_data": str(folder / "rows.jsonl"), "wandb_project": "",
         },
         "batch": {
             "scheduler": "slurm", "nodes": 3,
@@ -110,8 +111,8 @@ def test_a_copy_names_no_file_that_it_lacks(copies, name):
 
 def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
     small = read_config(copies / "small/recipes/small.yaml")
-    assert small.model.name_or_path == "my/model" and small.data.supervise == "answers"
-    assert small.train.epochs == 1 and small.train.steps is None
+    assert "tiny_model" in small.model.name_or_path and small.data.supervise == "answers"
+    assert small.train.global_batch_size == 16 and small.train.steps is None
     assert small.data.train_sources[0].columns == {}
     assert small.tracking.wandb == "disabled" and small.output_dir == "runs/small"
     batch = read_config(copies / "batch/recipes/batch.yaml")
@@ -134,22 +135,19 @@ def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
 
 
 @pytest.mark.launch
-def test_the_smallest_copy_trains_and_its_tests_are_found(copies, tmp_path, tiny_model):
+def test_the_readme_of_a_copy_leads_to_a_model_and_its_tests_are_found(copies):
     copy = copies / "small"
-    flags = [
-        "--model.name_or_path", tiny_model, "--train.global_batch_size", "8", "--output_dir",
-        tmp_path / "run", "--data.cache_dir", tmp_path / "cache", "--train.precision", "fp32",
-        "--data.as_chat", "false", "--train.epochs", "null", "--train.steps", "2",
-        "--data.max_length", "256", "--data.micro_batch_tokens", "512",
-    ]  # fmt: skip
+    (copy / ".venv").symlink_to(sys.prefix)
+    own_port = f"deepspeed --master_port {free_port()} "
     for command in (
-        ["train.py", "--config", "recipes/small.yaml", *flags],
-        ["-m", "ruff", "check", "--no-cache", "."],
-        ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests", "-k", "test_layers"],
-    ):  # fmt: skip
-        done = run([sys.executable, *command], cwd=copy)
+        *commands_in((copy / "README.md").read_text()),
+        ".venv/bin/ruff check --no-cache .",
+        ".venv/bin/python -m pytest -q -n 0 -p no:cacheprovider tests -k test_layers",
+    ):
+        done = run(["bash", "-c", command.replace("deepspeed ", own_port)], cwd=copy)
         assert done.code == 0, done.output
-    assert [step["step"] for step in read_metrics(tmp_path / "run")] == [1, 2]
+    losses = [record["eval_loss"] for record in read_metrics(copy / "runs/small", "eval")]
+    assert losses[-1] < losses[0]
 
 
 def commit(folder: Path, message: str, *then: list[str]) -> None:

@@ -1,14 +1,16 @@
-"""The recipes: they fit, and each family, shrunk, trains with its recipe's settings.
+"""The recipes: they fit, and a copy's first run learns, for each family, shrunk.
 pytest tests/template/test_recipes.py
 """
 
 import json
 import random
 import re
+import shutil
 
 import pytest
 import torch
-from harness.inputs import read_config, write_rows
+from copier import run_copy
+from harness.inputs import chat, read_config, write_rows
 from harness.repository import REPO, SAMPLE
 from harness.runs import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -42,10 +44,10 @@ PUBLISHED = {  # "Safetensors, model size" on the hub
     "google/gemma-3-27b-it": 27_432_406_640,
 }
 SMALL = {  # in place of the size of that name, where a shape has one
-    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
-    "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 384, "sliding_window": 64,
-    "query_pre_attn_scalar": 8, "image_size": 28, "mm_tokens_per_image": 4,
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 384,
+    "sliding_window": 64, "query_pre_attn_scalar": 16, "image_size": 28, "mm_tokens_per_image": 4,
     "image_token_index": 383, "boi_token_index": 382, "eoi_token_index": 381,
 }  # fmt: skip
 FAMILIES = (
@@ -115,27 +117,39 @@ def local(name, model, rows, tmp_path):
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
-@pytest.mark.parametrize("name", [f"{name}.yaml" for name in FAMILIES])
-def test_a_family_trains_two_steps_with_its_recipe(forks, small_model, chat_rows, tmp_path, name):
-    config = config_of(name)
-    rows = [{"messages": row["messages"][:2]} for row in chat_rows]
-    if "pretraining" in name:
-        rows = [{"text": "\n".join(m["content"] for m in row["messages"])} for row in rows]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    batch = ("tokens", 2048) if config.train.global_batch_tokens else ("size", 16)
-    flags = local(name, small_model(config.model.name_or_path), file, tmp_path)
+@pytest.fixture(scope="module")
+def copied_recipe(tmp_path_factory):
+    """The recipe of a copy that starts from a given one, for rows of its own."""
+    template = tmp_path_factory.mktemp("template")
+    shutil.copytree(REPO / ".copier", template / ".copier")
+    shutil.copytree(REPO / "recipes", template / "recipes")
+    shutil.copy(REPO / "copier.yml", template)
+
+    def render(recipe, rows):
+        copy = tmp_path_factory.mktemp("copy")
+        answers = {"recipe": recipe, "train_data": str(rows), "wandb_project": ""}
+        run_copy(str(template), copy, data=answers, defaults=True, quiet=True)
+        return copy / "recipes" / "my-project.yaml"
+
+    return render
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_first_run_of_a_copy_learns(forks, small_model, copied_recipe, tmp_path, name):
+    """On 200 rows, with everything but the model's size as the answers have given it."""
+    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(200)]
+    rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
+    recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
     forks.finish(
-        REPO / "recipes" / name, *flags, f"--train.global_batch_{batch[0]}", batch[1],
-        "--train.epochs", "null", "--train.steps", 2, "--train.warmup_examples", 0,
-        "--data.max_length", 256, "--data.micro_batch_tokens", 1024,
-        ranks=2 if "zero3" in config.ds_config else 1,
+        recipe, "--model.name_or_path", small_model(read_config(recipe).model.name_or_path),
+        "--output_dir", tmp_path / "run", "--data.cache_dir", tmp_path / "cache",
     )  # fmt: skip
-    steps = read_metrics(tmp_path / "run")
-    assert [step["step"] for step in steps] == [1, 2] and steps[1]["loss"] < steps[0]["loss"] + 1
+    losses = [record["eval_loss"] for record in read_metrics(tmp_path / "run", "eval")]
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2], losses
 
 
 def test_one_batch_is_memorized(forks, small_model, tmp_path):
-    """At 200 times the rate: the shrunk model has 1/20,000 of the weights. Each answer is six
+    """At 200 times the rate: the shrunk model has 1/6,000 of the weights. Each answer is six
     random digits, which nothing but the row tells.
     """
     digits = random.Random(0)
