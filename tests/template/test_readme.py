@@ -1,15 +1,21 @@
-"""The commands in the README work as written, and the pages name what exists.
+"""The commands in the pages work as written, and the pages name what exists.
 pytest tests/template/test_readme.py
 """
 
 import os
 import re
+import shlex
+import sys
+from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import pytest
+from harness.forks import ForkServer
 from harness.processes import run
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
+from pages import commands_in
 
 from zerotrain.config.schema import config_keys
 
@@ -18,6 +24,28 @@ FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|dat
 SECTIONS = "model|data|train|eval|checkpoint|tracking|distributed"
 WHOLE_DEMO = "WHOLE_DEMO" in os.environ
 HELD_OUT = 200 if WHOLE_DEMO else 20  # rows
+# the README first, which makes the run that the others are about; recipes/ last, which writes
+# another recipes/mine.yaml
+PAGES = (
+    "README.md", "AGENTS.md", "docs/*.md", "data/*.md", "ds_configs/*.md", "CONTRIBUTING.md",
+    "SECURITY.md", "recipes/*.md",
+)  # fmt: skip
+NOT_RUN = {  # what a command has that is not run, and why
+    r"\b(docker|kubectl|sky|vllm|curl|hf|rclone|rsync|pip|pipx) |-m venv": "services, network",
+    r"hostfile hostfile|^sbatch|torchrun|gathered": "several hosts: tests/launch",
+    r"test\.sh|pytest|copier |my-project": "this suite, and test_copier.py",
+    r"^.*--dry_run": "what comes after it does the same first",
+    r"prove equivalence": "minutes: test_equivalence.py",
+    r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
+    r"exact_match": "demo.sh runs it",
+}
+FILLED_IN = {  # by a reader; and what ends sooner
+    r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
+    r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
+    r"\s+# .*|\\\n|(?<=^tail) -f": "",
+}
+if not WHOLE_DEMO:
+    FILLED_IN |= {r"^\S*demo\.sh": "./scripts/demo.sh --train.steps 25", r"\n.*--dry_run": ""}
 
 
 def test_every_file_and_setting_named_in_the_pages_exists():
@@ -41,12 +69,38 @@ def test_every_file_and_setting_named_in_the_pages_exists():
         assert folder in tree, f"{folder} is not in the README's tree"
 
 
+def filled_in_commands():
+    """Each command of the pages once."""
+    pages = [page.read_text() for pattern in PAGES for page in sorted(REPO.glob(pattern))]
+    commands = [command for page in pages for command in commands_in(page)]
+    for pattern, value in FILLED_IN.items():
+        commands = [re.sub(pattern, value, command) for command in commands]
+    return dict.fromkeys(commands)
+
+
+@cache
+def help_of(program, forks):
+    if program == "train.py":
+        return run([sys.executable, program, "--help"]).output
+    return forks.script(program, "--help").output
+
+
+def check_without_running(command, forks):
+    """The shell can read it, and those of its words that are options of this repository exist."""
+    assert run(["bash", "-nc", command]).code == 0, command
+    for part in command.replace("scripts/launch.sh", "zerotrain.launch.launch").split(" -- "):
+        if found := re.search(r"((?:scripts|zerotrain\.launch)\.\w+|train\.py)(.*)", part):
+            for option in re.findall(r"--[\w.]+", found[2]):
+                assert re.search(rf"{option}\b", help_of(found[1], forks)), command
+
+
 @pytest.mark.launch
 @pytest.mark.timeout(1500)
 def test_the_commands_run_in_a_fresh_copy(tmp_path):
-    """Every ```bash block in order, in a clean checkout with an empty HOME and this .venv. Unless
+    """In order, in a clean checkout with an empty HOME and this .venv, but for NOT_RUN. Unless
     WHOLE_DEMO is set, the demo trains for 25 of its 320 steps and answers 20 of its 200 questions,
-    and there is no dry run before the other run.
+    and there is no dry run before the other run. Outside of ```bash, Python's imports are done
+    before, which takes most of the time, and training is on one rank.
     """
     copy = tmp_path / "copy"
     copy_repository(copy)
@@ -58,20 +112,23 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
     held_out = copy / "data" / "sample" / "eval.jsonl"
     held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:HELD_OUT]))
     # of the checkout's own, which `run` sets, nothing but packages of a machine without a network
-    variables = ("-uDS_ACCELERATOR", "-uHF_HUB_OFFLINE", f"HOME={tmp_path / 'home'}",
+    variables = ("-uDS_ACCELERATOR", "-uHF_HUB_OFFLINE", f"HOME={tmp_path / 'home'}", "EDITOR=true",
                  f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}")  # fmt: skip
-    blocks = re.findall(r"^```bash\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    for block in blocks:
-        command = block
-        if not WHOLE_DEMO:
-            command = re.sub(r"^.* --dry_run\n", "", block, flags=re.MULTILINE)
-            command = command.replace("demo.sh", "demo.sh --train.steps 25")
-        shell = ("env", *variables, "bash", "-euo", "pipefail", "-c", command)
-        done = run(shell, timeout=1200, cwd=copy)
-        assert done.code == 0, f"{block}\n{done.output[-3000:]}"
-        if "demo.sh" in block:
-            check_demo(done.output, copy)
+    with closing(ForkServer(tmp_path, copy)) as forks:
+        for command in filled_in_commands():
+            words = shlex.split(command)
+            if any(re.search(pattern, command) for pattern in NOT_RUN):
+                check_without_running(command, forks)
+            elif words[:2] == [".venv/bin/python", "-m"]:
+                forks.script(*words[2:], code=0)
+            elif words[0] == ".venv/bin/deepspeed":
+                forks.finish(*words[words.index("--config") + 1 :])
+            else:
+                shell = ("env", *variables, "bash", "-euo", "pipefail", "-c", command)
+                done = run(shell, timeout=1200, cwd=copy)
+                assert done.code == 0, f"{command}\n{done.output[-3000:]}"
+                if "demo.sh" in words[0]:
+                    check_demo(done.output, copy)
     assert (copy / "runs" / "mine" / "model" / "model.safetensors").exists()
 
 
