@@ -269,10 +269,10 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
         is_last = i == len(batch.micro_batches) - 1
         # Set explicitly, because the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
-        cross_entropy, router = loss_sum(engine, micro_batch)
+        cross_entropy, router = loss_sum(engine, micro_batch, timer.mark)
         loss = cross_entropy * scale + router * router_scale
         losses[:, i] = torch.stack([cross_entropy, router]).detach()
-        timer.mark("forward")
+        timer.mark("head")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
     # engine.step(): clip, update, zero the gradients

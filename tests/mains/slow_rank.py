@@ -1,7 +1,8 @@
-"""train.py, of which rank 1 waits before its fourth step for a file, and then for each batch; while
-the engine is built, a lock of a compiler appears. For test_steps.py.
+"""train.py, of which rank 1 waits before its fourth step for a file, and is then stopped for 30 ms
+of every 60; while the engine is built, a lock of a compiler appears. For test_steps.py.
 """
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from zerotrain.runtime.hang import HangWatch
 from zerotrain.tracking import steps
 from zerotrain.training import engine
 
+STOPS = "while kill -STOP $PPID; do sleep .03; kill -CONT $PPID; sleep .03; done"
+
 
 def main(config, mode):
-    """As train.main, with a hang reported after 2 s, locks after .2 s, and windows of 4 steps."""
+    """As train.main, with a hang reported after 2 s, locks after .2 s, and windows of 25 steps."""
     load_steps = train.load_steps
 
     def load_late(plan, rank, *options, **named):
@@ -22,8 +25,7 @@ def main(config, mode):
             if rank == 1 and batch.global_step == 3:
                 while not (Path(config.output_dir) / "go_on").exists():
                     time.sleep(0.01)
-            if rank == 1 and batch.global_step > 3:
-                time.sleep(0.1)
+                subprocess.Popen(["sh", "-c", STOPS])
             yield batch
 
     initialize = deepspeed.initialize
@@ -37,6 +39,6 @@ def main(config, mode):
     deepspeed.initialize = initialize_late
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
-    steps.WINDOW_STEPS = 4
+    steps.WINDOW_STEPS = 25
     engine.LOCK_SECONDS = 0.2
     train.main(config, mode)

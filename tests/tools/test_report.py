@@ -43,9 +43,9 @@ def write_run(folder, steps, hostile=""):
             records += [
                 {"kind": "eval", "step": step, "loss/math" + hostile: 3.0, "exact_match/b": 0.5},
                 {"kind": "generations", "step": step, "set": "b" + hostile, "rows": [answer] * 3},
-                {"kind": "ranks", "step": step, "probe_seconds": [0.004] * 7 + [0.006],
-                 "data_seconds": [0.00025] * 8, "step_seconds": 0.5,
-                 "hosts": [f"node-{i // 4}{hostile}" for i in range(8)]},
+                {"kind": "ranks", "step": step, "step_seconds": 0.5, "ranks": [
+                    {"host": f"node-{i // 4}{hostile}", "compute_seconds": 0.1 + i,
+                     "data_seconds": 0.00025} for i in range(8)]},
             ]  # fmt: skip
     records.append({"kind": "event", "step": steps, "name": "x" + hostile, "text": hostile})
     lines = [json.dumps({"time": 1.8e9 + r["step"] / 2, **r}) + "\n" for r in records]
@@ -76,7 +76,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     ):  # fmt: skip
         assert text in first, text
     for text in (
-        "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Matrix products",
+        "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Computing on",
         "Waiting for data", '"name":"max"', "Incidents", "Answers at step 200",
         "1+1?",
         "<td>99</td><td>4</td><td>node-0</td><td>8 x x</td>", "seed: 200",

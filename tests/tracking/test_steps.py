@@ -11,30 +11,34 @@ import pytest
 import torch
 from harness.runs import read_metrics
 
-from zerotrain.tracking.slow_ranks import gpu_health, probe_seconds, slow_ranks
-from zerotrain.tracking.steps import WINDOWS, PhaseTimer
+from zerotrain.tracking.slow_ranks import gpu_health, slow_ranks
+from zerotrain.tracking.steps import PhaseTimer
 
 
 @pytest.mark.parametrize("ranks, slow", [(2, 1), (64, 63)])
 def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
     rng = np.random.default_rng(0)
 
-    def window(probe=1.0, wait=0.0):
-        probes, waits = rng.uniform(0.9, 1.1, ranks), np.full(ranks, 0.001)
-        probes[slow] *= probe
-        waits[slow] += wait
-        return slow_ranks(probes.tolist(), waits.tolist(), 1.0)
+    def window(**times):
+        by_rank = [
+            {"compute_seconds": seconds, "tokens": 9.0, "data_seconds": 0.001}
+            for seconds in rng.uniform(0.9, 1.1, ranks)
+        ]
+        for name, factor in times.items():
+            by_rank[slow][name] *= factor
+        return slow_ranks(by_rank, 1.0)
 
     for _ in range(200):
-        assert window() == window(wait=0.02) == []
-        assert window(probe=1.6) == window(wait=0.1) == [slow]
+        assert window() == window(data_seconds=20) == window(tokens=0.1) == []
+        assert window(compute_seconds=1.6, tokens=1.6) == []
+        assert window(compute_seconds=1.6, tokens=0.1) == window(data_seconds=100) == [slow]
 
 
 def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
-    """Rank 1 comes late to its fourth step, and waits for its batches from then on. A lock that
-    appears while the engine is built is named.
+    """Rank 1 comes late to its fourth step, and is stopped half of the time from then on. A lock
+    that appears while the engine is built is named.
     """
-    config = tiny_config(train__steps=20)
+    config = tiny_config(train__steps=200)
     run = tmp_path / "run"
     run.mkdir()
     (run / "profile_now").touch()
@@ -44,16 +48,13 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     ranks.until(lambda: re.search(late, ranks.log.read_text()))
     (run / "go_on").touch()
     ranks.wait(0)
-    [slow] = read_metrics(run, "event")
-    assert slow["name"] == "slow_rank" and slow["ranks"] == [1] and slow["step"] == 4 * WINDOWS
-    assert re.search(rf"rank 1 @ {here} \(local rank 1\).*, data_seconds [\d.]+(,|$)", slow["text"])
+    slow, *_ = events = read_metrics(run, "event")
+    assert all(event["ranks"] == [1] for event in events)
+    assert re.search(rf"rank 1 @ {here} \(local rank 1\).*, data_seconds [\d.e-]+(,|$)", slow["text"])
     assert f"{run}/lock: an operator is being compiled" in ranks.log.read_text()
-    windows = read_metrics(run, "ranks")
-    assert [w["step"] for w in windows] == [4, 8, 12, 16, 20]
-    waits = windows[-1]["data_seconds"]
-    assert waits[1] > 0.05 and waits[1] > waits[0]
+    assert len(read_metrics(run, "ranks")) == 8
     for step in read_metrics(run):
-        phases = ("data", "forward", "backward", "optimizer")
+        phases = ("data", "forward", "head", "backward", "optimizer")
         parts = sum(step[f"{phase}_seconds"] for phase in phases)
         assert 0.5 * step["step_seconds"] < parts <= step["step_seconds"]
         assert step["tokens_per_s"] == pytest.approx(step["tokens"] / step["step_seconds"])
@@ -73,7 +74,6 @@ def test_timers_on_this_device():
         torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
         timer.mark("forward")
     assert 0 < timer.take()["forward_seconds"] < 10 and timer.take() == {}
-    assert 0 < probe_seconds(device) < 10
 
 
 @pytest.mark.gpu

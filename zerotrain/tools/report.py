@@ -38,10 +38,11 @@ OTHER_CHARTS = {  # heading: keys of metrics.jsonl
     "Peak memory of rank 0, GiB": ("memory_peak_gib",),
     "Share of answers that match exactly": ("exact_match",),
     "Router loss, without its coefficient": ("router_loss",),
-    "Matrix products on each rank alone, seconds": ("probe_seconds of ranks",),
+    "Computing on each rank alone, seconds of a step": ("compute_seconds of ranks",),
     "Waiting for data on each rank, seconds of a step": ("data_seconds of ranks",),
     "Seconds of a step, and of its phases": (
-        "step_seconds", "data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
+        "step_seconds", "data_seconds", "forward_seconds", "head_seconds", "backward_seconds",
+        "optimizer_seconds",
     ),
 }  # fmt: skip
 
@@ -84,8 +85,9 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
         records[str(record["kind"])].append(record)
     measured = [*records["train"], *records["eval"]]
     for record in records["ranks"]:
-        for key in ("probe_seconds", "data_seconds"):
-            seconds = pd.Series([number(value) for value in listed(record.get(key))], dtype=float)
+        ranks = [rank for rank in listed(record.get("ranks")) if isinstance(rank, dict)]
+        for key in ("compute_seconds", "data_seconds"):
+            seconds = pd.Series([number(rank.get(key)) for rank in ranks], dtype=float)
             of_ranks = seconds.agg(["median", "max"]).add_prefix(f"{key} of ranks/")
             measured.append({"step": record["step"], **of_ranks})
     frame = pd.DataFrame(measured, index=[record["step"] for record in measured], dtype=object)

@@ -1,41 +1,35 @@
 """Ranks that are slow: every rank waits for the slowest one in each step, so all of them have the
-same step time, and each one times a little work of its own.
+same step time, and each one times what it computes while it waits for no other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from statistics import median_low
 
+import numpy as np
 import torch
-from torch.utils.benchmark import Timer
 
-PROBE_MARGIN = 0.25  # of the median rank's probe
+COMPUTE_MARGIN = 0.25  # of the median rank's compute
 WAIT_SHARE = 0.05  # of a step, spent waiting for data beyond the median rank's wait
-PROBE_REPEATS = 5
 
 
-def slow_ranks(probes: Sequence[float], waits: Sequence[float], step_seconds: float) -> list[int]:
-    """The ranks whose probe is slower, or that wait longer for data, than the median rank. The
-    lower median is used, so that of two ranks the slower one is compared with the faster one.
+def slow_ranks(by_rank: Sequence[Mapping[str, float]], step_seconds: float) -> list[int]:
+    """The ranks that take longer than the median rank to compute, both in all and per token, or
+    that wait longer for data. The lower median is used, so that of two ranks the slower one is
+    compared with the faster one.
 
     Args:
-        probes: seconds of each rank's probe.
-        waits: seconds per step that each rank has waited for data.
+        by_rank: of each rank the means over some steps: compute_seconds, in which it waits for no
+            other; tokens; and data_seconds, in which it waits for data.
     """
-    slow_probe = (1 + PROBE_MARGIN) * median_low(probes)
-    slow_wait = median_low(waits) + WAIT_SHARE * step_seconds
-    measured = enumerate(zip(probes, waits, strict=True))
-    return [rank for rank, (probe, wait) in measured if probe > slow_probe or wait > slow_wait]
-
-
-def probe_seconds(device: torch.device) -> float:
-    """The time of a few matrix products on this rank alone, the fastest of several tries, so that
-    only what is slow all the time counts. It takes some milliseconds and, on a GPU, 100 MB.
-    """
-    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    timer = Timer("matrix @ matrix @ matrix @ matrix", globals={"matrix": matrix})
-    return min(timer.timeit(1).mean for _ in range(PROBE_REPEATS))
+    seconds, tokens, waits = (
+        np.array([rank[name] for rank in by_rank])
+        for name in ("compute_seconds", "tokens", "data_seconds")
+    )
+    paces = seconds / tokens
+    times_median = np.minimum(seconds / median_low(seconds), paces / median_low(paces))
+    is_late = waits > median_low(waits) + WAIT_SHARE * step_seconds
+    return np.flatnonzero((times_median > 1 + COMPUTE_MARGIN) | is_late).tolist()
 
 
 def gpu_health() -> dict[str, float]:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from zerotrain.checkpoint.state import Progress
+from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.profiler import trace_on_request
-from zerotrain.tracking.slow_ranks import gpu_health, probe_seconds, slow_ranks
+from zerotrain.tracking.slow_ranks import gpu_health, slow_ranks
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
 from zerotrain.training.states import GIB
@@ -37,8 +38,9 @@ class PhaseTimer:
 
     def mark(self, phase: str) -> None:
         """The end of a phase, and the beginning of the next one."""
-        now = torch.cuda.Event(enable_timing=True) if self._on_cuda else time.perf_counter()
+        now = time.perf_counter()
         if self._on_cuda:
+            now = torch.cuda.Event(enable_timing=True)
             now.record()
         self._marks.append((phase, now))
 
@@ -59,7 +61,9 @@ class StepReporter:
 
     def __init__(self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks) -> None:
         self._flops = setup.architecture.flops
-        self._window: list[tuple[float, float]] = []  # seconds of a step, and of them for its data
+        # of a step: its seconds, of them for its data and for compute, and tokens of this rank
+        self._window: list[tuple[float, ...]] = []
+        self._stage = zero_stage(setup.ds_config)
         self._windows_slow: Counter[int] = Counter()  # in a row, by rank
         self._plan = plan
         self._metrics = metrics
@@ -77,7 +81,11 @@ class StepReporter:
         """
         plan = batch.plan
         step_seconds = values["step_seconds"]
-        self._window.append((step_seconds, values["data_seconds"]))
+        compute = values["head_seconds"]
+        if self._stage < 3:  # which gathers weights in the layers
+            compute += values["forward_seconds"]
+        tokens = sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
+        self._window.append((step_seconds, values["data_seconds"], compute, tokens))
         if self._ranks.is_first:
             # of the examples of all ranks, from the plan: no communication
             lengths = self._plan.data.lengths[np.concatenate([*chain(*plan.micro_batches)])]
@@ -106,25 +114,25 @@ class StepReporter:
 
     def _compare_ranks(self, step: int) -> None:
         """Report what each rank has measured in the last WINDOW_STEPS, and which ranks are slow."""
-        step_seconds, data_seconds = map(fmean, zip(*self._window, strict=True))
+        step_seconds, data_seconds, compute, tokens = map(fmean, zip(*self._window, strict=True))
         self._window.clear()
         ranks = self._ranks
         measured = {
-            "hosts": f"{socket.gethostname()} (local rank {ranks.local_rank})",
-            "probe_seconds": probe_seconds(ranks.device),
+            "host": f"{socket.gethostname()} (local rank {ranks.local_rank})",
+            "compute_seconds": compute,
+            "tokens": tokens,
             "data_seconds": data_seconds,
             **gpu_health(),
         }
         by_rank = ranks.gather_json(measured)  # on gloo, every 50 steps: it costs no GPU time
-        columns = {name: [rank.get(name) for rank in by_rank] for name in measured}
-        self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, **columns})
-        slow = slow_ranks(columns["probe_seconds"], columns["data_seconds"], step_seconds)
+        self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, "ranks": by_rank})
+        slow = slow_ranks(by_rank, step_seconds)
         # a rank that was not slow this time is left out, so that its count starts again
         self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
         for rank, windows in self._windows_slow.items():
             if windows == WINDOWS:  # said once, not every window from then on
-                name = f"rank {rank} @ {by_rank[rank].pop('hosts')}"
-                facts = (f"{key} {value:.4g}" for key, value in by_rank[rank].items())
+                name = f"rank {rank} @ {by_rank[rank].pop('host')}"
+                facts = (f"{key} {value:.5g}" for key, value in by_rank[rank].items())
                 text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {', '.join(facts)}"
                 event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
                 self._metrics.log("event", event)

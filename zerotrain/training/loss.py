@@ -110,12 +110,18 @@ class SupervisedLoss:
             )
         return triton_problem() if final.is_cuda else None
 
-    def __call__(self, engine: nn.Module, batch: MicroBatch) -> MicroLoss:
+    def __call__(
+        self,
+        engine: nn.Module,
+        batch: MicroBatch,
+        mark: Callable[[str], None] = lambda phase: None,
+    ) -> MicroLoss:
         """The losses, with a graph even if the micro-batch has no target.
 
         Args:
             engine: the engine (or the model) to call.
             batch: on any device.
+            mark: called with "forward" after the layers, before the loss.
         """
         batch = batch.to(engine.device)
         hidden: list[torch.Tensor] = []
@@ -131,6 +137,7 @@ class SupervisedLoss:
             # Arguments, since autograd gives a function gradients of nothing else; none in an
             # evaluation, where a function cannot see by itself that no gradient is needed.
             weights = [p for p in head.parameters() if torch.is_grad_enabled() and p.requires_grad]
+            mark("forward")
             loss, zeros = _ChunkedLoss.apply(
                 self._loss_of_chunk, chunk_size(logits.device.type, logits.shape[-1]),
                 batch.targets,
@@ -149,6 +156,7 @@ class SupervisedLoss:
         if losses:
             loss = losses[0] + out.logits.sum()  # of zeros, but with the engine's graph
         else:
+            mark("forward")
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
             loss = self._sum_cross_entropy(logits, batch.targets)
         router = getattr(out, "aux_loss", None)
