@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.data.plan import Budget, plan_step
+from zerotrain.launch.hostfile import between
 from zerotrain.tools.data_report import efficiency
 
 OPTIONS = {  # name: default, help
@@ -27,6 +28,7 @@ OPTIONS = {  # name: default, help
     "micro_steps": (4, "in the global batch, see above"),
     "steps": (20, "to measure"),
 }
+POSITIVE = between(1, 1 << 20)
 ORDERS = ("packed", "bucketed", "batch_rebalance", "group_by_length", "random")
 MAX_REBALANCED = 60_000  # examples: BatchRebalanceSampler takes a minute for a step of as many
 Steps = Iterator[list[list[np.ndarray]]]  # lengths at [micro-step][rank], step by step
@@ -35,9 +37,9 @@ Steps = Iterator[list[list[np.ndarray]]]  # lengths at [micro-step][rank], step 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("lengths", nargs="?", type=Path, help="int .npy; default: log-normal")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--ranks", type=POSITIVE, nargs="+", default=[8, 64, 512, 4096])
     for name, (default, text) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+        parser.add_argument(f"--{name}", type=POSITIVE, default=default, help=text)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
@@ -46,8 +48,6 @@ def main() -> None:
         lengths = np.clip(rng.permutation(lengths), 1, args.micro_batch_tokens).astype(np.int64)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if min(*args.ranks, *(getattr(args, name) for name in OPTIONS)) <= 0:
-        parser.error("every number has to be positive")
     print("  ranks  order            efficiency")
     for ranks, order in product(args.ranks, ORDERS):
         budget = Budget(ranks, args.micro_batch_tokens, packed=order == "packed")

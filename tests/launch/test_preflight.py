@@ -9,6 +9,7 @@ import pytest
 from harness.repository import REPO, SAMPLE
 from namespaces import needs_hosts
 
+from zerotrain.launch.bandwidth import show
 from zerotrain.launch.checks import differences
 from zerotrain.launch.report import machine_problems
 
@@ -50,6 +51,11 @@ def test_a_host_that_differs_is_named(changes):
     reports = {"a": good, "b": {**good, **changes}, "c": good, "lost": {"problems": []}}
     assert [finding.host for finding in differences(reports)] == ["b"]
     assert not [*differences(dict.fromkeys(reports, good))]
+
+
+def test_slow_pairs_are_named_also_if_most_are_slow(capsys):
+    show({"a - b": 9.0, "a - c": 1.0, "b - c": 1.1})
+    assert capsys.readouterr().out.count("warning: ") == 2
 
 
 @needs_hosts

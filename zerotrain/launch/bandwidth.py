@@ -15,7 +15,7 @@ import statistics
 import sys
 import timeit
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
@@ -29,9 +29,12 @@ GPU_BYTES = 256 << 20
 CPU_BYTES = 4 << 20
 GPU_MATMUL = 8192
 CPU_MATMUL = 512
-# of the median
-MIN_LINK = 0.5
-MIN_MATMUL = 0.8
+MAX_PAIRED = 16  # hosts of which every pair is measured; of more, neighbors
+KINDS = (("inside", "GB/s", 0.5), (" - ", "GB/s", 0.5), ("matmul", "TFLOP/s", 0.8),
+         ("all ranks", "GB/s", 0))  # fmt: skip
+"""Of measurements: a part of their names, their unit, and the least share of the upper quartile, so
+that one slow host of three shows, which two of the three pairs have.
+"""
 
 
 def median_seconds(work: Callable[[], object]) -> float:
@@ -55,8 +58,8 @@ def all_reduce_gb_per_s(payload: torch.Tensor, ranks: list[int]) -> float:
 
 
 def measure(ranks: Ranks, hosts: list[str]) -> dict[str, float]:
-    """Bandwidth among all ranks, inside each host, and between each host and the next, in GB/s, and
-    the speed of each rank's matrix products, in TFLOP/s; as the slowest rank has measured it.
+    """Bandwidth among all ranks, inside each host, and between hosts, in GB/s, and the speed of
+    each rank's matrix products, in TFLOP/s; as the slowest rank has measured it.
 
     Args:
         hosts: the host of each rank.
@@ -65,7 +68,8 @@ def measure(ranks: Ranks, hosts: list[str]) -> dict[str, float]:
     of_host = {host: [r for r, name in enumerate(hosts) if name == host] for host in hosts}
     groups = {"all ranks": list(range(len(hosts)))}
     groups |= {f"inside {host}": members for host, members in of_host.items()}
-    for one, other in pairwise(of_host):  # all their ranks, and so all their network cards
+    pairs = combinations(of_host, 2) if len(of_host) <= MAX_PAIRED else pairwise(of_host)
+    for one, other in pairs:  # all their ranks, and so all their network cards
         groups[f"{one} - {other}"] = of_host[one] + of_host[other]
     payload = torch.zeros((GPU_BYTES if on_gpu else CPU_BYTES) // 4, device=ranks.device)
     found = {name: all_reduce_gb_per_s(payload, members) for name, members in groups.items()}
@@ -109,16 +113,14 @@ def main(seconds: str, file: str, *hosts: str) -> None:
 
 def show(measured: dict[str, float]) -> None:
     """Print the measurements, and which are lower than those of the same kind."""
-    kinds = {"inside": ("GB/s", MIN_LINK), " - ": ("GB/s", MIN_LINK),
-             "matmul": ("TFLOP/s", MIN_MATMUL), "all ranks": ("GB/s", 0.0)}  # fmt: skip
-    for kind, (unit, fraction) in kinds.items():
+    for kind, unit, share in KINDS:
         values = {name: value for name, value in measured.items() if kind in name}
         for name, value in values.items():
-            middle = statistics.median(values.values())
-            if kind == "all ranks" or len(values) <= 8:
+            usual = sorted(values.values())[3 * len(values) // 4]
+            if len(values) <= 8:
                 print(f"{name}: {value:.3g} {unit}")
-            if value < fraction * middle:
-                print(f"warning: {name}: {value:.3g} {unit}, the median is {middle:.3g}")
+            if value < share * usual:
+                print(f"warning: {name}: {value:.3g} {unit}, usual is {usual:.3g}")
 
 
 if __name__ == "__main__":
