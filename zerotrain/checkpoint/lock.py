@@ -11,7 +11,7 @@ from zerotrain.runtime.errors import EnvironmentFailure, UserError
 LEASE_SECONDS = 20.0  # a shared disk may be slow to show a refreshed lock to another host
 
 
-class RunLock:
+class RunLock(SoftFileLease):
     """`folder`/run.lock, held within `with`: a lease that names its process and is refreshed every
     third of LEASE_SECONDS.
 
@@ -26,9 +26,8 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._path = folder / LOCK
-        self._lease = SoftFileLease(
-            self._path,
+        super().__init__(
+            folder / LOCK,
             lease_duration=LEASE_SECONDS,
             # long enough to see that a dead run's lock is not refreshed
             timeout=1.5 * LEASE_SECONDS,
@@ -40,29 +39,26 @@ class RunLock:
     def __enter__(self) -> None:
         """Raises UserError: another run uses the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            print(f"{self._path}: waiting for {self._holder()} to end")
+        if os.path.lexists(self.lock_file):
+            print(f"{self.lock_file}: waiting for {self._holder()} to end")
         try:
-            self._lease.acquire()
+            super().__enter__()
         except Timeout:
             raise UserError(
                 f"output_dir {self.folder} is in use by another run ({self._holder()}); choose "
-                f"another output_dir, or stop that run; if there is none, remove {self._path}"
+                f"another output_dir, or stop that run; if there is none, remove {self.lock_file}"
             ) from None
-
-    def __exit__(self, *error: object) -> None:
-        self._lease.release()  # another run's lock is left alone
 
     def is_lost(self) -> bool:
         """Whether another run has taken the lock that this process held. False in a process that
         has never held it.
         """
-        if self._lease.token is None:
+        if self.token is None:
             return False
-        owner = self._lease.owner
+        owner = self.owner
         if owner is None:  # removed, unless the folder is out of reach for a moment
-            return os.path.lexists(self.folder) and not os.path.lexists(self._path)
-        return owner.token != self._lease.token
+            return os.path.lexists(self.folder) and not os.path.lexists(self.lock_file)
+        return owner.token != self.token
 
     def check(self) -> None:
         """Raise EnvironmentFailure if the lock is lost."""
@@ -73,7 +69,7 @@ class RunLock:
             )
 
     def _holder(self) -> str:
-        owner = self._lease.owner
+        owner = self.owner
         if owner is None:
             return "another process"
         # filelock appends the namespace of process numbers to the host name after a "?"
