@@ -1,7 +1,7 @@
 """What a run is, and how far it has progressed."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
-from zerotrain.training.optimizer import optimization_of
+from zerotrain.training.optimizer import scaled_learning_rate
 from zerotrain.training.setup import Setup
 
 # What of RunIdentity.settings may change with checkpoint.allow_plan_change
@@ -35,20 +35,28 @@ class RunIdentity:
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
         """The identity of a run whose training plan is `plan`."""
-        config = setup.config
+        train = setup.config.train
+        model = setup.config.model
         record = PlanRecord.of(plan)
         return cls(
             plan=record,
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
-            precision=config.train.precision,
+            precision=train.precision,
             # also what the plan's record has: a refusal names the key that was changed
             settings={
                 "train.seed": record.seed,
                 "train.global_batch_size": record.global_batch_size,
                 "train.global_batch_tokens": record.global_batch_tokens,
-                **optimization_of(config, plan.mean_batch),
-                "train.precision": config.train.precision,
+                "train.learning_rate (scaled)": scaled_learning_rate(train, plan.mean_batch),
+                "train.weight_decay": train.weight_decay,
+                "train.adam_betas": list(train.adam_betas),
+                "train.lr_schedule": train.lr_schedule,
+                "train.lr_schedule_args": train.lr_schedule_args,
+                "train.precision": train.precision,
+                "model.lora": model.lora and asdict(model.lora),
+                "model.trainable": model.trainable,
+                "model.quantization": model.quantization,
             },
         )
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.config.schema import TrainConfig
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.runtime.errors import UserError, describe
 
@@ -107,19 +106,3 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
             f"{describe(error)}"
         ) from error
     return Schedule(peak, warmup, steps, lambda step: peak * factor(step + shift))
-
-
-def optimization_of(config: Config, mean_batch: float) -> dict[str, Any]:
-    """The settings in which a resumed run has to agree with the saved one."""
-    train = config.train
-    model = config.model
-    return {
-        "train.learning_rate (scaled)": scaled_learning_rate(train, mean_batch),
-        "train.weight_decay": train.weight_decay,
-        "train.adam_betas": list(train.adam_betas),
-        "train.lr_schedule": train.lr_schedule,
-        "train.lr_schedule_args": train.lr_schedule_args,
-        "model.lora": model.lora and asdict(model.lora),
-        "model.trainable": model.trainable,
-        "model.quantization": model.quantization,
-    }
