@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +113,7 @@ def resolve_ds_config(
         config = replace(config, train=train)
     _fill_from_run(merged, config)
     _fill_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
-    # in this order: the later ones rely on types and values that the earlier ones have checked
-    for problem in chain(_unsupported(merged), _contradictions(merged, config), _refusals(merged)):
+    for problem in _problems(merged, config):
         raise UserError(f"{file}: {problem}")
     return config, merged
 
@@ -293,9 +291,10 @@ def _fill_defaults(
             block["nvme_path"] = str(own)
 
 
-def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
-    """Single values that DeepSpeed would silently ignore or train wrongly, or that are not
-    supported. What is said of a value assumes that there is nothing to say of those before it.
+def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
+    """Values that DeepSpeed would silently ignore or train wrongly, alone or together, or that are
+    not supported, and what its own parser refuses. Each relies on types and values that those
+    before it have checked.
     """
     tensor, sequence = group_sizes(merged)
     stage = zero_stage(merged)
@@ -323,13 +322,8 @@ def _unsupported(merged: dict[str, Any]) -> Iterator[str]:
             yield f"{path} is {json.dumps(value)}: {why}; remove it"
         if stage < 3 and (value != AT_STAGE_3.get(path, value) or value == "nvme"):
             yield f"{path} is {json.dumps(value)}: it needs zero_optimization.stage 3; remove it"
-
-
-def _contradictions(merged: dict[str, Any], config: Config) -> Iterator[str]:
-    """Values that DeepSpeed would train wrongly together, or that are not supported together."""
-    stage = zero_stage(merged)
     kind = merged["optimizer"]["type"]
-    if min(group_sizes(merged)) > 1:
+    if min(tensor, sequence) > 1:
         yield "sequence_parallel_size and tensor_parallel.autotp_size: set one of them to 1"
     if "zenflow" in merged["zero_optimization"]:
         yield "zero_optimization.zenflow: it corrupts weights; remove it"
@@ -347,10 +341,6 @@ def _contradictions(merged: dict[str, Any], config: Config) -> Iterator[str]:
             "zero_optimization.stage is 3, which cannot partition the 4-bit weights of "
             "model.quantization; use a stage from 0 to 2, or LoRA without quantization"
         )
-
-
-def _refusals(merged: dict[str, Any]) -> Iterator[str]:
-    """What DeepSpeed's own parser refuses."""
     try:
         DeepSpeedConfig(copy.deepcopy(merged))  # it changes what it is given
     except ValidationError as error:
