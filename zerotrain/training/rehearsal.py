@@ -53,16 +53,12 @@ def rehearse(
         UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
     """
     longest = plan.with_budget(1).budget.micro_batch_tokens
-    tokens_to_try = None
 
-    # tokens_to_try is what the first attempt has found when a later one is out of memory
     def attempt(tokens: int) -> list[MeasuredMemory]:
-        smaller = plan.with_budget(tokens)
-        measured = run_costliest(engine, loss, smaller, ranks, tokens_to_try)
+        measured = run_costliest(engine, loss, plan.with_budget(tokens), ranks)
         return [MeasuredMemory(*rank) for rank in ranks.gather_json(measured)]
 
-    # the longest example alone, whose update also allocates the optimizer's moments
-    tokens_to_try = max(longest, int(longest * growth(attempt(longest))))
+    attempt(longest)  # the longest example alone, whose update also allocates AdamW's moments
     planned = plan.budget.micro_batch_tokens
     memory = attempt(planned)
     examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
@@ -101,19 +97,14 @@ def run_costliest(
     loss: SupervisedLoss,
     plan: DataPlan,
     ranks: Ranks,
-    tokens_to_try: int | None,
 ) -> MeasuredMemory:
-    """Forward and backward on the costliest micro-batches of a plan, and an update.
-
-    Args:
-        tokens_to_try: see describe_micro_batch.
-    """
+    """Forward and backward on the costliest micro-batches of a plan, and an update."""
     accelerator = get_accelerator()
     accelerator.reset_peak_memory_stats()
     chosen = costliest(plan)
     chosen.append(chosen[0])  # beside the gradients of the others
     rows = np.concatenate(chosen)
-    with explain_out_of_memory(describe_micro_batch, plan, rows, tokens_to_try):
+    with explain_out_of_memory(describe_micro_batch, plan, rows):
         for i, examples in enumerate(chosen):
             batch = collate_full(plan, examples)
             if ranks.sequence > 1:
@@ -183,23 +174,18 @@ def explain_out_of_memory(describe: Callable[..., str], *arguments: Any) -> Iter
         raise UserError(f"out of memory in {describe(*arguments)}") from error
 
 
-def describe_micro_batch(
-    plan: DataPlan, examples: np.ndarray, tokens_to_try: int | None = None
-) -> str:
+def describe_micro_batch(plan: DataPlan, examples: np.ndarray) -> str:
     """The rows of a micro-batch that does not fit, and what to do.
 
     Args:
         examples: of the micro-batch, int64 [examples], the longest first.
-        tokens_to_try: a data.micro_batch_tokens that may fit; half of the plan's if that is less,
-            or if it is None, but no less than the plan's longest example has.
     """
     tokens = plan.budget.micro_batch_tokens
     rows = [
         f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
         for example in dict.fromkeys(examples.tolist())
     ]
-    half = tokens // 2
-    smaller = plan.with_budget(min(half, tokens_to_try or half)).budget.micro_batch_tokens
+    smaller = plan.with_budget(tokens // 2).budget.micro_batch_tokens
     cure = "set model.activation_checkpointing true, or lower data.max_length"
     if smaller < tokens:
         cure = (
