@@ -26,8 +26,7 @@ def write_run(folder, steps, hostile=""):
     folder.mkdir(parents=True)
     (folder / "resolved_config.yaml").write_text(f"train:\n  seed: {steps}\n  x: {hostile}\n")
     (folder / "resolved_ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
-    start = {"kind": "start", "step": 0, "hosts": ["node-0"], "world_size": 8,
-             "devices": {"x" + hostile: 8}}  # fmt: skip
+    start = {"kind": "start", "step": 0, "world_size": 8, "ranks": {"node-0: x" + hostile: 8}}
     records = [start]
     for step in range(1, steps + 1):
         if step == steps // 2:
@@ -79,7 +78,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
         "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Computing on",
         "Waiting for data", '"name":"max"', "Incidents", "Answers at step 200",
         "1+1?",
-        "<td>99</td><td>4</td><td>node-0</td><td>8 x x</td>", "seed: 200",
+        "<td>99</td><td>4</td><td>8 x node-0: x</td>", "seed: 200",
     ):  # fmt: skip
         assert any(text in part for part in folded), text
 

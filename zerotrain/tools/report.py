@@ -120,7 +120,7 @@ def report_page(folders: Sequence[Path]) -> str:
         for record in run.records["generations"][-6:]:
             answers = table(record.get("rows"), "prompt", "expected", "answer", "score")
             sections[f"Answers at step {record['step']:,}: {record.get('set')}"] = answers
-        sections["Starts"] = table(run.records["start"], "step", "world_size", "hosts", "devices")
+        sections["Starts"] = table(run.records["start"], "step", "world_size", "ranks")
         sections["Configs"] = f"<pre>{escape(run.configs)}</pre>"
         if run is not runs[0]:
             texts = (runs[0].configs.splitlines(), run.configs.splitlines())

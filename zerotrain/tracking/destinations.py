@@ -27,13 +27,7 @@ def open_metrics(
         UserError: W&B rejects its settings; on every rank.
     """
     metrics = Metrics([])
-    places = ranks.gather_json([socket.gethostname(), device_name(ranks.device)])
-    cluster = {
-        "step": start.step,
-        "world_size": len(places),
-        "hosts": list(dict.fromkeys(host for host, _ in places)),
-        "devices": Counter(device for _, device in places),
-    }
+    places = ranks.gather_json(f"{socket.gethostname()}: {device_name(ranks.device)}")
 
     def open_sinks() -> None:
         metrics.sinks += [ConsoleSink(start.step, total_steps), JsonlSink(start.step, lock)]
@@ -42,6 +36,7 @@ def open_metrics(
             from zerotrain.tracking.wandb import WandbSink
 
             metrics.sinks.append(WandbSink(config, start.wandb_id))
+        cluster = {"step": start.step, "world_size": len(places), "ranks": Counter(places)}
         metrics.log("start", cluster)
 
     ranks.run_on_first(open_sinks)  # what rank 0 refuses, all ranks raise

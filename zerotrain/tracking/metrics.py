@@ -64,12 +64,9 @@ class JsonlSink:
 
     def __init__(self, first_step: int, lock: RunLock) -> None:
         path = lock.folder / METRICS
-        kept = []
-        if first_step and path.exists():
-            kept = [
-                record for record in read_metrics(lock.folder, None) if record["step"] <= first_step
-            ]
-        replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        records = read_metrics(lock.folder, None) if first_step and path.exists() else []
+        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= first_step)
+        replace_text(path, "".join(kept))
         # what could not be flushed stays in the buffer, and goes out with the next record
         self._file = path.open("ab", buffering=BUFFER_BYTES)
         self._lock = lock

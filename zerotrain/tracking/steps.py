@@ -1,15 +1,19 @@
-"""How long the phases of a step take, and what is reported of each step and of each rank."""
+"""How long the phases of a step take, what is reported of each step and of each rank, and traces of
+some steps, for https://ui.perfetto.dev.
+"""
 
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 from statistics import fmean
 
 import numpy as np
 import torch
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
+from zerotrain.checkpoint.run_folder import PROFILE_NOW, take_request
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
@@ -17,7 +21,6 @@ from zerotrain.data.loader import StepBatch
 from zerotrain.runtime.machine import device_name, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
-from zerotrain.tracking.profiler import trace_on_request
 from zerotrain.tracking.slow_ranks import gpu_health, slow_ranks
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
@@ -25,6 +28,7 @@ from zerotrain.training.states import GIB
 
 WINDOW_STEPS = 50  # between two comparisons of the ranks
 WINDOWS = 3  # in a row in which a rank is slow until it is reported
+TRACED_STEPS = 3
 
 
 class PhaseTimer:
@@ -95,7 +99,6 @@ class StepReporter:
                 "epoch": self._plan.epochs_at(progress.step),
                 "examples": plan.examples,
                 "tokens": plan.tokens,  # without padding
-                "tokens_total": progress.tokens,
                 "supervised_tokens": plan.supervised_tokens,
                 "padding_efficiency": plan.tokens / plan.padded_tokens,
                 "micro_steps": len(batch.micro_batches),
@@ -147,5 +150,24 @@ class StepReporter:
         # source and line, so that a user can look at them
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]
         text = f"{problem.reason}; the update is skipped"
-        event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
-        self._metrics.log("event", event)
+        self._metrics.log(
+            "event",
+            {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows},
+        )
+
+
+def trace_on_request(output_dir: str) -> Iterator[None]:
+    """An iterator to advance after each step of this rank. Once OUTPUT_DIR/profile_now is touched,
+    it traces TRACED_STEPS into OUTPUT_DIR/profile.
+    """
+    while True:
+        if take_request(output_dir, PROFILE_NOW):
+            with profile(
+                # torch warms up in the step before: its first one would look slow
+                schedule=schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1),
+                on_trace_ready=tensorboard_trace_handler(f"{output_dir}/profile", use_gzip=True),
+            ) as running:
+                for _ in range(1 + TRACED_STEPS):
+                    yield
+                    running.step()  # at the last one it writes the trace
+        yield
