@@ -214,8 +214,13 @@ def tokenize_batch(
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
-            line = {"file": raw.file, "place": raw.place, "text": raw.text[:SHOWN_CHARACTERS]}
-            line |= {"reason": error.reason, "problem": str(error)}
+            line = {
+                "file": raw.file,
+                "place": raw.place,
+                "text": raw.text[:SHOWN_CHARACTERS],
+                "reason": error.reason,
+                "problem": str(error),
+            }
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)

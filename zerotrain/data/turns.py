@@ -270,21 +270,7 @@ class Layout:
         text, spans = template.render(self.messages)
         self.constants = LABEL.split(text)
         self.labels = LABEL.findall(text)
-        self._check_complete(text, wanted)
-        self.turns = [self._turn(number) for number in wanted]
-        # Marks say what is to be learned. If they leave out part of an answer, the row is refused
-        # rather than the part left out. The end mark is learned in any case.
-        marked = {i for start, end in spans for i in range(start, end)}
-        places = [match.start() for match in LABEL.finditer(text)]
-        for number, ((first, before), (last, _)) in zip(wanted, self.turns, strict=True):
-            turn = range(places[first] - before, places[last] + 1)
-            if any(i not in marked and not text[i].isspace() for i in turn):
-                raise self._refused(
-                    number, "is not all within the template's generation marks", INCOMPLETE
-                )
-
-    def _check_complete(self, text: str, wanted: tuple[int, ...]) -> None:
-        for tool in json.loads(self.template.tools) or []:
+        for tool in json.loads(template.tools) or []:
             if str(tool.get("function", tool).get("name")) not in text:
                 raise BadRow(
                     INCOMPLETE[0],
@@ -301,6 +287,17 @@ class Layout:
             is_needed = number in wanted or message["role"] != "assistant"
             if is_needed and not {*LABEL.findall(str(message))} <= {*self.labels}:
                 raise self._refused(number, "is not complete", INCOMPLETE)
+        self.turns = [self._turn(number) for number in wanted]
+        # Marks say what is to be learned. If they leave out part of an answer, the row is refused
+        # rather than the part left out. The end mark is learned in any case.
+        marked = {i for start, end in spans for i in range(start, end)}
+        places = [match.start() for match in LABEL.finditer(text)]
+        for number, ((first, before), (last, _)) in zip(wanted, self.turns, strict=True):
+            turn = range(places[first] - before, places[last] + 1)
+            if any(i not in marked and not text[i].isspace() for i in turn):
+                raise self._refused(
+                    number, "is not all within the template's generation marks", INCOMPLETE
+                )
 
     def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
         """The turns in the text of a row, which must be this layout's text with the row's strings

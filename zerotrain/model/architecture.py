@@ -183,11 +183,10 @@ class ModelFlops:
     def of_examples(self, lengths: np.ndarray, supervised_tokens: float) -> float:
         """FLOPs for examples of these lengths, int [examples]."""
         length = lengths.astype(np.float64)
-        pairs = (length * (length + 1) / 2).sum()
         return (
             self.token * length.sum()
             + self.supervised_token * supervised_tokens
-            + self.pair * pairs
+            + self.pair * (length @ (length + 1)) / 2
         )
 
 

@@ -82,8 +82,11 @@ def resolve_batching(
     if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
     if batching == "auto":
-        if device == "cuda" and not attention:
-            problem = problem or _kernel_problem(config.train.precision)
+        if device == "cuda" and not (attention or problem):
+            if torch.cuda.get_device_capability() < (8, 0):
+                problem = "varlen attention needs compute capability 8.0"
+            elif config.train.precision == "fp32":
+                problem = "varlen attention needs bf16 or fp16"
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
     if (batching == "packed" and not attention) or sequence > 1:
         attention = PACKED_EXAMPLES
@@ -121,13 +124,6 @@ def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
         if key.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return f"{name} counts positions from the padding token's id"  # RoBERTa
     return None
-
-
-def _kernel_problem(precision: str) -> str | None:
-    """Why torch's varlen kernel cannot run on the current CUDA device."""
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "varlen attention needs compute capability 8.0"
-    return "varlen attention needs bf16 or fp16" if precision == "fp32" else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is printed while long work runs, and tables."""
+"""Lines and tables that are printed."""
 
 import shutil
 import sys

@@ -4,6 +4,7 @@ questions and their score.
 
 from dataclasses import dataclass
 from itertools import takewhile
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -58,8 +59,7 @@ class HeldOutSets:
                 if self.questions[name]:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
                         answers[name] = self._answers(self.questions[name])
-                    scores = [row["score"] for row in answers[name]]
-                    values[f"exact_match/{name}"] = sum(scores) / len(scores)
+                    values[f"exact_match/{name}"] = fmean(row["score"] for row in answers[name])
         finally:
             self.engine.train()
         return values, answers
