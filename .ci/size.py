@@ -16,9 +16,9 @@ from pathlib import Path
 LIMITS = {
     "train.py and its imports": 48_000,
     "all but tests": 89_500,
-    "tests": 83_250,
+    "tests": 83_500,
     "smallest copy, all but tests": 55_500,
-    "smallest copy, tests": 27_100,
+    "smallest copy, tests": 27_350,
     "settings": 59,
 }
 LAYOUT = {

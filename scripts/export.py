@@ -115,7 +115,7 @@ def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], N
         config, tokenizer, plan, eval_plans = open_plans(config, state.run.world_size)
     except UserError as error:
         raise UserError(f"--verify: the run's data are needed: {error}") from error
-    if plan.data.meta["content"] != state.run.plan.content:
+    if not state.run.plan.content.startswith(plan.data.meta["content"]):
         raise UserError(
             "--verify: the training data, or the options that they are tokenized with, have "
             "changed since the checkpoint; bring them back, or export without --verify"

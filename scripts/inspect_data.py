@@ -29,12 +29,15 @@ def main() -> None:
     asked = parse_command_line(rest, prog="inspect_data.py").config
 
     from zerotrain.config.schema import HELD_OUT
+    from zerotrain.runtime.progress import show_rows
     from zerotrain.tools.data_report import print_counts, print_examples, print_plans
     from zerotrain.tools.open_plans import open_plans
     from zerotrain.tracking.console import quieten_libraries
+    from zerotrain.tracking.startup import data_rows
 
     quieten_libraries(is_first=True)
     config, tokenizer, plan, eval_plans = open_plans(asked, args.ranks[0])
+    show_rows(data_rows(config.data, plan, eval_plans))
     print_counts("training examples", plan)
     for name, eval_plan in eval_plans.items():
         print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan)

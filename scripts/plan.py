@@ -109,8 +109,10 @@ def make_workload(
     model = Architecture.of(config.model, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
     if mean_tokens is None and all(s.path for s in config.data.train_sources):
-        data = open_plans(config, world_size=1)[2].data
-        lengths, supervised, rows = data.lengths, data.supervised, rows or len(data)
+        plan = open_plans(config, world_size=1)[2]
+        epoch = plan.order.slice(0, 0, plan.order.places)
+        lengths, supervised = plan.data.lengths[epoch], plan.data.supervised[epoch]
+        rows = rows or len(epoch)
     examples = train.global_batch_size or train.global_batch_tokens / lengths.mean()
     return Workload(
         config,

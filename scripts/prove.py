@@ -1,12 +1,14 @@
 """Check a claim about your own config, on this machine.
 
     python -m scripts.prove epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
+        [--epochs 1]
     python -m scripts.prove data --config recipes/demo.yaml
     python -m scripts.prove equivalence --config recipes/demo.yaml [--precision bf16]
 
-epoch   Run every rank's loader over a whole epoch and count the examples that it yields, identified
+epoch   Run every rank's loader over whole epochs and count the examples that it yields, identified
         by their tokens; once on one world size, and once interrupted and resumed on another. Each
-        example must appear exactly once.
+        example must appear exactly once per epoch; in k epochs k times the `repeat` of its source,
+        rounded down or up.
 data    Read every row of all sources and compare it with its decoded tokens and loss mask. The
         content of each answer must be supervised, that of every other message must not be. In chats
         each answer must also begin after the generation prompt, and end as the chat template ends
@@ -43,18 +45,16 @@ def main() -> None:
     add = parser.add_argument_group("epoch").add_argument
     add("--world", type=int, default=8, help="world size")
     add("--then", type=int, default=6, help="world size after resuming")
-    add("--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epoch")
-    add("--epoch", type=int, default=0, help="which epoch, from 0")
+    add("--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epochs")
+    add("--epochs", type=int, default=1, help="how many, from the first")
     add = parser.add_argument_group("equivalence").add_argument
     add("--ranks", type=int, help="default: all GPUs, and at least 2")
     add("--work", type=Path, default=Path("runs/prove"), help="folder for what is written")
     add("--precision", choices=["fp32", "bf16"], default="fp32")
     add("--ds_configs", nargs="+", metavar="FILE", help="default: all")
     args, rest = parser.parse_known_args()
-    if min(args.world, args.then, args.ranks or 1) < 1 or not 0 <= args.cut <= 1 or args.epoch < 0:
-        raise UserError(
-            "--world, --then and --ranks must be at least 1, --cut in [0, 1], --epoch at least 0"
-        )
+    if min(args.world, args.then, args.epochs, args.ranks or 1) < 1 or not 0 <= args.cut <= 1:
+        raise UserError("--world, --then, --epochs and --ranks must be at least 1, --cut in [0, 1]")
     short = short_run(EQUIVALENCE_STEPS) if args.claim == "equivalence" else []
     config = parse_command_line([*rest, *short], prog="prove.py").config
 
@@ -66,11 +66,11 @@ def main() -> None:
     elif args.claim == "equivalence":
         proved = prove_training(config, args)
     else:
-        from zerotrain.tools.epoch_proof import prove_epoch
+        from zerotrain.tools.epoch_proof import prove_epochs
         from zerotrain.tools.open_plans import open_plans
 
         _, _, plan, _ = open_plans(config, args.world)
-        proved = prove_epoch(plan, args.then, args.cut, args.epoch)
+        proved = prove_epochs(plan, args.then, args.cut, args.epochs)
     print("proved" if proved else "REFUTED")
     sys.exit(0 if proved else EXIT_FAILURE)
 

@@ -76,9 +76,10 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     rows = tmp_path / "fewer.jsonl"
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:-1]))
-    other_data = "--data.train_sources", json.dumps([str(rows)])
-    allowed = "--checkpoint.allow_plan_change", "true"
-    assert "weights_only" in forks.refusal(config, *other_data, *allowed, *same_rate)
+    allowed = "--checkpoint.allow_plan_change", "true", "--train.precision", "bf16"
+    for other in (str(rows), {"path": str(tmp_path / "train.jsonl"), "repeat": 0.3}):
+        other_data = "--data.train_sources", json.dumps([other])
+        assert "the training data, or" in forks.refusal(config, *other_data, *allowed, *same_rate)
 
     run_folder = tmp_path / "run"
     (run_folder / "stop").touch()

@@ -20,7 +20,7 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[str(rows)])]
     finished = forks.script(*inspect, "--rank", 2, 64, "--color", "always", code=0)
-    assert "examples              70, of 70 rows read from" in finished.output
+    assert "rows.jsonl, read as messages: 70 examples x 1 per epoch" in finished.output
     assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output
     assert "\033[31m" not in finished.output, "control characters of a row reach no terminal"
     plain = forks.script(*inspect)
@@ -30,13 +30,15 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
 
 
 def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, chat_rows):
-    """Two sources of two kinds, bad rows, steps by tokens, packing."""
+    """Two sources of two kinds, one of them repeated, bad rows, steps by tokens, packing."""
     bad = [{"messages": []}, chat("x")]
     first = write_rows(tmp_path / "first.jsonl", [*chat_rows[:40], *bad])
     second = tmp_path / "second.json"
     second.write_text(json.dumps(chat_rows[40:70]))
     config = tiny_config(
-        data__train_sources=[{"path": str(first), "on_bad_row": "skip"}, str(second)],
+        data__train_sources=[
+            {"path": str(first), "on_bad_row": "skip"}, {"path": str(second), "repeat": 2.5},
+        ],
         data__batching="packed",
         data__micro_batch_tokens=400, train__global_batch_size=None,
         train__global_batch_tokens=900, train__warmup_examples=0,
@@ -44,7 +46,7 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
     )  # fmt: skip
     table = forks.finish(config, ranks=2).output
     assert "first.jsonl, read as messages: 40 examples" in table, table
-    assert "second.json, read as messages: 30 examples" in table, table
+    assert "second.json, read as messages: 30 examples x 2.5 per epoch" in table, table
     assert table.count("model states ") == 1, table
     [file] = set(re.findall(r"1 row, listed in (\S+)", table))
     rejected = Path(file).read_text().splitlines()

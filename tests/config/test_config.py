@@ -95,6 +95,7 @@ MISTAKES = (  # a key, its value, and part of the problem
     ("data.train_sources", [{"path": "a", "hub": "b/c"}], "either path or hub"),
     ("data.train_sources", [{"path": "a", "spilt": "b"}], "did you mean split?"),
     ("data.train_sources", [], "at least 1"),
+    ("data.eval_sources", [{"path": "a", "repeat": 2}], "eval_sources take no repeat"),
     ("data.eval_fraction", 0.1, "not both"),
     ("data.eval_sources", {"a b": ["a"]}, "pattern"),
     ("trian", {"seed": 1}, "did you mean train?"),

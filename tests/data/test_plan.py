@@ -60,21 +60,28 @@ def test_a_step_of_a_billion_examples_takes_no_memory():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    lengths=st.lists(st.integers(2, 64), min_size=1, max_size=200),
+    sources=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90)), min_size=1, max_size=4),
     batch=st.integers(1, 70),
     by_tokens=st.booleans(),
+    is_mix=st.booleans(),
     seed=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 1000),
 )
-def test_any_epoch_has_every_example_once(lengths, batch, by_tokens, seed, epoch):
+def test_any_epochs_in_a_row_have_every_example_as_often(
+    sources, batch, by_tokens, is_mix, seed, epoch
+):
+    """Of n with m places k*m/n times in k epochs, rounded down or up; once per epoch if m is n."""
+    n, m = np.array([(n, m if is_mix else n) for n, m in sources for _ in range(n)]).T
+    lengths = np.random.default_rng(seed).integers(2, 64, len(n)).astype(np.int32)
     size = {"global_batch_tokens": 30 * batch} if by_tokens else {"global_batch_size": batch}
-    order = EpochOrder(np.array(lengths, np.int32), seed, **size)
-    steps = epoch_of(order, epoch)
-    assert sorted(np.concatenate(steps)) == list(range(len(lengths)))
-    assert min(map(len, steps)) > 0
-    if not by_tokens:
-        sizes = [len(rows) for rows in steps]
-        assert max(sizes) - min(sizes) <= 1 and max(sizes) <= batch
+    order = EpochOrder(lengths, seed, **size, mix=tuple(sources) if is_mix else ())
+    so_far = 0
+    for k in range(1, 4):
+        steps = epoch_of(order, epoch + k)
+        so_far += np.bincount(np.concatenate(steps), minlength=len(lengths))
+        assert (abs(so_far * n - k * m) < n).all()
+        sizes = [*map(len, steps)]
+        assert min(sizes) > 0 and (by_tokens or max(sizes) <= min(batch, min(sizes) + 1))
 
 
 def test_the_examples_of_a_step_are_those_of_plan_version():

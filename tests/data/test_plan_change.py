@@ -18,12 +18,16 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_every_example_once_per_epoch_through_changes(tiny_config, steps):
+@pytest.mark.parametrize("steps, repeat", [(1, 1), (2, 0.7), (5, 2.5)])
+def test_every_example_as_often_through_changes(tiny_config, tmp_path, steps, repeat):
     """A change every few steps, also in the rest of an epoch; the same plan again is no change.
     Plans are walked as in train.py, without a model.
     """
-    plans = [open_plans(read_config(tiny_config(**changes)), 2)[2] for changes in PLANS]
+    rows = {"path": str(tmp_path / "train.jsonl"), "repeat": repeat}
+    plans = [
+        open_plans(read_config(tiny_config(data__train_sources=[rows], **changes)), 2)[2]
+        for changes in PLANS
+    ]
     start, before, step = PlanStart(), PlanRecord.of(plans[0]), 0
     trained = defaultdict(Counter)
     for plan in [*plans, *plans, *plans[::-1], *plans[:1] * 6]:
@@ -36,8 +40,11 @@ def test_every_example_once_per_epoch_through_changes(tiny_config, steps):
                 rows = [rows for ranks in plan.step(step).micro_batches for rows in ranks]
                 trained[epoch].update(np.concatenate(rows).tolist())
                 step += 1
-    whole = [trained[e] for e in range(plan.locate(step)[0])]
-    assert whole and all(epoch == Counter(range(70)) for epoch in whole)
+    epochs = plan.locate(step)[0]
+    so_far = sum((trained[e] for e in range(epochs)), Counter())
+    assert so_far.total() == epochs * round(70 * repeat) > 0
+    assert all(abs(so_far[example] - epochs * repeat) < 0.99 for example in range(70))
+    assert repeat != 1 or plan.order.mix == ()  # as before there was `repeat`
 
 
 def test_a_run_resumes_with_another_global_batch(forks, tiny_config, tmp_path):

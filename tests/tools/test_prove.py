@@ -15,14 +15,20 @@ import zerotrain.data.tokenize
 from zerotrain.runtime.errors import UserError
 
 
-def test_prove_epoch_on_two_world_sizes(prove, tiny_config):
-    flags = ["--world", 3, "--then", 5, "--cut", 0.5, "--data.batching", "packed"]
-    code, out = prove("epoch", tiny_config(), *flags)
-    assert code == 0 and out.endswith("\nproved\n"), out
-    assert out.count("70 examples once, 0 missing, 0 repeated") == 2
+@pytest.mark.parametrize("batching", ["packed", "bucketed"])
+def test_prove_epochs_of_a_mix_on_two_world_sizes(
+    prove, tiny_config, tmp_path, chat_rows, batching
+):
+    sources = [
+        {"path": str(write_rows(tmp_path / f"{times}.jsonl", rows)), "repeat": times}
+        for times, rows in ((0.3, chat_rows[:40]), (2.5, chat_rows[40:60]), (1, chat_rows[60:]))
+    ]
+    config = tiny_config(data__train_sources=sources)
+    code, out = prove("epoch", config, "--epochs", 3, "--data.batching", batching)
+    assert code == 0 and out.count("216 examples, 0 missing, 0 too often") == 2
 
 
-@pytest.mark.parametrize("times, said", [(0, "missing: "), (2, "repeated: ")])
+@pytest.mark.parametrize("times, said", [(0, "missing: "), (2, "too often: ")])
 def test_a_proof_can_fail(prove, tiny_config, monkeypatch, times, said):
     """A loader that drops a micro-batch, and one that yields the first one twice."""
     collate = zerotrain.data.loader.collate

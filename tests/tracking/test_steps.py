@@ -50,7 +50,9 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     ranks.wait(0)
     slow, *_ = events = read_metrics(run, "event")
     assert all(event["ranks"] == [1] for event in events)
-    assert re.search(rf"rank 1 @ {here} \(local rank 1\).*, data_seconds [\d.e-]+(,|$)", slow["text"])
+    assert re.search(
+        rf"rank 1 @ {here} \(local rank 1\).*, data_seconds [\d.e-]+(,|$)", slow["text"]
+    )
     assert f"{run}/lock: an operator is being compiled" in ranks.log.read_text()
     assert len(read_metrics(run, "ranks")) == 8
     for step in read_metrics(run):

@@ -179,4 +179,7 @@ def check_resumable(
             )
     # a hash of the tokenized examples: the same steps would have others
     if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
-        raise UserError(f"{checkpoint}: the training data has changed since; {weights}")
+        raise UserError(
+            f"{checkpoint}: the training data, or how often it is repeated, has changed since; "
+            f"{weights}"
+        )

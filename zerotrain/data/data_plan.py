@@ -2,11 +2,10 @@
 step.
 
 A run whose global batch changes goes on with the rest of its epoch in steps of the new size, so
-every example is still trained on once per epoch.
+every example is still trained on as often per epoch.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
@@ -53,7 +52,8 @@ class DataPlan:
     @property
     def epoch_size(self) -> int:
         """Examples per epoch, or tokens where the global batch is in tokens."""
-        return len(self.data) if self.order.global_batch_size else self.order.tokens_per_epoch
+        order = self.order
+        return order.places if order.global_batch_size else order.tokens_per_epoch
 
     @property
     def mean_batch(self) -> float:
@@ -65,7 +65,7 @@ class DataPlan:
     @property
     def mean_examples(self) -> float:
         """Mean examples per step."""
-        return len(self.data) / self.steps_per_epoch
+        return self.order.places / self.steps_per_epoch
 
     @property
     def step_shift(self) -> int:
@@ -111,14 +111,24 @@ def make_plans(
     """
     data = config.data
     train = config.train
-    tokenized = partial(tokenize_sources, tokenizer=tokenizer, config=data)
-    train_rows = tokenized(data.train_sources)
-    held_out = {name: tokenized(given) for name, given in data.eval_sources.items()}
+    train_rows = tokenize_sources(data.train_sources, tokenizer, data)
+    held_out = {
+        name: tokenize_sources(given, tokenizer, data) for name, given in data.eval_sources.items()
+    }
     # after tokenizing: with another fraction the cache is the same
     if data.eval_fraction:
         train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)
+    counts = train_rows.meta["source_examples"]
+    mix = tuple(
+        (n, n and max(1, round(n * source.repeat)))  # none if all are held out
+        for n, source in zip(counts, data.train_sources, strict=True)
+    )
     order = EpochOrder(
-        train_rows.lengths, train.seed, train.global_batch_size, train.global_batch_tokens
+        train_rows.lengths,
+        train.seed,
+        train.global_batch_size,
+        train.global_batch_tokens,
+        mix=mix if any(n != m for n, m in mix) else (),
     )
     train_plan = DataPlan(train_rows, order, budget)
     if train.global_batch > train_plan.epoch_size:
@@ -127,7 +137,7 @@ def make_plans(
             f"({train_plan.epoch_size:,} without data.eval_fraction); lower it, or add data"
         )
     eval_plans = {
-        name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False), budget)
+        name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False, mix=()), budget)
         for name, rows in held_out.items()
     }
     # with such an example plan_step would never return
@@ -153,7 +163,7 @@ class PlanRecord:
 
     version: int
     content: str
-    """A hash of the tokenized examples."""
+    """A hash of the tokenized examples, and EpochOrder.mix if it is not empty."""
     seed: int
     global_batch_size: PositiveInt | None
     global_batch_tokens: PositiveInt | None
@@ -163,7 +173,7 @@ class PlanRecord:
         order = plan.order
         return cls(
             PLAN_VERSION,
-            plan.data.meta["content"],
+            plan.data.meta["content"] + str(order.mix or ""),
             order.seed,
             order.global_batch_size,
             order.global_batch_tokens,

@@ -65,12 +65,17 @@ def derive_key(seed: int, epoch: int) -> int:
 @dataclass(frozen=True, eq=False)
 class EpochOrder:
     """The order of the examples in each epoch, and how steps divide it: every example is in exactly
-    one step per epoch.
+    one step per epoch, unless a `mix` has more or fewer of its source.
+
+    A source of n examples that has m places in each epoch is walked round and round, in one random
+    order of the n: epoch e has those at e*m, e*m + 1 ... e*m + m-1, modulo n. So any k epochs in a
+    row have each of them k*m/n times, rounded down or up.
 
     Steps are consecutive slices of the order. With a batch size in examples, step k of S is the
     slice [k*n//S, (k+1)*n//S): sizes differ by at most one, and any step is found in O(1). With a
     batch size in tokens, the slices end where the cumulative token count passes k/S of the epoch's;
-    the bounds come from one pass over the lengths per epoch, kept as a table of S + 1 integers.
+    the bounds come from one pass over the lengths per epoch, kept as a table of S + 1 integers. All
+    epochs have the S of the first, also where a mix gives them other examples.
 
     `start` is 0 everywhere below, except in an epoch that is divided anew from some position on,
     because the global batch has changed there.
@@ -84,10 +89,21 @@ class EpochOrder:
     """Approximate maximum of tokens per step: the last example of a step may exceed it."""
     shuffle: bool = True
     """False keeps the examples in their original order, for evaluation."""
+    mix: tuple[tuple[int, int], ...] = ()
+    """n and m of each source, whose examples follow each other; empty: every example once."""
+
+    @cached_property
+    def places(self) -> int:
+        """Examples per epoch; one that comes twice counts twice."""
+        return sum(m for _, m in self.mix) or len(self.lengths)
 
     @cached_property
     def tokens_per_epoch(self) -> int:
-        return int(self.lengths.sum())
+        """Tokens of the first epoch."""
+        lengths = self.lengths
+        if self.mix:
+            lengths = lengths[self.slice(0, 0, self.places)]
+        return int(lengths.sum())
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -96,36 +112,47 @@ class EpochOrder:
     def steps_from(self, epoch: int, start: int) -> int:
         """Steps of an epoch from position `start` on."""
         if self.global_batch_size:
-            return -(-(len(self.lengths) - start) // self.global_batch_size)
+            return -(-(self.places - start) // self.global_batch_size)
         return len(self._bounds_by_tokens(epoch, start)) - 1
 
     def examples(self, epoch: int, step: int, start: int = 0) -> np.ndarray:
         """Indices of the examples of a step, int64."""
         first = self.first_of(epoch, step, start)
-        return self._slice(epoch, first, self.first_of(epoch, step + 1, start))
+        return self.slice(epoch, first, self.first_of(epoch, step + 1, start))
 
     def first_of(self, epoch: int, step: int, start: int = 0) -> int:
         """The position in the epoch's order at which a step begins."""
         if self.global_batch_size:
-            left = len(self.lengths) - start
+            left = self.places - start
             return start + step * left // self.steps_from(epoch, start)
         return int(self._bounds_by_tokens(epoch, start)[step])
 
-    def _slice(self, epoch: int, start: int, stop: int) -> np.ndarray:
+    def slice(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The examples at positions [start, stop) of the epoch's order, int64."""
         index = np.arange(start, stop)
         if not self.shuffle:
             return index
-        return permute(index, len(self.lengths), derive_key(self.seed, epoch))
+        place = permute(index, self.places, derive_key(self.seed, epoch))
+        examples = place.copy()
+        first = 0  # example of the source, whose places are [0, m)
+        for source, (n, m) in enumerate(self.mix):
+            is_own = (place >= 0) & (place < m)
+            walked = (epoch * m + place[is_own]) % n
+            # with a key that no epoch has
+            examples[is_own] = first + permute(walked, n, derive_key(self.seed, -1 - source))
+            first += n
+            place -= m
+        return examples
 
     @lru_cache(maxsize=64)  # noqa: B019 - a run has few orders, and keeps them
     def _bounds_by_tokens(self, epoch: int, start: int) -> np.ndarray:
         """Bounds of the steps sized in tokens, from position `start` of an epoch on, int64
         [steps + 1]; no step is empty.
         """
-        tokens = np.cumsum(self.lengths[self._slice(epoch, start, len(self.lengths))])
+        tokens = np.cumsum(self.lengths[self.slice(epoch, start, self.places)])
         left = len(tokens)
-        steps = min(left, -(-int(tokens[-1]) // self.global_batch_tokens))
+        total = int(tokens[-1]) if start else self.tokens_per_epoch
+        steps = min(left, -(-total // self.global_batch_tokens))
         goals = np.arange(1, steps) * tokens[-1] // steps
         bounds = np.concatenate([[0], 1 + np.searchsorted(tokens, goals), [left]])
         k = np.arange(steps + 1)

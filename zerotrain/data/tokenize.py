@@ -401,12 +401,15 @@ def hold_out(
             "or set data.eval_sources"
         )
     held = np.isin(index, permute(np.arange(count), rows, seed))
+    ends = np.cumsum(data.meta["source_examples"])
 
     def part(is_in: np.ndarray) -> TokenizedRows:
         index = np.flatnonzero(is_in)
-        # a run that resumes with another fraction or seed has other data
-        content = data.meta["content"].encode() + index.tobytes()
-        meta = {**data.meta, "content": xxhash.xxh3_64_hexdigest(content)}
+        meta = data.meta | {
+            # a run that resumes with another fraction or seed has other data
+            "content": xxhash.xxh3_64_hexdigest(data.meta["content"].encode() + index.tobytes()),
+            "source_examples": np.diff(np.searchsorted(index, ends), prepend=0).tolist(),
+        }
         return replace(data, rows=data.rows.select(index), meta=meta)
 
     return part(~held), part(held)

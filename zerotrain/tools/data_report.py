@@ -42,20 +42,15 @@ def segments(
 
 
 def print_counts(name: str, plan: DataPlan) -> None:
-    """What was read, how long rows were handled, token counts, and what is supervised."""
+    """Formats, token counts, and what is supervised."""
     data = plan.data
     meta = data.meta
-    became = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
-    became += [f"{n:,} left out ({reason})" for reason, n in meta["rejected"].items()]
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]
-    sources = ", ".join(meta["sources"])
-    tokens = int(data.lengths.sum())
-    supervised = int(data.supervised.sum())
+    tokens = data.lengths.sum()
+    supervised = data.supervised.sum()
     rows = {
-        "examples": f"{len(data):,}, of {meta['rows_read']:,} rows read from {sources}",
-        "format": ", ".join(dict.fromkeys(meta["formats"])),
-        "over max_length, bad": ", ".join(became) or "none",
+        "examples": f"{len(data):,}, of {meta['rows_read']:,} rows; {', '.join(meta['formats'])}",
         "tokens": f"{tokens:,}, {tokens / len(data):,.1f} per example",
         "supervised": f"{supervised:,}, {supervised / tokens:.1%}; {meta['masks']}",
         "length": "  ".join(quantiles),

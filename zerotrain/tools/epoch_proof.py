@@ -1,8 +1,9 @@
-"""Counts the examples that every rank's loader yields over an epoch, for `prove.py epoch`."""
+"""Counts the examples that every rank's loader yields over some epochs, for `prove.py epoch`."""
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,44 +15,50 @@ if TYPE_CHECKING:
     from zerotrain.data.data_plan import DataPlan
     from zerotrain.data.loader import MicroBatch
 
-MAX_NAMED = 5  # missing or repeated examples that are named by file and line
+MAX_NAMED = 5  # examples that are missing or come too often, which are named by file and line
 
 
-def prove_epoch(plan: "DataPlan", then: int, cut: float, epoch: int) -> bool:
-    """Load an epoch on every rank, uninterrupted, and resumed on `then` ranks after a fraction
-    `cut` of it; print what came out.
+def prove_epochs(plan: "DataPlan", then: int, cut: float, epochs: int) -> bool:
+    """Load the first epochs on every rank, uninterrupted, and resumed on `then` ranks after a
+    fraction `cut` of them; print what came out.
 
     Returns:
-        Whether each example came once, both times.
+        Whether each example came once per epoch, both times; one of a source with n examples and m
+        places per epoch k*m/n times in k epochs, rounded down or up.
     """
     world = plan.budget.world_size
     resumed = replace(plan, budget=replace(plan.budget, world_size=then))
-    first = epoch * plan.steps_per_epoch
-    last = first + plan.steps_per_epoch
-    middle = first + round(cut * plan.steps_per_epoch)
-    print(f"{len(plan.data):,} examples, epoch {epoch}: steps {first:,} to {last - 1:,}")
-    stored = Counter()
+    last = epochs * plan.steps_per_epoch
+    middle = round(cut * last)
+    print(f"{len(plan.data):,} examples, {epochs:,} epochs: {last:,} steps")
+    meta = plan.data.meta
+    mix = plan.order.mix or [(n, n) for n in meta["source_examples"]]
+    numbers = count()
+    least, most = Counter(), Counter()
     places = {}
-    for number in range(len(plan.data)):
-        key = _key(np.concatenate(plan.data.fetch(np.array([number]))))
-        stored[key] += 1
-        places[key] = plan.data.place_of(number)
+    for source, (n, m) in zip(meta["sources"], mix, strict=True):
+        print(f"  {source}: {n:,} examples, {m:,} per epoch")
+        for number in islice(numbers, n):
+            key = _key(np.concatenate(plan.data.fetch(np.array([number]))))
+            least[key] += epochs * m // n
+            most[key] += -(-epochs * m // n)
+            places[key] = plan.data.place_of(number)
     loaded = {
-        f"{world} ranks": _loaded(plan, first, last),
-        f"{world} ranks for {middle - first:,} steps, then {then}": _loaded(plan, first, middle)
+        f"{world} ranks": _loaded(plan, 0, last),
+        f"{world} ranks for {middle:,} steps, then {then}": _loaded(plan, 0, middle)
         + _loaded(resumed, middle, last),
     }
     for name, counts in loaded.items():
-        missing = stored - counts
-        repeated = counts - stored
+        missing = least - counts
+        repeated = counts - most
         print(
-            f"  {name}: {(stored & counts).total():,} examples once, {missing.total():,} missing, "
-            f"{repeated.total():,} repeated or not in the data set"
+            f"  {name}: {counts.total():,} examples, {missing.total():,} missing, "
+            f"{repeated.total():,} too often or not in the data set"
         )
-        for problem, keys in (("missing", missing), ("repeated", repeated)):
+        for problem, keys in (("missing", missing), ("too often", repeated)):
             for key in list(keys)[:MAX_NAMED]:
                 print(f"    {problem}: {places.get(key, 'not in the data set')}")
-    return all(counts == stored for counts in loaded.values())
+    return all(least <= counts <= most for counts in loaded.values())
 
 
 def _loaded(plan: "DataPlan", first: int, last: int) -> Counter[bytes]:

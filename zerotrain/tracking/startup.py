@@ -1,13 +1,13 @@
 """The table printed at start-up, and the resolved configs written to the run folder."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
+from zerotrain.config.schema import DataConfig
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.runtime.files import replace_text
 from zerotrain.training.optimizer import Schedule
@@ -25,7 +25,7 @@ def startup_table(
     counts = setup.architecture.counts
     steps = schedule.total_steps
     first = plan.step(plan.start.step)  # earlier steps may be of another plan
-    supervised = plan.data.supervised.sum() / plan.order.tokens_per_epoch  # low: masks are wrong
+    supervised = plan.data.supervised.sum() / plan.data.lengths.sum()  # low: masks are wrong
     rate = f"{schedule.peak:.3g}"  # after scaling: the config's own one may be for another batch
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
@@ -35,8 +35,8 @@ def startup_table(
         f"{counts.trained:,} of them trained",
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
-        **data_rows(config.data.max_length, plan, eval_plans),
-        "supervised": f"{supervised:.0%} of {plan.order.tokens_per_epoch:,} tokens per epoch; "
+        **data_rows(config.data, plan, eval_plans),
+        "supervised": f"{supervised:.0%} of the tokens, {plan.order.tokens_per_epoch:,} per epoch; "
         f"{plan.data.meta['masks']}",
         "batch": f"{counted(plan.mean_examples, 'example')} per step, the first one in "
         f"{counted(len(first.micro_batches), 'micro-step')} x "
@@ -59,34 +59,36 @@ def startup_table(
     return rows
 
 
-def data_rows(max_length: int, plan: DataPlan, eval_plans: dict[str, DataPlan]) -> dict[str, str]:
+def data_rows(
+    config: DataConfig, plan: DataPlan, eval_plans: dict[str, DataPlan]
+) -> dict[str, str]:
     """The rows about the data: where they are from, and what of them is not trained on."""
     meta = plan.data.meta
     too_long = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
     rows = {
         "data": f"{counted(meta['rows_read'], 'row')}, "
-        f"{counted(len(plan.data), 'training example')}; over data.max_length {max_length:,}: "
-        f"{', '.join(too_long) or 'none'}"
+        f"{counted(len(plan.data), 'training example')}; over data.max_length "
+        f"{config.max_length:,}: {', '.join(too_long) or 'none'}"
     }
-    sources = zip(meta["sources"], meta["formats"], meta["source_examples"], strict=True)
-    for i, (name, kind, count) in enumerate(sources, start=1):
-        rows[f"source {i}"] = f"{name}, read as {kind}: {counted(count, 'example')}"
+    found = zip(meta["sources"], meta["formats"], meta["source_examples"], strict=True)
+    for source, (name, kind, count) in zip(config.train_sources, found, strict=True):
+        rows[f"source {len(rows)}"] = (
+            f"{name}, read as {kind}: {counted(count, 'example')} x {source.repeat:g} per epoch"
+        )
     for name, each in eval_plans.items():
         rows[f"held out: {name}"] = counted(len(each.data), "example")
-    unprompted: Counter[str] = Counter()
     # once each: rows held out of the training data have its folder and its counts
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
     for i, data in enumerate(tokenized.values(), start=1):  # first the training data
         for reason, count in data.meta["rejected"].items():
             text = f"{counted(count, 'row')}, listed in {data.folder}/rejected_rows.jsonl"
             rows[f"rejected {i}: {reason}"] = text
-        unprompted.update(data.meta["unprompted"])
-    for text, count in unprompted.items():
-        rows[f"WARNING: {text!r}"] = (
-            f"ends the generation prompt, but {counted(count, 'row')} have no such text before an "
-            "answer: the trained model would be asked for what it has not seen; see Reasoning in "
-            "data/README.md"
-        )
+        for text, count in data.meta["unprompted"].items():
+            rows[f"WARNING {i}: {text!r}"] = (
+                f"ends the generation prompt, but {counted(count, 'row')} have no such text before "
+                "an answer: the trained model would be asked for what it has not seen; see "
+                "Reasoning in data/README.md"
+            )
     return rows
 
 

@@ -150,10 +150,8 @@ class StepReporter:
         # source and line, so that a user can look at them
         rows = [self._plan.data.place_of(example) for example in examples.tolist()]
         text = f"{problem.reason}; the update is skipped"
-        self._metrics.log(
-            "event",
-            {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows},
-        )
+        event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
+        self._metrics.log("event", event)
 
 
 def trace_on_request(output_dir: str) -> Iterator[None]:

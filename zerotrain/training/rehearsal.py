@@ -138,7 +138,7 @@ def costliest(plan: DataPlan) -> list[np.ndarray]:
     lengths, example_of = (each[::-1].astype(np.int64) for each in found)
     padded = budget.padded(lengths)
     spare = padded - 1 if budget.packed else 0
-    most = plan.order.global_batch_size or plan.data.lengths.size
+    most = plan.order.global_batch_size or plan.order.places
     rows = np.minimum((budget.micro_batch_tokens + spare) // padded, most)
     tokens = np.minimum(rows * padded, budget.micro_batch_tokens)
     largest = np.unique([np.argmax(tokens), np.argmax(tokens * padded)])
