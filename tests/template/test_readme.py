@@ -5,6 +5,7 @@ pytest tests/template/test_readme.py
 import os
 import re
 import shlex
+import shutil
 import sys
 from contextlib import closing
 from functools import cache
@@ -17,6 +18,7 @@ from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 from pages import commands_in
 
+from benchmarks import pictures
 from zerotrain.config.schema import config_keys
 
 README = (REPO / "README.md").read_text()
@@ -67,6 +69,17 @@ def test_every_file_and_setting_named_in_the_pages_exists():
     tops = {name.split("/")[0] + "/" * ("/" in name) for name in files}
     for folder in (top for top in tops if top.endswith("/") and top[0] != "."):
         assert folder in tree, f"{folder} is not in the README's tree"
+
+
+def test_the_pictures_are_those_of_their_data_and_load_nothing(tmp_path, monkeypatch):
+    shutil.copytree(REPO / pictures.DATA, tmp_path / pictures.DATA)
+    monkeypatch.chdir(tmp_path)
+    pictures.main()
+    for name in re.findall(r"!\[.+\]\((.+)\)", README):
+        picture = (REPO / name).read_text()
+        assert not re.search(r"<script|@import|(href|src)=\W*http|url\(\W*http", picture), name
+        if "report" not in name:  # that one is drawn by a browser
+            assert Path(name).read_text() == picture, f"{name}: ./benchmarks/pictures.sh"
 
 
 def filled_in_commands():

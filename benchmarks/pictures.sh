@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Draws the pictures of README.md into docs/pictures, from what runs have left in docs/pictures/data:
+#   ./benchmarks/pictures.sh                as it is
+#   ./benchmarks/pictures.sh --run          anew; or what is named: losses (on CPUs), simulation, demo
+# The picture of the report is drawn by chromium or Google Chrome; without them it stays as it is.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+data=docs/pictures/data work=runs/pictures
+mkdir -p $data/demo $work
+
+# RANKS STAGE [FLAG ...]: the demo's recipe for 30 steps
+train() {
+  torchrun --standalone --nproc_per_node "$1" train.py --config recipes/demo.yaml --output_dir $work/run \
+    --ds_config "ds_configs/zero$2.json" --train.steps 30 --data.eval_sources '[]' --eval.every_steps 0 \
+    --checkpoint.every_steps 10 --tracking.wandb disabled "${@:3}" >> $work/log 2>&1
+}
+
+# NAME: adds the losses of the last run to the table
+record() {
+  sed -nE 's/.*"kind": "train".*"step": ([0-9]+),.*"loss": ([^,]+),.*/\1,"'"$1"'",\2/p' $work/run/metrics.jsonl \
+    >> $work/losses.csv
+  rm -r $work/run
+}
+
+run_losses() {
+  export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+  rm -rf $work/run $work/model
+  # all begin with the weights of a first step: random ones are others under ZeRO 3
+  train 1 0 --train.steps 1
+  python -m scripts.export $work/run $work/model
+  rm -r $work/run
+  echo step,run,loss > $work/losses.csv
+  local weights=(--model.name_or_path $work/model --model.from_config false)
+  train 1 0 "${weights[@]}"
+  record "1 rank, ZeRO 0"
+  for stage in 0 1 2 3; do
+    train 2 $stage "${weights[@]}"
+    record "2 ranks, ZeRO $stage"
+  done
+  train 4 2 "${weights[@]}"
+  record "4 ranks, ZeRO 2"
+  train 4 3 "${weights[@]}" &
+  until grep -qs '"kind": "train".*"step": 15,' $work/run/metrics.jsonl; do sleep .1; done
+  pkill -KILL -P "$(pgrep -P $!)" # the ranks
+  wait $! || true
+  train 2 1 "${weights[@]}"
+  record "4 ranks, killed; then 2"
+  mv $work/losses.csv $data
+}
+
+run_simulation() {
+  python -m benchmarks.simulate | sed 's/,//g; s/^ *//; s/  */,/g' > $work/efficiency.csv
+  mv $work/efficiency.csv $data
+}
+
+# What is left on the terminal at the end: a progress bar is two lines, which are erased before it is drawn again
+run_demo() {
+  local run erased='[^\n]*\n[^\n]*\r\e\[2K\e\[1A\e\[2K'
+  TERM=xterm-256color COLUMNS=104 script -qec ./scripts/demo.sh /dev/null < /dev/null |
+    perl -0pe "s/$erased//g" > $work/terminal.txt
+  run=$(grep -o '^runs/demo_[0-9_]*' $work/terminal.txt | tail -1)
+  cp "$run"/resolved_* $data/demo
+  sed -i "s#$PWD/##" $data/demo/resolved_config.yaml
+  # what the first screen of the report shows
+  sed -E -e '/"kind": "(start|train|eval|event)"/!d' -e 's/, "hosts": \[[^]]*\]//' \
+    -e 's/, "(epoch|examples|[a-z]*_?tokens|tokens_total|micro_steps|[a-z_]+_(efficiency|flops_per_s|skipped|seconds))": [^,}]+//g' \
+    "$run/metrics.jsonl" > $data/demo/metrics.jsonl
+  mv $work/terminal.txt $data
+}
+
+if [ "${1:-}" = --run ]; then
+  shift
+  [ $# -gt 0 ] || set -- losses simulation demo
+  for what; do "run_$what"; done
+fi
+
+python -m benchmarks.pictures
+browser=$(command -v chromium || command -v google-chrome) || exit 0
+(cd $data && PYTHONPATH=$OLDPWD python -m scripts.report demo --output "$OLDPWD/$work/report.html")
+cat >> $work/report.html << 'EOF'
+<script>
+  // in place of the page, as a comment: an SVG of all that is above its first folded section
+  onload = () => setTimeout(() => {
+    const css = document.querySelector("style").textContent
+    const height = document.querySelector("details").offsetTop
+    const size = `width="1000" height="${height}"`
+    document.querySelectorAll("script, details").forEach(element => element.remove())
+    const body = new XMLSerializer().serializeToString(document.body)
+    document.documentElement.replaceChildren(new Comment(`<svg xmlns="http://www.w3.org/2000/svg" ${size} viewBox="0 0 1000 ${height}">
+      <style>${css}
+        body { height: 100%; box-sizing: border-box; border: 1px solid var(--line) }
+        .first { grid-template-columns: 2fr 1fr !important }
+        .svg-container { position: relative } .main-svg { position: absolute; top: 0; left: 0 }
+      </style>
+      <foreignObject ${size}>${body}</foreignObject></svg>`))
+  }, 5000)
+</script>
+EOF
+"$browser" --headless --no-sandbox --disable-gpu --window-size=1000,800 --user-data-dir=$work/browser \
+  --virtual-time-budget=20000 --dump-dom "file://$PWD/$work/report.html" 2>> $work/log |
+  sed -nE '/<!--<svg/,/-->/{s/.*<!--(<svg)/\1/; s/-->.*//; p}' > $work/report.svg
+mv $work/report.svg docs/pictures
