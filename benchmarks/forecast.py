@@ -210,7 +210,7 @@ def own_run(folder: Path, gpu: str | None) -> PublishedRun:
     sequence = round(steps.tokens.sum() / steps.examples.sum())
     offloads = set(offload_devices(ds_config).values()) != {"none"}
     model = config.model
-    device = find_gpu(gpu or next(iter(start["devices"])))
+    device = find_gpu(gpu or min(start["ranks"]).rpartition(": ")[2])  # HOST: DEVICE
     return PublishedRun(
         source="train.py",
         model=Path(model.name_or_path).name,
