@@ -10,7 +10,8 @@ The task: add the same number several times, step by step. Each row is a chat of
 
 so that every step depends on the previous one, and a model that has not learned to carry or to
 count makes a mistake somewhere. The number of steps is log-normal: most rows are short, a few are
-many times as long.
+several times as long. No sum is over 99 and no count over 9: numbers with another digit would be
+too rare to be learned in a few minutes.
 """
 
 import json
@@ -24,7 +25,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 DRAWN_ROWS = 20_000
 EVAL_ROWS = 200
 SEED = 0
-MAX_STEPS = 12
+MAX_STEPS = 9
 VOCAB_SIZE = 384
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -45,10 +46,9 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 
 def make_row(rng: random.Random) -> dict:
     """One chat row: {"messages": [user turn, assistant turn]}."""
-    start = rng.randint(10, 99)
     addend = rng.randint(2, 9)
-    count = min(MAX_STEPS, 1 + int(rng.lognormvariate(0.6, 0.75)))
-    value = start
+    count = min(1 + int(rng.lognormvariate(0.6, 0.75)), MAX_STEPS, (99 - 10) // addend)
+    value = start = rng.randint(10, 99 - count * addend)
     steps = []
     for left in reversed(range(count)):
         steps.append(f"{value}+{addend}={value + addend}, {left} left.")
