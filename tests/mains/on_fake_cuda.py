@@ -4,6 +4,7 @@ object with what was counted in each case.
 
 import harness.fake_cuda  # noqa: F401, I001  before torch
 
+import inspect
 import json
 import os
 
@@ -25,8 +26,15 @@ LLAMA = LlamaConfig(**SIZES)
 CHUNK_TOKENS["cuda"] = 32
 EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                          output_router_logits=True)  # fmt: skip
+SIGNATURES = {
+    "2.11": "return_aux scale window_size",
+    "2.12": "return_aux scale window_size enable_gqa seqused_k block_table num_splits",
+    "2.13": "return_aux scale window_size enable_gqa seqused_k block_table num_splits",
+}
+"""The parameters of varlen_attn, by torch's version, after the seven that can be positional:"""
+POSITIONAL = "query key value cu_seq_q cu_seq_k max_q max_k"
 CASES = {
-    "packed": (LLAMA, {}),
+    **{f"packed, torch {version}": (LLAMA, {}) for version in SIGNATURES},
     "packed fp32": (LLAMA, {}),
     "bucketed": (LLAMA, {}),
     "bucketed fp32": (LLAMA, {}),
@@ -37,18 +45,29 @@ CASES = {
 }
 
 
+def signature_of(names):
+    """The signature of varlen_attn with these keyword parameters, of which none is required."""
+    kind = inspect.Parameter
+    positional = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in POSITIONAL.split()]
+    keywords = [kind(name, kind.KEYWORD_ONLY, default=None) for name in names.split()]
+    return inspect.Signature(positional + keywords)
+
+
 def run(name, config, options):
     """The counts of one micro-step."""
     packed = name.startswith("packed")
     attention = packing.PACKED_EXAMPLES if packed else "sdpa"
     dtype = torch.float32 if "fp32" in name else torch.bfloat16
+    version = name.rpartition(" ")[2]
+    signature = signature_of(SIGNATURES.get(version, SIGNATURES["2.13"]))
     calls = []
     own = packing.varlen_attn
 
     def varlen_attn(*args, **kwargs):
-        calls.append(args)
-        return own(*args, **kwargs)
+        calls.append(signature.bind(*args, **kwargs))
+        return own(*args, **{**kwargs, "enable_gqa": True})
 
+    varlen_attn.__signature__ = signature
     packing.varlen_attn = varlen_attn
     batch = micro_batch(packed)
     with FakeTensorMode(allow_non_fake_inputs=True):

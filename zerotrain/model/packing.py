@@ -270,13 +270,16 @@ def _varlen_attention(
 ) -> torch.Tensor:
     """Like packed_attention, by one call of torch's kernel for all examples."""
     longest = max(examples.lengths)
+    grouped = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 always does
+        grouped = {}
     output = varlen_attn(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
         examples.ends, examples.ends, longest, longest,
         scale=scale,
         # tokens before and after the query's own; -1: all of them
         window_size=(examples.window - 1, 0),
-        enable_gqa=True,
+        **grouped,
     )  # fmt: skip
     return output[None]
 
