@@ -16,9 +16,9 @@ from pathlib import Path
 LIMITS = {
     "train.py and its imports": 48_000,
     "all but tests": 90_000,
-    "tests": 83_600,
+    "tests": 83_750,
     "smallest copy, all but tests": 55_500,
-    "smallest copy, tests": 27_350,
+    "smallest copy, tests": 27_400,
     "settings": 59,
 }
 LAYOUT = {

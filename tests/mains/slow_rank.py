@@ -40,5 +40,5 @@ def main(config, mode):
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 25
-    engine.LOCK_SECONDS = 0.2
+    engine.LOCK_SECONDS = 0.75  # the lock appears after half a second
     train.main(config, mode)

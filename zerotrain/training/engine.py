@@ -37,18 +37,17 @@ LOCK_SECONDS = 30.0
 MAX_GRAPHS = 64  # of one function: training or not, one example or several, kinds of layers
 
 
-def name_locks(is_over: threading.Event) -> None:
-    """Every LOCK_SECONDS until `is_over`, name the locks of torch's extension cache. A process that
-    is killed while it compiles leaves one, for which DeepSpeed would wait in silence.
+def name_locks() -> None:
+    """Name the locks of torch's extension cache. A process that is killed while it compiles leaves
+    one, for which DeepSpeed would wait in silence.
     """
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    while not is_over.wait(LOCK_SECONDS):
-        for lock in sorted(cache.rglob("lock")):
-            print(
-                f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
-                "does that (a compiler would run), remove the file",
-                file=sys.stderr,
-            )
+    for lock in cache.rglob("lock"):
+        print(
+            f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
+            "does that (a compiler would run), remove the file",
+            file=sys.stderr,
+        )
 
 
 def build_engine(
@@ -78,9 +77,9 @@ def build_engine(
     change_blocks(model, config.model, stage)
     if stage == 0 and config.train.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
-    is_over = threading.Event()
     # DeepSpeed compiles operators, or waits for another process that does
-    threading.Thread(target=name_locks, args=(is_over,), daemon=True).start()
+    long_wait = threading.Timer(LOCK_SECONDS, name_locks)
+    long_wait.start()
     try:
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
@@ -95,7 +94,7 @@ def build_engine(
             raise
         raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}") from error
     finally:
-        is_over.set()
+        long_wait.cancel()
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)
