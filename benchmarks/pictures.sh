@@ -63,7 +63,7 @@ run_demo() {
   cp "$run"/resolved_* $data/demo
   sed -i "s#$PWD/##" $data/demo/resolved_config.yaml
   # what the first screen of the report shows
-  sed -E -e '/"kind": "(start|train|eval|event)"/!d' -e 's/, "hosts": \[[^]]*\]//' \
+  sed -E -e '/"kind": "(start|train|eval|event)"/!d' -e "s/\"$(hostname): /\"node-1: /" \
     -e 's/, "(epoch|examples|[a-z]*_?tokens|tokens_total|micro_steps|[a-z_]+_(efficiency|flops_per_s|skipped|seconds))": [^,}]+//g' \
     "$run/metrics.jsonl" > $data/demo/metrics.jsonl
   mv $work/terminal.txt $data

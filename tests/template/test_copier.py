@@ -106,6 +106,8 @@ def test_a_copy_names_no_file_that_it_lacks(copies, name):
         if file.endswith((".lock", ".jsonl", ".jinja")) or file[:7] == ".copier":
             continue
         text = (copy / file).read_text()
+        if file == "train.py":  # it names what it has looked for
+            text = re.sub(r'and Path\("benchmarks"\)\.is_dir\(\):.*\n.*\n', "", text)
         found = [n for n in names if re.search(rf"(?<![\w-])(?<!\w/){re.escape(n)}", text)]
         found += [m for m in modules if re.search(rf"(import|-m) .*\b{m}\b|from {m} ", text)]
         assert not found, f"{file} names {found}, which this copy lacks"

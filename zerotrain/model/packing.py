@@ -82,9 +82,12 @@ def resolve_batching(
     if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
     if batching == "auto":
-        if device == "cuda" and not (attention or problem):
-            if torch.cuda.get_device_capability() < (8, 0) or config.train.precision == "fp32":
-                problem = "varlen attention needs compute capability 8.0, and bf16 or fp16"
+        if (
+            device == "cuda"
+            and not (attention or problem)
+            and (config.train.precision == "fp32" or torch.cuda.get_device_capability() < (8, 0))
+        ):
+            problem = "varlen attention needs compute capability 8.0, and bf16 or fp16"
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
     if (batching == "packed" and not attention) or sequence > 1:
         attention = PACKED_EXAMPLES
