@@ -16,7 +16,6 @@ from rich.text import Text
 
 PICTURES = Path("docs/pictures")
 DATA = PICTURES / "data"
-TERMINAL_COLUMNS = 104
 COLORS = """
 :root { --ink: #1f2328; --page: #ffffff }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --page: #0d1117 } }
@@ -67,7 +66,7 @@ def save(name: str) -> None:
 
 
 def draw_terminal(shown: str) -> None:
-    console = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO())
+    console = Console(record=True, width=104, file=io.StringIO())
     console.print(Text.from_ansi(shown))
     svg = console.export_svg(title="./scripts/demo.sh")
     fonts = "@font-face {.*?}"  # of another host

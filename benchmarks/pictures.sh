@@ -41,7 +41,7 @@ run_losses() {
   train 4 2 "${weights[@]}"
   record "4 ranks, ZeRO 2"
   train 4 3 "${weights[@]}" &
-  until grep -qs '"kind": "train".*"step": 15,' $work/run/metrics.jsonl; do sleep .1; done
+  until grep -qs '"kind": "train".*"step": 15,' $work/run/metrics.jsonl; do kill -0 $! && sleep .1; done
   pkill -KILL -P "$(pgrep -P $!)" # the ranks
   wait $! || true
   train 2 1 "${weights[@]}"
@@ -64,7 +64,7 @@ run_demo() {
   sed -i "s#$PWD/##" $data/demo/resolved_config.yaml
   # what the first screen of the report shows
   sed -E -e '/"kind": "(start|train|eval|event)"/!d' -e "s/\"$(hostname): /\"node-1: /" \
-    -e 's/, "(epoch|examples|[a-z]*_?tokens|tokens_total|micro_steps|[a-z_]+_(efficiency|flops_per_s|skipped|seconds))": [^,}]+//g' \
+    -e 's/, "(epoch|examples|[a-z]*_?tokens|micro_steps|[a-z_]+_(efficiency|flops_per_s|skipped|seconds))": [^,}]+//g' \
     "$run/metrics.jsonl" > $data/demo/metrics.jsonl
   mv $work/terminal.txt $data
 }

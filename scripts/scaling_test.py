@@ -28,7 +28,7 @@ from zerotrain.tools.short_run import short_run
 from zerotrain.tracking.metrics import read_metrics
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
-PHASES = [f"{phase}_seconds" for phase in ("data", "forward", "backward", "optimizer")]
+PHASES = [f"{phase}_seconds" for phase in ["data", "forward", "head", "backward", "optimizer"]]
 
 
 def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -> Job:

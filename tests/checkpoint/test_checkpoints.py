@@ -79,7 +79,7 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     allowed = "--checkpoint.allow_plan_change", "true", "--train.precision", "bf16"
     for other in (str(rows), {"path": str(tmp_path / "train.jsonl"), "repeat": 0.3}):
         other_data = "--data.train_sources", json.dumps([other])
-        assert "the training data, or" in forks.refusal(config, *other_data, *allowed, *same_rate)
+        assert "weights_only" in forks.refusal(config, *other_data, *allowed, *same_rate)
 
     run_folder = tmp_path / "run"
     (run_folder / "stop").touch()

@@ -326,7 +326,7 @@ WRONG = """
 import os, pathlib, signal, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 def tidy(*_):
-    time.sleep(11)
+    time.sleep(10.5)
     (folder / "tidy").touch()
     os._exit(143)
 signal.signal(signal.SIGTERM, tidy)

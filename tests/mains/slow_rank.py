@@ -1,5 +1,5 @@
 """train.py, of which rank 1 waits before its fourth step for a file, and is then stopped for 30 ms
-of every 60; while the engine is built, a lock of a compiler appears. For test_steps.py.
+of every 60; while the engine is built, there is a lock of a compiler. For test_steps.py.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ STOPS = "while kill -STOP $PPID; do sleep .03; kill -CONT $PPID; sleep .03; done
 
 
 def main(config, mode):
-    """As train.main, with a hang reported after 2 s, locks after .2 s, and windows of 25 steps."""
+    """As train.main, with a hang reported after 2 s, locks after .5 s, and windows of 25 steps."""
     load_steps = train.load_steps
 
     def load_late(plan, rank, *options, **named):
@@ -31,14 +31,13 @@ def main(config, mode):
     initialize = deepspeed.initialize
 
     def initialize_late(**options):
-        time.sleep(0.5)
         Path(config.output_dir, "lock").touch()
-        time.sleep(0.5)
+        time.sleep(1)
         return initialize(**options)
 
     deepspeed.initialize = initialize_late
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 25
-    engine.LOCK_SECONDS = 0.75  # the lock appears after half a second
+    engine.LOCK_SECONDS = 0.5
     train.main(config, mode)

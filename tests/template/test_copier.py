@@ -142,12 +142,12 @@ def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
 def test_the_readme_of_a_copy_leads_to_a_model_and_its_tests_are_found(copies):
     copy = copies / "small"
     (copy / ".venv").symlink_to(sys.prefix)
-    own_port = f"deepspeed --master_port {free_port()} "
     for command in (
         *commands_in((copy / "README.md").read_text()),
         ".venv/bin/ruff check --no-cache .",
         ".venv/bin/python -m pytest -q -n 0 -p no:cacheprovider tests -k test_layers",
     ):
+        own_port = f"deepspeed --master_port {free_port()} "
         done = run(["bash", "-c", command.replace("deepspeed ", own_port)], cwd=copy)
         assert done.code == 0, done.output
     losses = [record["eval_loss"] for record in read_metrics(copy / "runs/small", "eval")]

@@ -46,6 +46,8 @@ FILLED_IN = {  # by a reader; and what ends sooner
     r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
     r"\s+# .*|\\\n|(?<=^tail) -f": "",
 }
+if not shutil.which("ssh-keygen"):
+    NOT_RUN["ssh-keygen"] = "openssh-client"
 if not WHOLE_DEMO:
     FILLED_IN |= {r"^\S*demo\.sh": "./scripts/demo.sh --train.steps 25", r"\n.*--dry_run": ""}
 

@@ -36,7 +36,7 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
 
 def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     """Rank 1 comes late to its fourth step, and is stopped half of the time from then on. A lock
-    that appears while the engine is built is named.
+    that is there while the engine is built is named.
     """
     config = tiny_config(train__steps=200)
     run = tmp_path / "run"
@@ -54,7 +54,8 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
         rf"rank 1 @ {here} \(local rank 1\).*, data_seconds [\d.e-]+(,|$)", slow["text"]
     )
     assert f"{run}/lock: an operator is being compiled" in ranks.log.read_text()
-    assert len(read_metrics(run, "ranks")) == 8
+    (first, second), *others = (record["ranks"] for record in read_metrics(run, "ranks"))
+    assert second["data_seconds"] > max(0.05, first["data_seconds"]) and len(others) == 7
     for step in read_metrics(run):
         phases = ("data", "forward", "head", "backward", "optimizer")
         parts = sum(step[f"{phase}_seconds"] for phase in phases)
