@@ -160,7 +160,8 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         if run.ranks.is_first:
             last = max(list_complete(run.saver.folder), default="none")
             print(f"{ending}; last checkpoint: {last}")
-            if run.reporter.peak_flops_per_s and Path("benchmarks").is_dir():  # a known GPU
+            # the peak is that of a known GPU
+            if exit_code == 0 and run.reporter.peak_flops_per_s and Path("benchmarks").is_dir():
                 print(f"forecast: python -m benchmarks.forecast --run {run.config.output_dir}")
     return exit_code
 

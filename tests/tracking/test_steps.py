@@ -21,7 +21,7 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
 
     def window(**times):
         by_rank = [
-            {"compute_seconds": seconds, "tokens": 9.0, "data_seconds": 0.001}
+            {"compute_seconds": seconds, "work": 9.0, "data_seconds": 0.001}
             for seconds in rng.uniform(0.9, 1.1, ranks)
         ]
         for name, factor in times.items():
@@ -29,9 +29,9 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
         return slow_ranks(by_rank, 1.0)
 
     for _ in range(200):
-        assert window() == window(data_seconds=20) == window(tokens=0.1) == []
-        assert window(compute_seconds=1.6, tokens=1.6) == []
-        assert window(compute_seconds=1.6, tokens=0.1) == window(data_seconds=100) == [slow]
+        assert window() == window(data_seconds=20) == window(work=0.1) == []
+        assert window(compute_seconds=1.6, work=1.6) == []
+        assert window(compute_seconds=1.6, work=0.1) == window(data_seconds=100) == [slow]
 
 
 def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):

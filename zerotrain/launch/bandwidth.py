@@ -29,7 +29,7 @@ GPU_BYTES = 256 << 20
 CPU_BYTES = 4 << 20
 GPU_MATMUL = 8192
 CPU_MATMUL = 512
-MAX_PAIRED = 16  # hosts of which every pair is measured; of more, neighbors
+MAX_PAIRED = 8  # hosts of which every pair is measured; of more, neighbors
 KINDS = (("inside", "GB/s", 0.5), (" - ", "GB/s", 0.5), ("matmul", "TFLOP/s", 0.8),
          ("all ranks", "GB/s", 0))  # fmt: skip
 """Of measurements: a part of their names, their unit, and the least share of the upper quartile, so
@@ -54,6 +54,7 @@ def all_reduce_gb_per_s(payload: torch.Tensor, ranks: list[int]) -> float:
     if dist.get_rank() not in ranks or len(ranks) == 1:
         return math.inf
     seconds = median_seconds(lambda: dist.all_reduce(payload, group=group))
+    dist.destroy_process_group(group)  # there may be dozens, each with buffers on the GPU
     return payload.nbytes * 2 * (len(ranks) - 1) / len(ranks) / seconds / 1e9
 
 

@@ -122,7 +122,7 @@ def _matching(
     key: str, patterns: list[str], names: Iterable[str], matches: Callable[[str, str], object]
 ) -> list[str]:
     """The names that match one of the patterns, each of which at least one name does."""
-    found: list[str] = []
+    found = []
     for pattern in patterns:
         matching = [name for name in names if matches(pattern, name)]
         if not matching:

@@ -104,10 +104,10 @@ def find_gpu(text: str) -> Gpu:
     entries = [entry for entry in MEMORY_TB_PER_S if entry.rpartition(" ")[0] in given]
     if peak is None or not entries:
         raise UserError(f"--gpu {text}: give one of {', '.join(MEMORY_TB_PER_S)}, as in h100-80gb")
-    best = max(entries, key=lambda entry: f"{entry.rpartition(' ')[2]}gb" in given)
+    sizes = re.findall(r"\b(\d+)(?:gb)?\b", given)  # GB, if any
+    best = max(entries, key=lambda entry: entry.rpartition(" ")[2] in sizes)
     name, _, gib = best.rpartition(" ")
-    memory_gib = int(re.search(r"(\d+)gb", f"{given} {gib}gb")[1])  # the first of the two
-    return Gpu(name, memory_gib, peak, 1e12 * MEMORY_TB_PER_S[best])
+    return Gpu(name, int((sizes or [gib])[-1]), peak, 1e12 * MEMORY_TB_PER_S[best])
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ConsoleSink:
 
     def __init__(self, first_step: int, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._values: dict[str, Any] = {}  # the last ones
+        self._values = {}  # the last ones, by name
         self._shown_at = 0.0
         self._progress = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),

@@ -14,19 +14,20 @@ WAIT_SHARE = 0.05  # of a step, spent waiting for data beyond the median rank's 
 
 
 def slow_ranks(by_rank: Sequence[Mapping[str, float]], step_seconds: float) -> list[int]:
-    """The ranks that take longer than the median rank to compute, both in all and per token, or
-    that wait longer for data. The lower median is used, so that of two ranks the slower one is
+    """The ranks that take longer than the median rank to compute, both in all and for their work,
+    or that wait longer for data. The lower median is used, so that of two ranks the slower one is
     compared with the faster one.
 
     Args:
         by_rank: of each rank the means over some steps: compute_seconds, in which it waits for no
-            other; tokens; and data_seconds, in which it waits for data.
+            other; work, what it computed, in FLOPs or supervised tokens; and data_seconds, in which
+            it waits for data.
     """
-    seconds, tokens, waits = (
+    seconds, work, waits = (
         np.array([rank[name] for rank in by_rank])
-        for name in ("compute_seconds", "tokens", "data_seconds")
+        for name in ("compute_seconds", "work", "data_seconds")
     )
-    paces = seconds / tokens
+    paces = seconds / np.maximum(work, 1)  # a rank may have had no example
     times_median = np.minimum(seconds / median_low(seconds), paces / median_low(paces))
     is_late = waits > median_low(waits) + WAIT_SHARE * step_seconds
     return np.flatnonzero((times_median > 1 + COMPUTE_MARGIN) | is_late).tolist()

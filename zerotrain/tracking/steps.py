@@ -52,7 +52,7 @@ class PhaseTimer:
         """PHASE_seconds of the phases since the first mark; waits for the device."""
         if self._on_cuda:  # an event has a time once the stream has passed it
             torch.cuda.synchronize()
-        seconds: Counter[str] = Counter()
+        seconds = Counter()
         for (_, begin), (phase, end) in pairwise(self._marks):
             elapsed = begin.elapsed_time(end) / 1000 if self._on_cuda else end - begin
             seconds[f"{phase}_seconds"] += elapsed
@@ -65,10 +65,10 @@ class StepReporter:
 
     def __init__(self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks) -> None:
         self._flops = setup.architecture.flops
-        # of a step: its seconds, of them for its data and for compute, and tokens of this rank
-        self._window: list[tuple[float, ...]] = []
+        # of a step: its seconds, of them for data and for compute, and this rank's share of work
+        self._window = []
         self._stage = zero_stage(setup.ds_config)
-        self._windows_slow: Counter[int] = Counter()  # in a row, by rank
+        self._windows_slow = Counter()  # in a row, by rank
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
@@ -84,15 +84,17 @@ class StepReporter:
             values: what the loop has measured: loss, lr, step_seconds, data_seconds ...
         """
         plan = batch.plan
+        data = self._plan.data
         step_seconds = values["step_seconds"]
-        compute = values["head_seconds"]
+        own = np.concatenate([by_rank[self._ranks.data_rank] for by_rank in plan.micro_batches])
+        compute, work = values["head_seconds"], data.supervised[own].sum()
         if self._stage < 3:  # which gathers weights in the layers
             compute += values["forward_seconds"]
-        tokens = sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
-        self._window.append((step_seconds, values["data_seconds"], compute, tokens))
+            work = self._flops.of_examples(data.lengths[own], work)
+        self._window.append((step_seconds, values["data_seconds"], compute, work))
         if self._ranks.is_first:
             # of the examples of all ranks, from the plan: no communication
-            lengths = self._plan.data.lengths[np.concatenate([*chain(*plan.micro_batches)])]
+            lengths = data.lengths[np.concatenate([*chain(*plan.micro_batches)])]
             flops_per_s = self._flops.of_examples(lengths, plan.supervised_tokens) / step_seconds
             record = {
                 "step": progress.step,
@@ -117,13 +119,13 @@ class StepReporter:
 
     def _compare_ranks(self, step: int) -> None:
         """Report what each rank has measured in the last WINDOW_STEPS, and which ranks are slow."""
-        step_seconds, data_seconds, compute, tokens = map(fmean, zip(*self._window, strict=True))
+        step_seconds, data_seconds, compute, work = map(fmean, zip(*self._window, strict=True))
         self._window.clear()
         ranks = self._ranks
         measured = {
             "host": f"{socket.gethostname()} (local rank {ranks.local_rank})",
             "compute_seconds": compute,
-            "tokens": tokens,
+            "work": work,
             "data_seconds": data_seconds,
             **gpu_health(),
         }
@@ -137,8 +139,9 @@ class StepReporter:
                 name = f"rank {rank} @ {by_rank[rank].pop('host')}"
                 facts = (f"{key} {value:.5g}" for key, value in by_rank[rank].items())
                 text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {', '.join(facts)}"
-                event = {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
-                self._metrics.log("event", event)
+                self._metrics.log(
+                    "event", {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
+                )
 
     def report_problem(self, problem: Problem, batch: StepBatch) -> None:
         """Report what the guard found in a step, with the rows of the micro-batches whose own loss
