@@ -134,7 +134,8 @@ def make_plans(
     if train.global_batch > train_plan.epoch_size:
         raise UserError(
             f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has "
-            f"({train_plan.epoch_size:,} without data.eval_fraction); lower it, or add data"
+            f"({train_plan.epoch_size:,} without data.eval_fraction); lower it, add data, or raise "
+            "repeat of a source"
         )
     eval_plans = {
         name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False, mix=()), budget)

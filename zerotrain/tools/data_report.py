@@ -42,15 +42,18 @@ def segments(
 
 
 def print_counts(name: str, plan: DataPlan) -> None:
-    """Formats, token counts, and what is supervised."""
+    """What was read, how long rows were handled, token counts, and what is supervised."""
     data = plan.data
     meta = data.meta
+    too_long = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]
     tokens = data.lengths.sum()
     supervised = data.supervised.sum()
     rows = {
-        "examples": f"{len(data):,}, of {meta['rows_read']:,} rows; {', '.join(meta['formats'])}",
+        "examples": f"{len(data):,}, of {meta['rows_read']:,} rows of {', '.join(meta['sources'])}",
+        "format": ", ".join(dict.fromkeys(meta["formats"])),
+        "over max_length": ", ".join(too_long) or "none",
         "tokens": f"{tokens:,}, {tokens / len(data):,.1f} per example",
         "supervised": f"{supervised:,}, {supervised / tokens:.1%}; {meta['masks']}",
         "length": "  ".join(quantiles),

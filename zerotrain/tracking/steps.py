@@ -101,6 +101,7 @@ class StepReporter:
                 "epoch": self._plan.epochs_at(progress.step),
                 "examples": plan.examples,
                 "tokens": plan.tokens,  # without padding
+                "tokens_total": progress.tokens,
                 "supervised_tokens": plan.supervised_tokens,
                 "padding_efficiency": plan.tokens / plan.padded_tokens,
                 "micro_steps": len(batch.micro_batches),

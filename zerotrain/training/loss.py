@@ -125,7 +125,7 @@ class SupervisedLoss:
         """
         batch = batch.to(engine.device)
         hidden: list[torch.Tensor] = []
-        losses: list[torch.Tensor] = []
+        losses = []
 
         def select(_head: nn.Module, args: tuple) -> tuple:
             hidden.append(args[0].flatten(0, 1).index_select(0, batch.positions))  # [n, h]
