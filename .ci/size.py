@@ -15,7 +15,7 @@ from pathlib import Path
 # What each is today, rounded up. CONTRIBUTING.md has the aims, and says when a limit rises.
 LIMITS = {
     "train.py and its imports": 48_000,
-    "all but tests": 90_100,
+    "all but tests": 90_000,
     "tests": 83_850,
     "smallest copy, all but tests": 55_500,
     "smallest copy, tests": 27_400,

@@ -92,7 +92,7 @@ def write_rows(file: Path, lengths: np.ndarray) -> None:
 def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """{side: what was measured in each repeat}, the sides of a repeat one after the other."""
     sides = [OURS, *args.strategies.split(",")]
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    runs = {side: [] for side in sides}
     for repeat in range(args.repeats):
         for side in sides:
             steps, peak_gib = run_ours(args, repeat) if side == OURS else run_trainer(args, side)

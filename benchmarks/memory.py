@@ -77,7 +77,7 @@ def main(config: Config) -> None:
             (memory.peak + on_cpu, peak_bytes(json.loads(trace.read_text())["traceEvents"])),
         )
         cells = [f"{a / GIB:.2f} | {b / GIB:.2f} | {a / b:.3f}" for a, b in pairs]
-        print("|", Path(config.ds_config).stem, "|", " | ".join(cells), "|", flush=True)
+        print("|", Path(config.ds_config).stem, "|", " | ".join(cells), "|")
 
 
 def held_bytes(model: torch.nn.Module) -> int:
@@ -95,7 +95,7 @@ def peak_bytes(events: list[dict[str, Any]]) -> int:
     """The most bytes that are allocated at a time from the begin of the second step on. The sums in
     the trace itself keep what other threads have freed: under ZeRO 3 they are a quarter too large.
     """
-    live: dict[int, int] = {}
+    live = {}  # bytes by address
     total = peak = 0
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event.get("name") == "second step":

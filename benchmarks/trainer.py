@@ -41,7 +41,7 @@ class Clock(TrainerCallback):
     """When the first step has begun, and each step has ended, in Unix seconds."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.times = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.times = self.times or [time.time()]
@@ -58,7 +58,7 @@ def main() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     trainer = make_trainer(work)
     collate = trainer.data_collator
-    counts: list[tuple[int, int]] = []  # tokens without and with padding of each micro-batch
+    counts = []  # tokens without and with padding of each micro-batch
 
     def counting_collate(batch: list[dict]) -> Any:
         collated = collate(batch)

@@ -80,7 +80,7 @@ def differences(reports: Reports) -> Iterator[Finding]:
     reached = {host: report for host, report in reports.items() if "same" in report}
     for check, cure in CURES.items():
         found = {h: r["same"][check] for h, r in reached.items() if check in r["same"]}
-        odd: dict[str, list[str]] = {host: [] for host in found}
+        odd = {host: [] for host in found}
         for name in sorted({name for values in found.values() for name in values}):
             values = {host: there.get(name, "missing") for host, there in found.items()}
             usual = Counter(values.values()).most_common(1)[0][0]

@@ -27,7 +27,7 @@ def read_hosts(path: str, include: str = "", exclude: str = "") -> Hosts:
     Raises:
         UserError: the file cannot be read, or a line, which is named, or a selection is wrong.
     """
-    counts: dict[str, int] = {}
+    counts = {}
     for number, line in enumerate(read_text(path, "hostfile: ").splitlines(), start=1):
         content = line.split("#")[0].strip()
         if not content:

@@ -166,7 +166,7 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
         "gpus": {"models": ", ".join(sorted({gpu["name"] for gpu in devices})) or "missing"},
     }
     problems = [*machine_problems(facts)]
-    found: dict[str, Any] = {"same": same, "problems": problems, "checkpoint": None}
+    found = {"same": same, "problems": problems, "checkpoint": None}
     if argv is None:
         return found
     try:

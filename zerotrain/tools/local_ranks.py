@@ -49,7 +49,7 @@ def run_local_ranks(
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // ranks),
     }
-    processes: list[subprocess.Popen] = []
+    processes = []
     failure = peak = 0
     end = time.monotonic() + seconds
     try:

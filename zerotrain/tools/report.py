@@ -80,7 +80,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     unreadable = len((folder / METRICS).read_bytes().splitlines()) - len(lines)
     if unreadable:
         problems.append(f"{METRICS}: {unreadable:,} lines cannot be read")
-    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    records = defaultdict(list)  # by kind
     for record in lines:
         records[str(record["kind"])].append(record)
     measured = [*records["train"], *records["eval"]]
