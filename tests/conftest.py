@@ -16,7 +16,7 @@ pytest.register_assert_rewrite("harness", "namespaces")
 
 from harness.forks import ForkServer
 from harness.inputs import save_tiny_llama, write_tiny_config
-from harness.repository import SAMPLE
+from harness.repository import REPO, SAMPLE
 from harness.runs import plainly
 
 # a shell has it ignored by what it starts in the background, and so by the runs of the tests
@@ -106,9 +106,8 @@ def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer):
 
 @pytest.fixture(scope="session")
 def chat_rows():
-    """70 rows of the sample data: prompts masked, 35 to 139 tokens each."""
-    lines = (SAMPLE / "train.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[::52]][:70]
+    """70 rows of additions, as in the sample: prompts masked, 30 to 220 tokens each."""
+    return [json.loads(row) for row in (REPO / "tests/harness/rows.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

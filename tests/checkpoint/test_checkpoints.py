@@ -278,11 +278,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
 def test_a_run_folder_that_is_out_of_reach_for_two_seconds_is_waited_for(
     forks, tiny_config, tmp_path
 ):
-    config = tiny_config(train__steps=100_000, checkpoint={"every_steps": 5})
+    config = tiny_config(train__steps=100_000, checkpoint={"every_steps": 50})
     run_folder = tmp_path / "run"
     checkpoints = run_folder / "checkpoints"
     run = forks.start(config, ranks=2)
-    run.until(lambda: list_complete(checkpoints))
+    # between two saves: one that has begun needs its folder
+    run.until(lambda: list_complete(checkpoints) and read_metrics(run_folder, "save"))
     run_folder.rename(tmp_path / "away")
     time.sleep(2)
     (tmp_path / "away").rename(run_folder)
