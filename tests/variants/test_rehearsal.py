@@ -54,6 +54,8 @@ def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_p
     parsed = read_config(config)
     *_, plan, _ = open_plans(parsed, 1 if name in ("ulysses", "zero3_autotp") else 2)
     longest = plan.budget.padded(plan.data.lengths.max())
+    # no number that is too small for the longest example
+    assert "set it to" not in describe_micro_batch(plan.with_budget(1), np.array([0]))
     whole_step = -(-parsed.train.global_batch_size // plan.budget.world_size) * longest
     printed = " ".join(finished.output.split())
     assert f"micro_batch_tokens {plan.budget.micro_batch_tokens:,} fits" in printed, printed
