@@ -15,6 +15,7 @@ updated weights; under ZeRO 3 each layer is gathered when it runs.
 The exit codes are in zerotrain/runtime/errors.py.
 """
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -160,9 +161,10 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         if run.ranks.is_first:
             last = max(list_complete(run.saver.folder), default="none")
             print(f"{ending}; last checkpoint: {last}")
-            # the peak is that of a known GPU
+            # on a GPU whose peak is known: what was forecast beside what was measured
             if exit_code == 0 and run.reporter.peak_flops_per_s and Path("benchmarks").is_dir():
-                print(f"forecast: python -m benchmarks.forecast --run {run.config.output_dir}")
+                forecast = [sys.executable, "-m", "benchmarks.forecast", "--run"]
+                subprocess.run([*forecast, run.config.output_dir], check=False)
     return exit_code
 
 

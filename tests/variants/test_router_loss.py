@@ -122,4 +122,5 @@ def test_training_is_that_of_a_plain_loop(
     out = export(tmp_path / "run", tmp_path / "hf")
     trained = AutoModelForCausalLM.from_pretrained(out).state_dict()
     for key, parameter in model.named_parameters():
-        assert (trained[key] - parameter).norm() < 2e-5 * parameter.norm(), key
+        # five times what other processors' sums make of gpt_oss's smallest gradients
+        assert (trained[key] - parameter).norm() < 1e-4 * parameter.norm(), key

@@ -137,7 +137,7 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
             return [value_of(item, f"{prefix}[].") for item in node.value]
         if not isinstance(node, yaml.MappingNode):
             return None if node is None or node.tag == NULL else node.value
-        values: dict[str, Any] = {}
+        values = {}
         for key, value in node.value:
             name = str(key.value)
             if name in values:

@@ -83,7 +83,7 @@ class WandbSink:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        row: dict[str, Any] = {
+        row = {
             f"{kind}/{key}": float(value)
             for key, value in values.items()
             if isinstance(value, int | float) and key != "step"

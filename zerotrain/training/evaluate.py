@@ -48,8 +48,7 @@ class HeldOutSets:
         Raises:
             Preempted: a rank was preempted meanwhile.
         """
-        values: dict[str, float] = {}
-        answers: dict[str, list[dict]] = {}
+        values, answers = {}, {}
         self.engine.eval()  # without dropout
         try:
             for name, plan in self.plans.items():
