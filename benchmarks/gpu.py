@@ -139,7 +139,7 @@ class Bench:
                 self.command("-c", SAVE_WEIGHTS, folder)
         return folder
 
-    def rows(self, max_length: int, count: int = 4000) -> Path:
+    def rows(self, max_length: int, count: int) -> Path:
         """Rows of log-normal lengths, a few of them 20 times the mean."""
         file = self.folder / f"rows_{max_length}_{count}.jsonl"
         spread = 1.12
@@ -170,7 +170,7 @@ class Bench:
                 "ds_config": f"ds_configs/zero{stage}.json",
                 "model.name_or_path": self.model(shape, tokens),
                 "model.from_config": shape != WITH_WEIGHTS,
-                "data.train_sources": [str(self.rows(tokens))],
+                "data.train_sources": [str(self.rows(tokens, self.size(4000, 200)))],
                 "data.max_length": tokens,
                 "data.micro_batch_tokens": tokens,
                 "train.global_batch_tokens": 4 * tokens,

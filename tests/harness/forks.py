@@ -56,7 +56,7 @@ class ForkServer:
     """Runs train.py on forked ranks; see fork_server.py."""
 
     def __init__(self, folder, repo=REPO):
-        self.folder, self.runs = folder, 0
+        self.folder, self.repo, self.runs = folder, repo, 0
         self.process = subprocess.Popen(
             [sys.executable, str(repo / "tests" / "harness" / "fork_server.py")], cwd=repo,
             env={**environment(), "PYTHONPATH": str(repo)},

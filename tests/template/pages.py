@@ -1,13 +1,30 @@
 """The commands of a Markdown page."""
 
 import re
+import shlex
+
+from harness.processes import run
 
 
 def commands_in(page):
-    """The commands in the ```console and ```bash blocks of a page's text, in order; a bash block is
-    one command.
+    """The commands in the ```console and ```bash blocks of a page's text, in order; of a bash block
+    the lines that begin with .venv/, and what is between them.
     """
     found = []
     for kind, block in re.findall(r"^```(bash|console)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
-        found += [block] if kind == "bash" else re.split(r"^\S*\$ ", block, flags=re.MULTILINE)[1:]
+        begin = r"^(?=\.venv/)" if kind == "bash" else r"^\S*\$ "
+        found += re.split(begin, block, flags=re.MULTILINE)[kind == "console" :]
     return [command.strip() for command in found]
+
+
+def run_command(command, forks, *variables):
+    """Run a command of a page in the repository of a fork server: scripts, and training on one
+    rank, with their imports already done, which takes most of the time.
+    """
+    words = shlex.split(command)
+    if words[:2] == [".venv/bin/python", "-m"]:
+        return forks.script(*words[2:])
+    if words[0] == ".venv/bin/deepspeed":
+        return forks.train(*words[words.index("--config") + 1 :])
+    shell = ("env", *variables, "bash", "-euo", "pipefail", "-c", command)
+    return run(shell, timeout=1200, cwd=forks.repo)

@@ -4,17 +4,19 @@ pytest tests/template/test_copier.py"""
 import re
 import shutil
 import sys
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from copier import run_copy, run_update
+from harness.forks import ForkServer
 from harness.inputs import read_config, write_rows
-from harness.processes import free_port, run
+from harness.processes import run
 from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
-from pages import commands_in
+from pages import commands_in, run_command
 
 from scripts import plan
 from zerotrain.launch.job import job_of, job_parser
@@ -139,17 +141,17 @@ def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
 
 
 @pytest.mark.launch
-def test_the_readme_of_a_copy_leads_to_a_model_and_its_tests_are_found(copies):
+def test_the_readme_of_a_copy_leads_to_a_model_and_its_tests_are_found(copies, tmp_path):
     copy = copies / "small"
     (copy / ".venv").symlink_to(sys.prefix)
-    for command in (
-        *commands_in((copy / "README.md").read_text()),
-        ".venv/bin/ruff check --no-cache .",
-        ".venv/bin/python -m pytest -q -n 0 -p no:cacheprovider tests -k test_layers",
-    ):
-        own_port = f"deepspeed --master_port {free_port()} "
-        done = run(["bash", "-c", command.replace("deepspeed ", own_port)], cwd=copy)
-        assert done.code == 0, done.output
+    with closing(ForkServer(tmp_path, copy)) as forks:
+        for command in (
+            *commands_in((copy / "README.md").read_text()),
+            ".venv/bin/ruff check --no-cache .",
+            ".venv/bin/pytest -q -n 0 -p no:cacheprovider tests -k test_layers",
+        ):
+            done = run_command(command, forks)
+            assert done.code == 0, done.output
     losses = [record["eval_loss"] for record in read_metrics(copy / "runs/small", "eval")]
     assert losses[-1] < losses[0]
 
