@@ -15,6 +15,7 @@ updated weights; under ZeRO 3 each layer is gathered when it runs.
 The exit codes are in zerotrain/runtime/errors.py.
 """
 
+import gc
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, ex
 
 if __name__ == "__main__":  # --help, and a mistake, need not wait for the imports below
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
+    gc.disable()  # collections would take a sixth of the imports' time
 
 import deepspeed
 import torch
@@ -351,4 +353,6 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported stays; no later collection looks through it
+    gc.enable()
     exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.mode))

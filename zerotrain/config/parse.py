@@ -69,7 +69,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     files = [value for name, value in flags if name == "config"]
     if not files:
         raise UserError("no --config FILE is given, such as --config recipes/demo.yaml")
-    settings: dict[str, Any] = {}
+    settings = {}
     places = {"": files[-1]}  # where each key was given last
     for file in files:
         for values, own_places in _with_bases(file):
@@ -130,7 +130,7 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
     Raises:
         UserError: not YAML, an alias, or a key that occurs twice.
     """
-    lines: dict[str, int] = {}
+    lines = {}
 
     def value_of(node: yaml.Node | None, prefix: str) -> Any:
         if isinstance(node, yaml.SequenceNode):

@@ -124,7 +124,7 @@ class SupervisedLoss:
             mark: called with "forward" after the layers, before the loss.
         """
         batch = batch.to(engine.device)
-        hidden: list[torch.Tensor] = []
+        hidden = []
         losses = []
 
         def select(_head: nn.Module, args: tuple) -> tuple:
