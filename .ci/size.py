@@ -16,7 +16,7 @@ from pathlib import Path
 LIMITS = {
     "train.py and its imports": 48_000,
     "all but tests": 90_000,
-    "tests": 83_950,
+    "tests": 84_000,
     "smallest copy, all but tests": 55_500,
     "smallest copy, tests": 27_400,
     "settings": 59,

@@ -26,6 +26,9 @@ def test_runs_that_were_not_fitted_are_forecast_as_well_as_the_planner_says(runs
         errors = abs(held_out(runs, folds) - 1)
         assert np.quantile(errors, 0.9) < within + 0.005
         assert np.median(errors) <= 0.08 and np.mean(errors <= 0.2) >= 0.85
+    kinds = [run.zero for run in runs]
+    for kind, ratio in zip(kinds, held_out(runs, kinds), strict=True):
+        assert "offload" not in kind or abs(ratio - 1) < 0.3, "with one other run of offload"
 
 
 def test_a_table_has_a_line_per_run_and_the_verdicts_on_further_nodes(forks, runs, tmp_path):
