@@ -70,11 +70,14 @@ def test_a_step_of_a_billion_examples_takes_no_memory():
 def test_any_epochs_in_a_row_have_every_example_as_often(
     sources, batch, by_tokens, is_mix, seed, epoch
 ):
-    """Of n with m places k*m/n times in k epochs, rounded down or up; once per epoch if m is n."""
+    """Of n with m places k*m/n times in k epochs, rounded down or up; once per epoch if m is n. The
+    number of steps is that of a mean epoch.
+    """
     n, m = np.array([(n, m if is_mix else n) for n, m in sources for _ in range(n)]).T
     lengths = np.random.default_rng(seed).integers(2, 64, len(n)).astype(np.int32)
     size = {"global_batch_tokens": 30 * batch} if by_tokens else {"global_batch_size": batch}
     order = EpochOrder(lengths, seed, **size, mix=tuple(sources) if is_mix else ())
+    assert abs(order.tokens_per_epoch - (lengths * m / n).sum()) < 4  # rounded for each source
     so_far = 0
     for k in range(1, 4):
         steps = epoch_of(order, epoch + k)

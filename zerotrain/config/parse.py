@@ -77,7 +77,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             places |= own_places
     for key, text in flags:
         if key != "config":
-            value: Any = text
+            value = text
             if text == "null" or text.startswith(("[", "{")):
                 value, lines = read_yaml(text, f"{COMMAND_LINE}: {key}")
                 places |= {f"{key}.{name}": COMMAND_LINE for name in lines}

@@ -75,7 +75,7 @@ class EpochOrder:
     slice [k*n//S, (k+1)*n//S): sizes differ by at most one, and any step is found in O(1). With a
     batch size in tokens, the slices end where the cumulative token count passes k/S of the epoch's;
     the bounds come from one pass over the lengths per epoch, kept as a table of S + 1 integers. All
-    epochs have the S of the first, also where a mix gives them other examples.
+    epochs have the same S, also where a mix gives them other examples.
 
     `start` is 0 everywhere below, except in an epoch that is divided anew from some position on,
     because the global batch has changed there.
@@ -99,11 +99,12 @@ class EpochOrder:
 
     @cached_property
     def tokens_per_epoch(self) -> int:
-        """Tokens of the first epoch."""
-        lengths = self.lengths
-        if self.mix:
-            lengths = lengths[self.slice(0, 0, self.places)]
-        return int(lengths.sum())
+        """Tokens of an epoch; the mean where a mix gives epochs other examples."""
+        total = first = 0
+        for n, m in self.mix or [[self.places] * 2]:
+            total += int(self.lengths[first : first + n].sum()) * m // (n or 1)
+            first += n
+        return total
 
     @cached_property
     def steps_per_epoch(self) -> int:

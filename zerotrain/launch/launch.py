@@ -269,7 +269,7 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
     Raises:
         UserError: a host cannot be reached at the first start, or no restart is possible.
     """
-    events: queue.SimpleQueue = queue.SimpleQueue()
+    events = queue.SimpleQueue()
     now = job
     restarts = 0
     saved = None

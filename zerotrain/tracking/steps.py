@@ -38,7 +38,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._marks = []  # phase and end of each: in seconds, or an event on a GPU
 
     def mark(self, phase: str) -> None:
         """The end of a phase, and the beginning of the next one."""
