@@ -88,12 +88,12 @@ class Attempt:
         self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 4)
         self.connections = [Connection(host, job, events) for host in job.hosts]
         self.running = set(self.connections)
-        self.mistakes: set[str] = set()  # printed lines that begin with `error: `
-        self.failures: list[tuple[int, int, int, str]] = []
+        self.mistakes = set()  # printed lines that begin with `error: `
+        self.failures = []
         """(kind, number, exit code, cause); the lowest is the cause of the others: a host that is
         lost or a rank that is killed before a mistake, a mistake before anything else.
         """
-        self.stop_signal: int | None = None
+        self.stop_signal = None
         self.has_started = False
         self.next_ping = 0.0
 

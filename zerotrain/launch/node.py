@@ -217,7 +217,7 @@ def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) ->
 
 
 def main() -> int:
-    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    requests = queue.SimpleQueue()
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: requests.put(signal.Signals(number).name))
     if len(sys.argv) == 1:

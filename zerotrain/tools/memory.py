@@ -149,16 +149,18 @@ def _loss(setup: Setup, tokens: int) -> float:
 
 
 def _update(setup: Setup, states: ModelStates) -> float:
-    """The temporaries of the update: a square root in torch's AdamW; under ZeRO 3 a copy of the
-    gradients, sub-group by sub-group; under ZeRO 0 and 1 the bucket of the all-reduce that precedes
-    it (MEMORY_OPT_ALLREDUCE_SIZE).
+    """The temporaries of the update: a square root in torch's AdamW, if it is not fused; under ZeRO
+    3 a copy of the gradients in fp32, sub-group by sub-group; under ZeRO 0 and 1 the bucket of the
+    all-reduce that precedes it (MEMORY_OPT_ALLREDUCE_SIZE).
     """
     stage = zero_stage(setup.ds_config)
     if offload_devices(setup.ds_config)["optimizer"] != "none":
         return 0
+    is_fused = setup.ds_config.get("optimizer", {}).get("params", {}).get("fused")
+    root = 0 if is_fused else 4
     if stage == 3:
-        return 8 * min(states.updated, _sub_group(setup))
-    return 4 * max(states.updated, min(states.trained, 5e8) if stage < 2 else 0)
+        return (root + 4) * min(states.updated, _sub_group(setup))
+    return max(root * states.updated, 4 * min(states.trained, 5e8) if stage < 2 else 0)
 
 
 def _buffers(setup: Setup) -> float:
