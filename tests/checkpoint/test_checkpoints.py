@@ -52,7 +52,7 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
             (run_folder / "stop").touch()  # seen after the first step
         finished = forks.finish(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
         assert ("resuming from" in finished.output) == (step > 1)
-    tolerance = 1e-5 if precision == "fp32" else 2.5e-3  # five times what is seen
+    tolerance = 1e-5 if precision == "fp32" else 1e-3
     expected = curve(tmp_path / "whole")
     assert len(expected) == 7
     np.testing.assert_allclose(curve(run_folder), expected, rtol=tolerance)

@@ -59,7 +59,7 @@ def train_plainly(config_file, ranks):
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
     trained = [p for p in model.parameters() if p.requires_grad]
     *_, plan, _ = open_plans(config, ranks)
-    optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-8,
+    optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-5,
                                   betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
     metrics, without_tokens = defaultdict(list), 0
     for k in range(config.train.steps):
@@ -105,8 +105,10 @@ def test_training_is_that_of_a_plain_loop(
     forks, folders, tiny_config, tmp_path, name, stage, ranks, batching,
     checkpointing, compiled,
 ):  # fmt: skip
+    # with an eps near Adam's usual one, rounding decides what gradients near 0 change
     config = tiny_config(
-        model=folders[name], ds_config=strategy(tmp_path, f"zero{stage}"),
+        model=folders[name],
+        ds_config=strategy(tmp_path, f"zero{stage}", {"optimizer.params.eps": 1e-5}),
         model__activation_checkpointing=checkpointing, model__compile=compiled,
         data__batching=batching, data__micro_batch_tokens=400, data__eval_sources=None,
         train__steps=4, train__lr_schedule="constant", train__warmup_examples=0,
@@ -122,5 +124,4 @@ def test_training_is_that_of_a_plain_loop(
     out = export(tmp_path / "run", tmp_path / "hf")
     trained = AutoModelForCausalLM.from_pretrained(out).state_dict()
     for key, parameter in model.named_parameters():
-        # five times what other processors' sums make of gpt_oss's smallest gradients
-        assert (trained[key] - parameter).norm() < 1e-4 * parameter.norm(), key
+        assert (trained[key] - parameter).norm() < 2e-5 * parameter.norm(), key
