@@ -12,7 +12,7 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def build(library: Path) -> None:
+def build(library):
     """Compile fake_cuda.cpp with g++, in a quarter of a minute."""
     include = TORCH / "include"
     folders = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{TORCH / 'lib'}"]

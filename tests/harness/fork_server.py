@@ -27,19 +27,22 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "mains")]
 gc.disable()  # until serve(), as in train.py
+os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
+import deepspeed.module_inject.auto_ep_layer
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
-import peft  # noqa: F401  where model.lora is set, takes a second
-import torch._inductor.compile_fx  # noqa: F401  for torch.compile, called there
+import peft  # noqa: F401  where model.lora is set, takes a second; loads the compiler
 import transformers.models.llama.modeling_llama
 import transformers.optimization  # noqa: F401  for get_scheduler
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import train  # noqa: F401  and everything that it imports
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
 
 deepspeed.ops.__compatible_ops__  # noqa: B018  looked up at first use, .25 s
+get_checkpoint_conversion_mapping("")  # compiles the patterns of all models, .2 s
 CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 18  # <sched.h>
 MS_REC = 16384
 
@@ -77,6 +80,7 @@ def rank(request, number):
         return
     os.environ.update(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
+        LOCAL_SIZE=ranks,  # or DeepSpeed runs numactl in each backward pass of ZeRO 3
         MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
     )  # fmt: skip
     if request.get("disks"):
