@@ -46,6 +46,7 @@ def environment():
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # else DeepSpeed loads it, which takes a second
         # packages may be on it too, on a machine without a network
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
     }
@@ -108,7 +109,7 @@ def start(config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DE
     )  # fmt: skip
 
 
-def wait_until(happened, process, log=None, seconds=900, interval=0.01):
+def wait_until(happened, process, log=None, seconds=900, interval=0.05):
     """Poll `happened()` until it returns something true, and return that. Fails, with the text of
     the file `log`, once the process has ended without it, or after `seconds`.
 

@@ -38,7 +38,7 @@ CONTAINER = POD["containers"][0]
 WORDS = [*CONTAINER["command"], *CONTAINER["args"]]
 
 
-def option(name, words=WORDS) -> str:
+def option(name, words=WORDS):
     return next(value for flag, value in pairwise(words) if flag == name)
 
 
@@ -46,7 +46,7 @@ def option(name, words=WORDS) -> str:
 # What the files say
 
 
-def differs(document) -> bool:
+def differs(document):
     """Whether the API has no such object: its models refuse it, or lose some of it."""
     try:
         return MODELS[document["kind"]].from_dict(document).to_dict() != document
@@ -89,7 +89,7 @@ def test_exit_codes_lead_to_a_restart_or_not():
 class Nodes:
     """Two pods or virtual machines: hosts with a disk at /mnt/train and a home of their own."""
 
-    def __init__(self, hosts, config, folder) -> None:
+    def __init__(self, hosts, config, folder):
         self.hosts, self.disk, self.log = hosts, folder / "disk", folder / "log"
         home = folder / "home"
         for made in (self.disk, home):
@@ -104,12 +104,12 @@ class Nodes:
                 f"/mnt/train && mount -t tmpfs tmpfs {home} "
                 f"&& mount --bind {config} {REPO}/{option('--config')}",
             )
-        kept = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+        kept = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE")
         self.environment = {name: environment()[name] for name in kept} | {
             "HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }  # fmt: skip
 
-    def start(self, command, environments) -> list[subprocess.Popen]:
+    def start(self, command, environments):
         """Run a command in the repository on each host, with its own environment."""
         started = []
         with self.log.open("a") as log:

@@ -17,7 +17,7 @@ PREFIX = f"10.{64 + os.getpid() // 250 % 128}.{os.getpid() % 250}"
 NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "/usr/sbin/sshd")
 
 
-def why_not() -> str | None:
+def why_not():
     """Why such hosts cannot be made here; None if they can."""
     probe = f"probe-{os.getpid()}"  # several test processes ask at the same time
     if reason := lacking(NEEDED, "pdsh rsync openssh-server iproute2"):
@@ -30,12 +30,12 @@ def why_not() -> str | None:
 class Hosts:
     """node-1 and node-2 with addresses PREFIX.1 and PREFIX.2; this machine has PREFIX.254."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.ssh_config = folder / "ssh_config"
         self._processes: dict[int, subprocess.Popen] = {}
 
-    def up(self) -> "Hosts":
+    def up(self):
         self.down()
         Path("/run/sshd").mkdir(exist_ok=True)
         for key in ("host", "id"):
@@ -66,11 +66,11 @@ class Hosts:
 
     def boot(
         self,
-        i: int,
-        binds: dict | None = None,
-        environment: dict | None = None,
-        read_only: tuple = (),
-    ) -> None:
+        i,
+        binds=None,
+        environment=None,
+        read_only=(),
+    ):
         """Start or restart host i.
 
         Args:
@@ -91,8 +91,8 @@ class Hosts:
             "PidFile": "none", "StrictModes": "no", "UsePAM": "no", "PermitRootLogin": "yes",
             "MaxStartups": "100",
         }  # fmt: skip
-        if environment:
-            options["SetEnv"] = " ".join(f"{k}={v}" for k, v in environment.items())
+        variables = {"TORCHDYNAMO_DISABLE": 1, **(environment or {})}
+        options["SetEnv"] = " ".join(f"{k}={v}" for k, v in variables.items())
         flags = " ".join(f"-o '{k}={v}'" for k, v in options.items())
         script.append(f"exec /usr/sbin/sshd -D -f /dev/null -h {self.folder}/host {flags}")
         self._processes[i] = subprocess.Popen(
@@ -103,30 +103,30 @@ class Hosts:
         )  # fmt: skip
         wait_until(lambda: self.answers(i), self._processes[i])
 
-    def answers(self, i: int) -> bool:
+    def answers(self, i):
         return subprocess.run(self.ssh(i, "true"), capture_output=True).returncode == 0
 
-    def revive(self) -> None:
+    def revive(self):
         """Boot the hosts that an earlier test has left in pieces."""
         for i in (1, 2):
             self.mend(i)
             if not self.answers(i):
                 self.boot(i)
 
-    def ssh(self, i: int, command: str) -> list[str]:
+    def ssh(self, i, command):
         return ["ssh", "-F", str(self.ssh_config), f"node-{i}", command]
 
-    def run(self, i: int, command: str) -> str:
+    def run(self, i, command):
         """Run a command on host i and return its standard output."""
         return subprocess.run(self.ssh(i, command), capture_output=True, text=True).stdout
 
-    def cut(self, i: int) -> None:
+    def cut(self, i):
         sh(f"ip link set {TAG}v{i} down")
 
-    def mend(self, i: int) -> None:
+    def mend(self, i):
         sh(f"ip link set {TAG}v{i} up")
 
-    def kill(self, i: int) -> None:
+    def kill(self, i):
         """Kill all processes of host i at once. After `cut`, no other host notices."""
         process = self._processes.pop(i, None)
         if process is not None:
@@ -134,7 +134,7 @@ class Hosts:
             process.kill()
             process.wait()
 
-    def down(self) -> None:
+    def down(self):
         for i in list(self._processes):
             self.kill(i)
         for i in (1, 2):
@@ -143,7 +143,7 @@ class Hosts:
         subprocess.run(["ip", "link", "del", f"{TAG}br"], capture_output=True)
 
 
-def sh(*commands: str) -> None:
+def sh(*commands: str):
     for command in commands:
         words = command.split(" ")
         subprocess.run(words, check=True, capture_output=True)
@@ -179,14 +179,14 @@ def hostfile(tmp_path):
     return path
 
 
-def with_ssh(hosts, command) -> list[str]:
+def with_ssh(hosts, command):
     """The words of a command, with ssh's config in `--ssh_args` after the name of its script."""
     words = [str(word) for word in command]
     script = next(i for i, word in enumerate(words) if word.endswith(".sh") or "scripts." in word)
     return [*words[: script + 1], "--ssh_args", f"-F {hosts.ssh_config}", *words[script + 1 :]]
 
 
-def start(hosts, log, *command) -> subprocess.Popen:
+def start(hosts, log, *command):
     """A command left running, its output in the file `log`."""
     return subprocess.Popen(
         with_ssh(hosts, command), cwd=REPO, env=environment(), stdout=log.open("w"),
@@ -194,12 +194,12 @@ def start(hosts, log, *command) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def run(hosts, *command) -> processes.Finished:
+def run(hosts, *command):
     """A command run to its end."""
     return processes.run(with_ssh(hosts, command))
 
 
-def left_on(hosts, text) -> list[str]:
+def left_on(hosts, text):
     """Command lines with `text` in them, on the hosts and here."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     listed += hosts.run(1, "ps -eo args") + hosts.run(2, "ps -eo args")

@@ -126,7 +126,8 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
         file = copy / "data" / "sample" / f"{name}.jsonl"
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:rows]))
     # of the checkout's own, which `run` sets, nothing but packages of a machine without a network
-    variables = ("-uDS_ACCELERATOR", "-uHF_HUB_OFFLINE", f"HOME={tmp_path / 'home'}", "EDITOR=true",
+    variables = ("-uDS_ACCELERATOR", "-uHF_HUB_OFFLINE", "-uTORCHDYNAMO_DISABLE",
+                 f"HOME={tmp_path / 'home'}", "EDITOR=true",
                  f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}")  # fmt: skip
     with closing(ForkServer(tmp_path, copy)) as forks:
         for command in filled_in_commands():
