@@ -32,9 +32,9 @@ def pytest_collection_finish():
 
 LONGEST_FIRST = (
     "test_readme", "test_launch", "test_training", "test_commands", "test_slurm", "test_preemption",
-    "test_checkpoints", "test_benchmarks", "test_recipes", "test_lora", "test_export",
-    "test_preflight", "test_orchestrators", "test_node_local", "test_scaling", "test_copier",
-    "test_router_loss", "test_verify", "test_fuzz",
+    "test_checkpoints", "test_benchmarks", "test_recipes",
+    "test_preflight", "test_orchestrators", "test_node_local", "test_copier",
+    "test_router_loss", "test_equivalence", "test_tracking",
 )  # fmt: skip
 
 

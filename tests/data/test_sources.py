@@ -185,6 +185,7 @@ def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_p
     assert path.stat().st_size < 10_000
     assert "values in a row group" in refusal(path)
     monkeypatch.setattr(readers, "MAX_LIST_VALUES", 9)
+    monkeypatch.setattr(readers, "TEXT_AT_ONCE", 1 << 23)  # or it is parsed after each piece
     pq.write_table(pa.table({"text": ["a"], "x": [[0] * 10]}), path)
     with pytest.raises(BadRow, match="over 8,000,000 characters"):
         rows_in(path)
