@@ -27,7 +27,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "mains")]
 gc.disable()  # until serve(), as in train.py
-os.environ.pop("TORCHDYNAMO_DISABLE", None)
+os.environ.pop("TORCHDYNAMO_DISABLE", None)  # of the launch tests: some forked ranks compile
 
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.ops
