@@ -14,8 +14,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 def build(library):
     """Compile fake_cuda.cpp with g++, in a quarter of a minute."""
-    include = TORCH / "include"
-    folders = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{TORCH / 'lib'}"]
+    folders = [
+        f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include", f"-L{TORCH}/lib"
+    ]  # fmt: skip
     flags = ["-O0", "-std=c++20", "-shared", "-fPIC", "-lc10", "-ltorch_cpu"]
     subprocess.run(["g++", SOURCE, "-o", library, *folders, *flags], check=True)
 

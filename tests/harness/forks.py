@@ -82,6 +82,7 @@ class ForkServer:
 
     def script(self, module, *args, code=None, **variables):
         """Run a script like `python -m MODULE ARGS`, but with its imports already done."""
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # for what it starts, as in `environment`
         return self._start(module, args, 1, variables).wait(code)
 
     def _start(self, module, argv, ranks, variables, **nodes):

@@ -143,7 +143,7 @@ class Hosts:
         subprocess.run(["ip", "link", "del", f"{TAG}br"], capture_output=True)
 
 
-def sh(*commands: str):
+def sh(*commands):
     for command in commands:
         words = command.split(" ")
         subprocess.run(words, check=True, capture_output=True)

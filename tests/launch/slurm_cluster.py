@@ -7,7 +7,6 @@ munge; a SLURM or munge that runs on the machine itself is not touched.
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 from harness.processes import lacking, wait_until
 
@@ -68,13 +67,13 @@ def why_not() -> str | None:
 class Cluster:
     """The nodes n1 and n2 with 2 CPUs and 2 gres/gpu each."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], ports: list[str]) -> None:
+    def __init__(self, folder, environment, ports):
         self.folder, self.ports = folder, ports
         outer = {k: v for k, v in environment.items() if not k.startswith(("SLURM", "SBATCH"))}
         self.environment = {**outer, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: subprocess.Popen | None = None
 
-    def up(self) -> "Cluster":
+    def up(self):
         for name in ("state", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir()
         files = {
@@ -100,7 +99,7 @@ class Cluster:
         )
         return self
 
-    def down(self) -> None:
+    def down(self):
         """End the daemons and every process of every job: the kernel kills all processes of a PID
         namespace when its first process has ended.
         """
@@ -120,7 +119,7 @@ class Cluster:
 class Job:
     """A job of the cluster, or an element of an array, and its log."""
 
-    def __init__(self, cluster: Cluster, number: str, log: Path) -> None:
+    def __init__(self, cluster: Cluster, number, log):
         self.cluster, self.number, self.log = cluster, number, log
 
     def facts(self) -> dict[str, str]:
@@ -134,7 +133,7 @@ class Job:
         over = facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return (facts["JobState"], facts["ExitCode"]) if over else None
 
-    def until(self, happened) -> None:
+    def until(self, happened):
         wait_until(happened, self, self.log, interval=0.1)
 
     def wait(self) -> tuple[str, str]:

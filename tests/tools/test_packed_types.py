@@ -29,8 +29,9 @@ def small_models():
                 config = small_config(AutoConfig.for_model(kind, **sizes))
                 text = config.get_text_config()
                 text.vocab_size, text.pad_token_id = 320, None
-                if hasattr(text, "sliding_window"):
-                    text.sliding_window = 5
+                for key, value in {"sliding_window": 5, "vocab_size_per_layer_input": 320}.items():
+                    if hasattr(text, key):
+                        setattr(text, key, value)
                 torch.manual_seed(0)
                 found[kind] = AutoModelForCausalLM.from_config(config)
                 break

@@ -2,13 +2,11 @@
 pytest tests/tools/test_prove.py
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from harness.inputs import write_rows
-from harness.processes import run
 
 import zerotrain.data.loader
 import zerotrain.data.tokenize
@@ -88,7 +86,7 @@ def test_rows_that_cannot_be_compared_prove_nothing(prove, tiny_config, capsys):
 
 
 @pytest.mark.parametrize("script", ["prove", "scaling_test"])
-def test_a_folder_of_the_user_is_left_as_it_is(tiny_config, tmp_path, script):
+def test_a_folder_of_the_user_is_left_as_it_is(forks, tiny_config, tmp_path, script):
     """What these tools write and remove is in folders that carry their mark."""
     work = tmp_path / "work"
     work.mkdir()
@@ -99,6 +97,6 @@ def test_a_folder_of_the_user_is_left_as_it_is(tiny_config, tmp_path, script):
         "prove": ["equivalence", "--work", work],
         "scaling_test": ["--nodes", 1, "--hostfile", hosts, "--output", work, "--", "train.py"],
     }[script]
-    finished = run([sys.executable, f"scripts/{script}.py", *flags, "--config", tiny_config()])
-    assert finished.code == 2 and "choose a new folder" in finished.errors[0], finished.output
+    finished = forks.script(f"scripts.{script}", *flags, "--config", tiny_config(), code=2)
+    assert "choose a new folder" in finished.errors[0], finished.output
     assert [path.name for path in work.iterdir()] == ["precious"]
