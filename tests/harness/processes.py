@@ -46,7 +46,7 @@ def environment():
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # else DeepSpeed loads it, which takes a second
+        "TORCHDYNAMO_DISABLE": "1",  # else DeepSpeed loads the compiler, for a second
         # packages may be on it too, on a machine without a network
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
     }
