@@ -22,7 +22,7 @@ class Forked:
         """None while a rank is running. The ranks stay zombies until `wait`."""
         for pid in self.pids:
             with suppress(FileNotFoundError):  # faster than psutil
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                if ") Z " not in Path(f"/proc/{pid}/stat").read_text():
                     return None
         return "all ranks have ended"
 
@@ -32,7 +32,7 @@ class Forked:
         have printed.
         """
         try:
-            wait_until(self.poll, self, self.log)
+            wait_until(self.poll, self, self.log, interval=0.05)
         except BaseException:
             for rank in range(len(self.pids)):
                 self.kill(rank)

@@ -109,7 +109,7 @@ def start(config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DE
     )  # fmt: skip
 
 
-def wait_until(happened, process, log=None, seconds=900, interval=0.05):
+def wait_until(happened, process, log=None, seconds=900, interval=0.01):
     """Poll `happened()` until it returns something true, and return that. Fails, with the text of
     the file `log`, once the process has ended without it, or after `seconds`.
 

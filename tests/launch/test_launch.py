@@ -383,7 +383,6 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
 
     (tmp_path / "env").write_text(
         "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"
-        "TORCHDYNAMO_DISABLE=1\n"
     )
     deepspeed = [
         "env", "-C", REPO, f"PDSH_SSH_ARGS_APPEND=-F {hosts.ssh_config}", "DS_ACCELERATOR=cpu",

@@ -89,14 +89,14 @@ def test_a_preempted_job_requeues_itself(forks, slurm, submit, tiny_config, tmp_
 
 def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_config, tmp_path):
     run = tmp_path / "run"
-    options = ["--array=1-3%1", "--nodes=1", f"--output={tmp_path}/%a.out"]
+    options = ["--array=1-3%1", f"--output={tmp_path}/%a.out"]
     array = submit(tiny_config(**ENDLESS), "--output_dir", run, options=options)
     first, second, third = (
         Job(slurm, f"{array.number}_{i}", tmp_path / f"{i}.out") for i in (1, 2, 3)
     )
     first.until(lambda: steps_of(run))
     ranks = [process for process, _ in ranks_of_job(run).values()]
-    assert len(ranks) == 1
+    assert len(ranks) == 2
     slurm.run("scancel", first.number)
     assert first.wait()[0] == "CANCELLED"
     second.until(lambda: "exit code 75" in first.log.read_text())
