@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 export WANDB_MODE=offline
+unset PYTHONDONTWRITEBYTECODE # or each of a hundred processes compiles the repository
 ruff check .
 ruff format --check .
 # four on two cores: launchers and hosts wait much of the time
