@@ -22,6 +22,7 @@ from harness.runs import plainly
 # a shell has it ignored by what it starts in the background, and so by the runs of the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["STARTED_BY"] = str(os.getpid())
+os.environ["OMP_WAIT_POLICY"] = "passive"  # or waiting threads keep the cores from other processes
 gc.disable()  # during collection, whose imports stay; collecting garbage took 4 of its 15 s
 
 
