@@ -29,6 +29,20 @@ def disks(tmp_path, hosts):
     return made
 
 
+HELD = """
+import os, runpy, time
+from zerotrain.data import loader
+load_steps = loader.load_steps
+def held(*arguments):
+    for i, batch in enumerate(load_steps(*arguments)):
+        if i == 9 and os.environ["RANK"] == "1":  # not when resumed: fewer steps are left
+            time.sleep(1000)
+        yield batch
+loader.load_steps = held
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
 @needs_hosts
 def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
     hosts, hostfile, forks, tiny_config, tmp_path, disks, tiny_model_with_dropout
@@ -38,18 +52,21 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         eval__every_steps=4, checkpoint={"every_steps": 2},
     )  # fmt: skip
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
-    log = tmp_path / "log"
+    script, log = tmp_path / "held" / "train.py", tmp_path / "log"
+    script.parent.mkdir()
+    script.write_text(HELD)
     process = namespaces.start(
         hosts, log, REPO / "scripts/launch.sh", "--hostfile", hostfile, "--max_restarts", "2",
-        "--", "train.py", "--config", config,
+        "--", script, "--config", config,
     )  # fmt: skip
     try:
-        wait_until(disks.step(2, 4).exists, process)
+        wait_until(lambda: disks.step(1, 8).exists() and disks.step(2, 8).exists(), process)
         hosts.run(2, "pkill -KILL -f '[t]rain.py --config'")
         assert process.wait(300) == 0, log.read_text()
     finally:
         process.kill()
-    assert "resuming from " in log.read_text()
+    assert "launch: restart from step_00000008\n" in log.read_text()
+    assert "/step_00000008: step 8\n" in log.read_text()
     assert curve(disks.each[0]) == curve(tmp_path / "whole"), "each step once, bit for bit"
     assert disks.names()[0] == disks.names()[1]
     assert disks.names()[0][-2:] == ["step_00000010", "step_00000012"]
