@@ -60,7 +60,7 @@ def test_a_killed_run_restarts_on_hosts_without_a_shared_disk(
         "--", script, "--config", config,
     )  # fmt: skip
     try:
-        wait_until(lambda: disks.step(1, 8).exists() and disks.step(2, 8).exists(), process)
+        wait_until(lambda: disks.step(1, 8).exists() and disks.step(2, 8).exists(), process, log)
         hosts.run(2, "pkill -KILL -f '[t]rain.py --config'")
         assert process.wait(300) == 0, log.read_text()
     finally:
