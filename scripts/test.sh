@@ -9,5 +9,5 @@ export WANDB_MODE=offline
 unset PYTHONDONTWRITEBYTECODE # or each of a hundred processes compiles the repository
 ruff check .
 ruff format --check .
-# four on two cores: launchers and hosts wait much of the time
-python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+# three on two cores: launchers and hosts wait much of the time; a fourth takes more than it gives
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
