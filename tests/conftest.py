@@ -97,7 +97,7 @@ def sample_tokenizer():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory, sample_tokenizer):
     """A folder with a tokenizer and a 2-layer Llama: weights, tied embeddings, no dropout."""
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny_model"), sample_tokenizer, dropout=0.0)
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny_model"), sample_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,7 @@ def test_logits_are_the_trained_engines(
 
 @pytest.fixture
 def base(tmp_path, sample_tokenizer):
-    return save_tiny_llama(tmp_path / "base", sample_tokenizer, dropout=0.0)
+    return save_tiny_llama(tmp_path / "base", sample_tokenizer)
 
 
 def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_path, base):

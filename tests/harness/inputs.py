@@ -51,7 +51,7 @@ def chat(*texts):
 
 
 def save_tiny_llama(
-    folder, tokenizer, dropout, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
+    folder, tokenizer, dropout=0.0, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
 ):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,7 +87,7 @@ def set_value(tree, path, value):
     tree[leaf] = value
 
 
-def write_tiny_config(tmp_path, chat_rows, model, name="config.yaml", **changes):
+def write_tiny_config(tmp_path, chat_rows, model, name, **changes):
     """A run config for the tiny model, of 2 epochs if no steps are given; `a__b=value` sets the key
     a.b, to its default with None.
     """

@@ -26,7 +26,7 @@ def test_vllm_answers_as_transformers_and_as_trained(
 ):
     out, run = tmp_path / "model", tmp_path / "run"
     # vLLM's attention on CPU wants heads of a multiple of 32
-    base = save_tiny_llama(tmp_path / "base", sample_tokenizer, dropout=0.0, hidden_size=128)
+    base = save_tiny_llama(tmp_path / "base", sample_tokenizer, hidden_size=128)
     facts = [chat(f"{fact}?", answer) for fact, answer in FACTS.items()]
     chats = [fact["messages"] for fact in facts]
     rows = write_rows(tmp_path / "facts.jsonl", facts)

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 from harness.inputs import save_tiny_llama, strategy, write_rows
+from harness.repository import REPO
 from harness.runs import (
     assert_same,
     assert_same_weights,
@@ -24,7 +25,7 @@ from harness.runs import (
 @pytest.fixture(scope="module")
 def large_vocabulary(tmp_path_factory, sample_tokenizer):
     folder = tmp_path_factory.mktemp("large_vocabulary")
-    return save_tiny_llama(folder, sample_tokenizer, 0.0, vocabulary=8192, hidden_size=128)
+    return save_tiny_llama(folder, sample_tokenizer, vocabulary=8192, hidden_size=128)
 
 
 LAYOUTS = [  # strategy, ranks, tokens of a micro-batch, batching, activation checkpointing
@@ -44,7 +45,7 @@ def test_equals_a_plain_loop(
     forks, tiny_config, tmp_path, chat_rows, plain_once, name, ranks, budget, batching,
     recompute,
 ):  # fmt: skip
-    """With DeepSpeed's CPU Adam where g++ can compile it (40 s, once), else with torch's. The
+    """With DeepSpeed's CPU Adam where g++ can compile it (30 s, once), else with torch's. The
     held-out set takes several steps.
     """
     name, *shared = name.split()
@@ -60,7 +61,7 @@ def test_equals_a_plain_loop(
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     plain = plain_once(config)
-    forks.finish(config, ranks=ranks, module="small_chunks")
+    forks.finish(config, ranks=ranks, module="small_chunks", CXX=f"{REPO}/tests/harness/g++")
 
     assert_same(tmp_path / "run", plain)
     assert len(read_metrics(tmp_path / "run", "eval")) == 2
@@ -187,7 +188,7 @@ def test_zero3_loads_partitioned(forks, tiny_config, tmp_path, sample_tokenizer)
     """Pretrained or randomly initialized, no rank ever holds more than its own shard and the
     current parameter, copied once to partition it; the first rank also reads the checkpoint.
     """
-    model = save_tiny_llama(tmp_path / "model", sample_tokenizer, dropout=0.0, layers=12)
+    model = save_tiny_llama(tmp_path / "model", sample_tokenizer, layers=12)
     config = tiny_config(model=model, ds_config="ds_configs/zero3.json")
     forks.finish(config, ranks=2, module="load_peak")
     held = [json.loads(path.read_text()) for path in tmp_path.glob("held_*.json")]

@@ -71,7 +71,7 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
     """Of a process that may allocate little: in the rehearsal, a step and an evaluation."""
-    model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, 0.0, intermediate_size=16384)
+    model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, intermediate_size=16384)
     config = tiny_config(
         model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
         data__eval_sources=[str(tmp_path / "held.jsonl")], train__global_batch_size=70,
