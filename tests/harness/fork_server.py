@@ -30,8 +30,8 @@ gc.disable()  # until serve(), as in train.py
 os.environ.pop("TORCHDYNAMO_DISABLE", None)  # of the launch tests: some forked ranks compile
 
 import deepspeed.module_inject.auto_ep_layer
-import deepspeed.ops
-import deepspeed.runtime.zero.muon.muon_optimizer
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import pandas  # noqa: F401  by pyarrow, where rows are tokenized
 import peft  # noqa: F401  where model.lora is set, takes a second; loads the compiler
 import transformers.models.llama.modeling_llama
 import transformers.optimization  # noqa: F401  for get_scheduler
@@ -41,7 +41,6 @@ import train  # noqa: F401  and everything that it imports
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
 
-deepspeed.ops.__compatible_ops__  # noqa: B018  looked up at first use, .25 s
 get_checkpoint_conversion_mapping("")  # compiles the patterns of all models, .2 s
 CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 18  # <sched.h>
 MS_REC = 16384

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
 def main(config, _mode):
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiler needed
+    deepspeed.ops.__compatible_ops__ = {}  # no compiler needed
     deepspeed.init_distributed("gloo")  # Trainer does so itself, but not on CPU
     rows = [dict(input_ids=torch.arange(2, 18), labels=torch.arange(2, 18)) for _ in range(16)]
     for stage in (2, 3):

@@ -67,10 +67,10 @@ def train_plainly(config_file, ranks):
         loss, router_loss = torch.zeros((2,), dtype=torch.float64)
         for group in (g for micro_step in step.micro_batches for g in micro_step if len(g)):
             of_group, tokens = [], 0
-            for ids, mask in zip(*plan.data.fetch(group), strict=True):
-                ids = torch.from_numpy(ids.astype(np.int64))[None]
+            for ids, mask in map(torch.from_numpy, plan.data.fetch(group)):
+                ids = ids[None]
                 out = model(input_ids=ids)
-                wanted = torch.from_numpy(mask)[1:]
+                wanted = mask[1:].bool()
                 logits, targets = out.logits[0, :-1][wanted], ids[0, 1:][wanted]
                 loss = loss + F.cross_entropy(logits, targets, reduction="sum")
                 of_group.append(out.router_logits)

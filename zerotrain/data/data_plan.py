@@ -143,7 +143,7 @@ def make_plans(
     }
     # with such an example plan_step would never return
     for rows in (train_rows, *held_out.values()):
-        longest = int(np.argmax(rows.lengths))
+        longest = np.argmax(rows.lengths)
         tokens = budget.padded(rows.lengths[longest])
         if tokens > budget.micro_batch_tokens:
             raise UserError(

@@ -4,8 +4,8 @@ import contextlib
 import re
 
 import numpy as np
+import pyarrow as pa
 import xxhash
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig
@@ -16,7 +16,7 @@ from zerotrain.runtime.progress import print_line
 
 
 def describe_examples(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: pa.Table, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> JsonObject:
     """Entries of a cache's meta.json: `masks`, a description for the start-up table; `content`, a
     hash of tokens and masks; and `end_tokens`, the sorted ids of the special and added tokens that
@@ -28,7 +28,7 @@ def describe_examples(
     content = xxhash.xxh3_64()
     is_last, is_inner = np.zeros((2, max(tokenizer.get_vocab().values()) + 1), bool)
     # a batch at a time: the examples may be larger than the memory
-    for batch in rows.data.to_batches():
+    for batch in rows.to_batches():
         ids, mask = (
             batch[name].flatten().to_numpy(zero_copy_only=False)  # Arrow's booleans are bits
             for name in ("input_ids", "loss_mask")

@@ -42,7 +42,7 @@ class MicroBatch(NamedTuple):
         attention_mask: np.ndarray | None = None,
         position_ids: np.ndarray | None = None,
     ) -> "MicroBatch":
-        """From int64 ids, a bool array that marks targets, and either of the other two, all
+        """From int64 ids, an array that is 1 at targets, and either of the other two, all
         [examples, length]. The first token of an example is never a target.
 
         Positions are computed here, on the CPU: selecting them by a mask on the device would
@@ -142,9 +142,9 @@ def load_steps(
 def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroBatch:
     """The examples with these indices, int64 [n] with n >= 0, as one micro-batch."""
     # the filler attends to one position: attention over nothing is NaN
-    ids, masks = data.fetch(examples) if len(examples) else (np.zeros((1, 1), np.int64),) * 2
-    lengths = np.array([*map(len, ids)])
-    ids, masks = np.concatenate(ids), np.concatenate(masks)  # [tokens]
+    fetched = data.fetch(examples) or [np.zeros((2, 1), np.int64)]
+    lengths = np.array([example.shape[1] for example in fetched])
+    ids, masks = np.concatenate(fetched, axis=1)  # [tokens]
     if budget.packed:
         positions = np.concatenate([*map(np.arange, lengths)])
         return MicroBatch.of(ids[None], masks[None], position_ids=positions[None])

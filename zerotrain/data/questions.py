@@ -16,9 +16,9 @@ class Question(NamedTuple):
     """
 
     prompt: np.ndarray
-    """int32 [tokens]."""
+    """int64 [tokens]."""
     expected: np.ndarray
-    """int32 [tokens], the last run of supervised tokens, with its end token."""
+    """int64 [tokens], the last run of supervised tokens, with its end token."""
 
 
 def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int) -> list[Question]:
@@ -43,8 +43,8 @@ def choose_questions(name: str, data: TokenizedRows, max_length: int, count: int
         )
     chosen = usable[np.linspace(0, len(usable) - 1, min(count, len(usable))).astype(int)]
     questions = []
-    for ids, mask in zip(*data.fetch(chosen), strict=True):
-        edges = np.flatnonzero(np.diff(mask.astype(np.int8), append=0))
+    for ids, mask in data.fetch(chosen):
+        edges = np.flatnonzero(np.diff(mask, append=0))
         start, end = edges[-2:] + 1  # mask[0] is False, so that edges come in pairs
         questions.append(Question(ids[:start], ids[start:end]))
     return questions

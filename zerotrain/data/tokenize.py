@@ -23,7 +23,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
@@ -75,9 +74,12 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """A memory-mapped cache. Index i of every array and of `rows` is the same example."""
+    """The rows `index`, int64 [examples], of a memory-mapped cache. Index i of every array is the
+    same example.
+    """
 
-    rows: datasets.Dataset
+    table: pa.Table
+    index: np.ndarray
     meta: JsonObject
     folder: Path
 
@@ -96,19 +98,23 @@ class TokenizedRows:
 
     def column(self, name: str) -> np.ndarray:
         """A column of numbers of SCHEMA, [examples]."""
-        return self.rows.with_format("arrow", columns=[name])[:][name].to_numpy()
+        # pyarrow's to_numpy would import pandas
+        return np.from_dlpack(self.table[name].combine_chunks())[self.index]
 
-    def fetch(self, examples: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Token ids, int64, and loss masks, bool, of the examples with these indices, int64 [n]."""
-        tokens = self.rows.with_format("numpy", columns=["input_ids", "loss_mask"])[
-            examples.tolist()
+    def fetch(self, examples: np.ndarray) -> list[np.ndarray]:
+        """Of each of the examples with these indices, int64 [n], its token ids and its loss mask,
+        0 or 1: int64 [2, tokens].
+        """
+        columns = self.table["input_ids"], self.table["loss_mask"]
+        return [
+            np.stack([np.from_dlpack(column[row].values.cast("int64")) for column in columns])
+            for row in self.index[examples]
         ]
-        return list(tokens["input_ids"]), list(tokens["loss_mask"])
 
     def place_of(self, example: int) -> str:
         """FILE:LINE of the row that an example came from."""
-        where = self.rows[example]
-        return f"{where['file']}:{where['place']}"
+        row = self.index[example]
+        return f"{self.table['file'][row]}:{self.table['place'][row]}"
 
 
 def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Path:
@@ -348,7 +354,6 @@ def _build_cache(
                     f"{name_of(source)}: none of its rows is left; raise data.max_length "
                     f"({config.max_length:,}), or let on_bad_row: error name the first bad row"
                 )
-    rows = datasets.Dataset.from_file(str(cache / "examples.arrow"))
     meta = {
         "sources": [name_of(source) for source in given],
         "formats": [source.format for source in given],
@@ -358,9 +363,13 @@ def _build_cache(
             what: {name: n for (kind, name), n in counts.items() if kind == what}
             for what in ("over_length", "rejected", "unprompted")
         },
-        **describe_examples(rows, tokenizer, config),
+        **describe_examples(_memory_map(cache), tokenizer, config),
     }
     (cache / "meta.json").write_text(json.dumps(meta, indent=2))
+
+
+def _memory_map(cache: Path) -> pa.Table:
+    return pa.ipc.open_stream(pa.memory_map(str(cache / "examples.arrow"))).read_all()
 
 
 def open_cache(path: Path) -> TokenizedRows:
@@ -371,11 +380,11 @@ def open_cache(path: Path) -> TokenizedRows:
     """
     try:
         meta = json.loads((path / "meta.json").read_text())
-        rows = datasets.Dataset.from_file(str(path / "examples.arrow"))
+        table = _memory_map(path)
         # a stream that ends between two batches can be read
-        if len(rows) != sum(meta["source_examples"]):
-            raise ValueError(f"{len(rows):,} examples")
-        return TokenizedRows(rows, meta, path)
+        if len(table) != sum(meta["source_examples"]):
+            raise ValueError(f"{len(table):,} examples")
+        return TokenizedRows(table, np.arange(len(table)), meta, path)
     except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
             f"data.cache_dir: cannot read {path} ({describe(error)}); delete it, and the rows are "
@@ -410,6 +419,6 @@ def hold_out(
             "content": xxhash.xxh3_64_hexdigest(data.meta["content"].encode() + index.tobytes()),
             "source_examples": np.diff(np.searchsorted(index, ends), prepend=0).tolist(),
         }
-        return replace(data, rows=data.rows.select(index), meta=meta)
+        return replace(data, index=index, meta=meta)
 
     return part(~held), part(held)

@@ -87,8 +87,8 @@ def _choose_device(local_rank: int) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # DeepSpeed would compile a shared-memory all-reduce, which needs g++ and leaves 69 MB per
-        # rank in /dev/shm after every run; gloo is used instead.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # rank in /dev/shm after every run; gloo is used instead. Nothing else reads this table.
+        deepspeed.ops.__compatible_ops__ = {}
     else:
         check_devices(local_rank, accelerator.device_count())
         # Micro-batches differ in size: GPU memory in segments that cannot grow would be fragmented.
@@ -135,8 +135,9 @@ def find_ninja() -> None:
     Python, in an environment that need not be activated.
     """
     if shutil.which("ninja") is None:
-        path = (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
-        os.environ["PATH"] = os.pathsep.join(path)
+        os.environ["PATH"] = os.pathsep.join(
+            [os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]
+        )
 
 
 def apply_timeout(timeout_seconds: float, ranks: Ranks) -> None:

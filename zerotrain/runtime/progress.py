@@ -24,8 +24,7 @@ def show_rows(rows: Mapping[str, str]) -> None:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, text in rows.items():
         start = f"  {name:<{width}}  "
-        indent = " " * len(start)
         print(textwrap.fill(
-            printable(text), columns, initial_indent=start, subsequent_indent=indent,
-            break_on_hyphens=False,
+            printable(text), columns, initial_indent=start, break_on_hyphens=False,
+            subsequent_indent=" " * len(start),
         ))  # fmt: skip

@@ -25,7 +25,7 @@ STYLES = {PLAIN: ("", "", ""), ANSWER: ("green", "[[", "]]"), SPECIAL: ("bold ma
 
 
 def segments(
-    ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+    ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, str]]:
     """An example as (kind, text): PLAIN carries no loss, ANSWER does, and so does SPECIAL, special
     tokens such as end marks.
@@ -33,7 +33,7 @@ def segments(
     special = {*tokenizer.all_special_ids}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def kind_of(token: tuple[int, bool]) -> str:
+    def kind_of(token: tuple[int, int]) -> str:
         return (SPECIAL if token[0] in special else ANSWER) if token[1] else PLAIN
 
     for kind, group in groupby(zip(ids, mask, strict=True), kind_of):
@@ -76,7 +76,7 @@ def print_examples(
     if not len(examples):
         return
     console.print("\ncarries loss: [[text]], {{special token}}", markup=False, highlight=False)
-    for example, ids, mask in zip(examples.tolist(), *plan.data.fetch(examples), strict=True):
+    for example, (ids, mask) in zip(examples, plan.data.fetch(examples), strict=True):
         place = f"{plan.data.place_of(example)}: {len(ids)} tokens, {mask.sum()} supervised"
         line = Text()
         for kind, text in segments(

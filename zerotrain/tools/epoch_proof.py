@@ -39,7 +39,7 @@ def prove_epochs(plan: "DataPlan", then: int, cut: float, epochs: int) -> bool:
     for source, (n, m) in zip(meta["sources"], mix, strict=True):
         print(f"  {source}: {n:,} examples, {m:,} per epoch")
         for number in islice(numbers, n):
-            key = _key(np.concatenate(plan.data.fetch(np.array([number]))))
+            key = _key(*plan.data.fetch(np.array([number])))
             least[key] += epochs * m // n
             most[key] += -(-epochs * m // n)
             places[key] = plan.data.place_of(number)

@@ -109,8 +109,8 @@ def read_rows(
         return []
     cache = tokenize_sources(sources, tokenizer, data)
     return [
-        (torch.tensor(row["input_ids"])[None], torch.tensor(row["loss_mask"])[None])
-        for row in cache.rows
+        (ids[None], mask[None].bool())
+        for ids, mask in map(torch.from_numpy, cache.fetch(np.arange(len(cache))))
     ]
 
 

@@ -153,8 +153,8 @@ def prove_rows(
         if not is_whole or row.get("prompt") == "" or config.data.supervise == "all":
             continue
         compared += 1
-        [ids], [mask] = data.fetch(np.array([first]))
-        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+        [(ids, mask)] = data.fetch(np.array([first]))
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
         first_tokens = [*map(decode, ids[edges[::2]])]
         last_tokens = [*map(decode, ids[edges[1::2] - 1])]
         ends.update(last_tokens)

@@ -84,7 +84,7 @@ def verify_export(
     expected = state.progress.eval_loss if eval_plan else None
     questions = {"prompts": [request.arguments for request in requests], "examples": []}
     if expected is not None:
-        for ids, mask in zip(*data.fetch(np.arange(len(data))), strict=True):
+        for ids, mask in data.fetch(np.arange(len(data))):
             questions["examples"].append([ids.tolist(), np.flatnonzero(mask).tolist()])
     answers = _answers(folder, questions)
 
@@ -138,14 +138,14 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
     sources = config.data.train_sources
     if held_out:
         sources = next(iter(config.data.eval_sources.values()), sources)
-    numbers, firsts = np.unique(data.rows["row"][:FIRST_EXAMPLES], return_index=True)
+    numbers, firsts = np.unique(data.column("row")[:FIRST_EXAMPLES], return_index=True)
     picks = np.linspace(0, len(numbers) - 1, min(SAMPLED_ROWS, len(numbers))).astype(int)
     sampled = dict(zip(numbers[picks].tolist(), firsts[picks].tolist(), strict=True))
     for number, (place, row) in enumerate(canonical_rows(sources, data, config)):
         if number > max(sampled):
             break
         if number in sampled:
-            [ids], _ = data.fetch(np.array([sampled[number]]))
+            [(ids, _)] = data.fetch(np.array([sampled[number]]))
             if len(ids) < config.data.max_length:
                 for part, arguments in _requests(row, config.data.supervise):
                     yield Request(f"{place}: {part}", arguments, ids.tolist())

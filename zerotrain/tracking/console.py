@@ -46,7 +46,7 @@ class ConsoleSink:
             speed_estimate_period=SPEED_SECONDS,
             expand=True,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        self._progress.add_task("", total=total_steps, completed=first_step)
         # soft_wrap: what is printed above the bar is not cut into lines, e.g. within a path
         console = Console(soft_wrap=True)
         self._on_terminal = console.is_interactive
@@ -56,7 +56,7 @@ class ConsoleSink:
         step = values["step"]
         self._values |= values
         if kind == "train":
-            self._progress.update(self._task, completed=step)
+            self._progress.update(0, completed=step)  # its only task
             seconds = DRAW_SECONDS if self._on_terminal else LINE_SECONDS
             if step == self._total_steps or time.monotonic() - self._shown_at > seconds:
                 self._show(step)
@@ -116,14 +116,7 @@ def quieten_libraries(is_first: bool) -> None:
     logging.captureWarnings(True)
     logger = logging.getLogger("py.warnings")
     logger.addHandler(logging.lastResort)  # standard error
-    shown = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_repeated = text in shown
-        shown.add(text)
-        return not is_repeated
-
-    logger.addFilter(is_new)
+    shown = {}
+    logger.addFilter(lambda record: shown.setdefault(record.getMessage(), record) is record)
     if not is_first:
         logging.disable(logging.WARNING)

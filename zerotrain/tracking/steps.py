@@ -152,7 +152,7 @@ class StepReporter:
         suspects = [micro_batches[i][rank] for i, rank in sorted(problem.micro_batches)]
         examples = np.concatenate(suspects or [*chain(*micro_batches)])
         # source and line, so that a user can look at them
-        rows = [self._plan.data.place_of(example) for example in examples.tolist()]
+        rows = [self._plan.data.place_of(example) for example in examples]
         text = f"{problem.reason}; the update is skipped"
         event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
         self._metrics.log("event", event)

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import wandb
 
 from zerotrain.config.schema import Config
@@ -91,6 +90,8 @@ class WandbSink:
         if kind == "event":
             row[f"event/{values['name']}"] = 1
         if kind == "generations":
+            import pandas as pd
+
             # not W&B's own tables: they are artifacts, which wait for the server
             with pd.option_context("display.max_colwidth", None):
                 table = pd.DataFrame(values["rows"]).to_html(index=False)

@@ -37,7 +37,7 @@ def reset_update_count(optimizer: torch.optim.Optimizer) -> None:
     """
     for state in [*optimizer.state.values(), *optimizer.param_groups]:
         if "step" in state:  # a tensor in torch's Adam, a number in DeepSpeed's
-            state["step"] = state["step"] * 0
+            state["step"] *= 0
 
 
 class Schedule(NamedTuple):
@@ -69,9 +69,7 @@ def scaled_learning_rate(train: TrainConfig, mean_batch: float) -> float:
 
 def warmup_steps(train: TrainConfig, mean_examples: float) -> int:
     """Optimizer steps closest to train.warmup_examples: at least one, or 0 without warm-up."""
-    if not train.warmup_examples:
-        return 0
-    return max(1, math.floor(train.warmup_examples / mean_examples + 0.5))
+    return train.warmup_examples and max(1, math.floor(train.warmup_examples / mean_examples + 0.5))
 
 
 def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
@@ -90,14 +88,13 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     # of w warm-up steps runs at k/w of the peak.
     shift = (1 if warmup else 0) + (plan.step_shift if train.steps is None else 0)
     try:
-        scheduler = get_scheduler(
+        [factor] = get_scheduler(
             train.lr_schedule,
             torch.optim.SGD([torch.zeros(1)], lr=peak),
             num_warmup_steps=warmup,
             num_training_steps=steps + shift,
             scheduler_specific_kwargs=train.lr_schedule_args,
-        )
-        [factor] = scheduler.lr_lambdas
+        ).lr_lambdas
         for step in (0, warmup, steps - 1):
             factor(step + shift)  # to check it
     except (TypeError, ValueError, ArithmeticError) as error:
