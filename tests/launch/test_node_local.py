@@ -3,7 +3,6 @@
 """
 
 import shutil
-import sys
 
 import namespaces
 import numpy as np
@@ -83,10 +82,8 @@ def test_per_node_checkpoints_are_combined(hosts, hostfile, forks, tiny_config, 
 
     def gather(step, out, listed=hostfile):
         source = disks.at / "checkpoints" / f"step_{step:08d}"
-        return namespaces.run(
-            hosts, sys.executable, "-m", "scripts.gather_checkpoint",
-            "--hostfile", listed, source, out,
-        )  # fmt: skip
+        command = ["scripts.gather_checkpoint", "--hostfile", listed, source, out]
+        return forks.script(*namespaces.with_ssh(hosts, command))
 
     whole_at, out = tmp_path / "gathered", tmp_path / "out"
     gathered = gather(4, whole_at)
