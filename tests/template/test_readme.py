@@ -48,7 +48,7 @@ FILLED_IN = {  # by a reader; and what ends sooner
 if not shutil.which("ssh-keygen"):
     NOT_RUN["ssh-keygen"] = "openssh-client"
 if not WHOLE_DEMO:
-    FILLED_IN[r"^\S*demo\.sh"] = "./scripts/demo.sh --train.steps 25"
+    FILLED_IN[r"^\S*demo\.sh"] = "./scripts/demo.sh --train.steps 15 --train.warmup_examples 80"
 
 
 def test_every_file_and_setting_named_in_the_pages_exists():
@@ -112,8 +112,7 @@ def check_without_running(command, forks):
 @pytest.mark.timeout(1500)
 def test_the_commands_run_in_a_fresh_copy(tmp_path):
     """In order, in a clean checkout with an empty HOME and this .venv, but for NOT_RUN. Unless
-    WHOLE_DEMO is set, the demo trains for 25 steps, on as many rows as they take, and answers 20
-    questions.
+    WHOLE_DEMO is set, the demo trains for 15 steps, with a short warm-up, and answers 20 questions.
     """
     copy = tmp_path / "copy"
     copy_repository(copy)
