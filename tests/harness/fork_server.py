@@ -77,11 +77,12 @@ def rank(request, number):
         sys.argv = [request["module"], *request["argv"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         return
-    os.environ.update(
+    launched = dict(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
         LOCAL_SIZE=ranks,  # or DeepSpeed runs numactl in each backward pass of ZeRO 3
         MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
     )  # fmt: skip
+    os.environ.update(launched | request["environment"])
     if request.get("disks"):
         move_to_node(request, number)
     main = importlib.import_module(request["module"]).main

@@ -5,7 +5,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import yaml
 from harness.inputs import copy_with_code, read_config, strategy
@@ -23,6 +22,8 @@ COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20
 @pytest.fixture
 def hub(tmp_path, tiny_model, chat_rows):
     """Environment variables of a cache with the model org/tiny and the data set org/rows."""
+    import datasets
+
     repo = tmp_path / "hub" / "models--org--tiny"
     shutil.copytree(tiny_model, repo / "snapshots" / COMMIT)
     (repo / "refs").mkdir()

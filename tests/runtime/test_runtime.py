@@ -1,11 +1,10 @@
 """What every process needs: errors, the process group.    pytest tests/runtime/test_runtime.py"""
 
 import socket
-import sys
 import time
 
 import pytest
-from harness.processes import free_port, run
+from harness.processes import free_port
 
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.process_group import check_devices
@@ -37,20 +36,14 @@ def test_random_numbers_of_another_shape_are_not_restored(numpy_state):
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(tiny_config, taken):
+def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(forks, tiny_config, taken):
     """A busy port, or a first rank that does not come: exit code 1, so that it is started again."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        variables = {
-            "RANK": "0" if taken else "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(busy.getsockname()[1]) if taken else free_port(),
-        }  # fmt: skip
-        command = ["env", *(f"{name}={value}" for name, value in variables.items())]
-        finished = run(
-            [*command, sys.executable, "train.py", "--config", tiny_config(),
-             "--distributed.timeout_seconds", 3]
+        finished = forks.train(
+            tiny_config(), "--distributed.timeout_seconds", 3, code=1,
+            RANK="0" if taken else "1", WORLD_SIZE="2",
+            MASTER_PORT=str(busy.getsockname()[1]) if taken else free_port(),
         )  # fmt: skip
-    assert finished.code == 1, finished.output
     assert "cannot meet the others at MASTER_ADDR" in finished.output

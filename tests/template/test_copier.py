@@ -170,7 +170,7 @@ def commit(folder: Path, message: str, *then: list[str]) -> None:
 def test_an_update_keeps_edits_and_deletions(tmp_path):
     template, copy = tmp_path / "template", tmp_path / "copy"
     copy_repository(template)
-    for folder in ("tests", "zerotrain"):  # two thirds of the files, which are rendered three times
+    for folder in ("tests", "zerotrain"):  # more than half of the files
         shutil.rmtree(template / folder)
     commit(template, "1", ["tag", "v1"])
     run_copy(str(template), copy, data={"project_name": "mine"}, defaults=True, quiet=True)

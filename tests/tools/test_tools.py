@@ -4,16 +4,13 @@ pytest tests/tools/test_tools.py"""
 import json
 import re
 import shutil
-import sys
 
 from harness.inputs import write_rows
-from harness.processes import run
 from harness.repository import REPO, SAMPLE
 
 
-def test_the_sample_is_what_its_script_writes(tmp_path):
-    finished = run([sys.executable, "data/sample/make_sample.py", tmp_path])
-    assert finished.code == 0, finished.output
+def test_the_sample_is_what_its_script_writes(forks, tmp_path):
+    finished = forks.script("data.sample.make_sample", tmp_path, code=0)
     counts = re.search(r"(\S+) training rows, (\S+) held-out rows, (\d+) tokens", finished.output)
     readme = (REPO / "data" / "README.md").read_text()
     assert all(count in readme for count in counts.groups()), "data/README.md states the counts"
