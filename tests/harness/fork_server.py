@@ -5,7 +5,8 @@
 
 Reads requests from standard input and writes answers to standard output, as one JSON per line:
     {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}, "module": "train"}
-        -> {"pids": [...]}; the module's main is called like train.py's. With "at": FOLDER and
+        -> {"pids": [...]}; the module's main is called like train.py's. "environment" may replace
+        the variables of the launcher. With "at": FOLDER and
         "disks": {"/disk_1": 2, ...} 2 ranks run on node-1, where FOLDER shows disk_1.
         "module" may be scripts.NAME instead, which is run as by `python -m scripts.NAME ARGV`.
     {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
@@ -72,8 +73,8 @@ def rank(request, number):
     # a suite that a shell has started in the background ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = str(request["ranks"])
-    os.environ.update(request["environment"])
     if "." in request["module"]:  # not train, nor one of tests/mains
+        os.environ.update(request["environment"])
         sys.argv = [request["module"], *request["argv"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         return
