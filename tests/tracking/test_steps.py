@@ -35,10 +35,10 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
 
 
 def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
-    """Rank 1 comes late to its fourth step, and is stopped half of the time from then on. A lock
-    that is there while the engine is built is named.
+    """Rank 1 comes late to its fourth step, and each of its forward passes takes 30 ms longer. A
+    lock that is there while the engine is built is named.
     """
-    config = tiny_config(train__steps=200)
+    config = tiny_config(train__steps=125)
     run = tmp_path / "run"
     run.mkdir()
     (run / "profile_now").touch()
@@ -55,7 +55,7 @@ def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
     )
     assert f"{run}/lock: an operator is being compiled" in ranks.log.read_text()
     (first, second), *others = (record["ranks"] for record in read_metrics(run, "ranks"))
-    assert second["data_seconds"] > max(0.05, first["data_seconds"]) and len(others) == 7
+    assert second["data_seconds"] > max(0.05, first["data_seconds"]) and len(others) == 4
     for step in read_metrics(run):
         phases = ("data", "forward", "head", "backward", "optimizer")
         parts = sum(step[f"{phase}_seconds"] for phase in phases)
