@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import time
 
-import numpy as np
 import pytest
 from harness.inputs import write_rows
 from transformers import ByT5Tokenizer
@@ -55,11 +54,9 @@ SHORT = {"prompt": "p" * 10, "completion": "c" * 5}
 def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, supervised, count):
     data = build(tmp_path, sample_tokenizer, [LONG, SHORT], on_too_long=on_too_long)
     assert data.lengths.tolist() == lengths
-    assert data.supervised.tolist() == supervised
+    masks = [mask for _, mask in data.fetch(range(len(data)))]
+    assert data.supervised.tolist() == supervised == [*map(sum, masks)]
     assert data.meta["over_length"] == count and data.meta["rows_read"] == 2
-    assert data.supervised.tolist() == [
-        mask.sum() for _, mask in data.fetch(np.arange(len(lengths)))
-    ]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     data = tokenize(config, sample_tokenizer)
     texts = [
         sample_tokenizer.decode(ids[mask > 0], skip_special_tokens=True)
-        for ids, mask in data.fetch(np.arange(len(data)))
+        for ids, mask in data.fetch(range(len(data)))
     ]
     assert texts == answers
 
@@ -139,7 +136,7 @@ def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
         content = path.read_bytes()
         for damaged in (content[: len(content) // 2], None):
             path.unlink(missing_ok=True)
-            if damaged is not None:
+            if damaged:
                 path.write_bytes(damaged)
             with pytest.raises(UserError, match=r"cannot read .* \(.*\); delete it, and the rows"):
                 open_cache(folder)
@@ -158,12 +155,11 @@ def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer,
 def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
     data = build(tmp_path, sample_tokenizer, [{"text": f"{i}"} for i in range(200)])
     train, held = hold_out(data, 0.1, seed=3)
-    rows = np.concatenate([train.column("row"), held.column("row")])
+    rows = [*train.column("row"), *held.column("row")]
     assert len(held) == 20 and sorted(rows) == list(range(200))
     assert train.meta["content"] != data.meta["content"]
     for part in (train, held):
-        examples = part.fetch(np.arange(len(part)))
-        assert [ids.size for ids, _ in examples] == part.lengths.tolist()
+        assert [ids.size for ids, _ in part.fetch(range(len(part)))] == part.lengths.tolist()
 
 
 GOOD_AND_BAD = (
@@ -185,7 +181,7 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     config = data_config(tmp_path, [], on_bad_row="skip")
     (tmp_path / "rows.jsonl").write_bytes(GOOD_AND_BAD)
     data = tokenize(config, sample_tokenizer)
-    texts = [sample_tokenizer.decode(ids) for ids, _ in data.fetch(np.arange(len(data)))]
+    texts = [sample_tokenizer.decode(ids) for ids, _ in data.fetch(range(len(data)))]
     assert texts == ["first<|end|>", "last<|end|>"]
     assert data.meta["rejected"] == {
         "not UTF-8": 2, "wrong type": 1, "unknown key": 1, "not JSON": 2, "not an object": 1,
@@ -308,12 +304,11 @@ def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer,
     [draft] = cache.glob(".*.tmp")
     assert not list(cache.glob("*/meta.json")), "killed before it was whole"
     name = draft.name.split(".")[1]
-    both = [start() for _ in range(2)]
-    for process in both:
+    for process in (start(), start()):
         process.join()
-    assert [process.exitcode for process in both] == [0, 0]
+        assert process.exitcode == 0
     assert {p.name for p in cache.glob("[!.]*")} == {name, f"{name}.lock"}
     data = open_cache(cache / name)
     assert len(data) == 4_000
-    [(ids, _)] = data.fetch(np.array([17]))
+    [(ids, _)] = data.fetch([17])
     assert sample_tokenizer.decode(ids).startswith("row 17 row 17")

@@ -1,4 +1,4 @@
-"""train.py in fp16 on CPU, where torch computes in it and DeepSpeed says that it cannot, for
+"""train.py in fp16 on CPU, where torch computes in it; of most CPUs DeepSpeed says no. For
 test_training.py.
 """
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -101,7 +101,7 @@ class TokenizedRows:
         # pyarrow's to_numpy would import pandas
         return np.from_dlpack(self.table[name].combine_chunks())[self.index]
 
-    def fetch(self, examples: np.ndarray) -> list[np.ndarray]:
+    def fetch(self, examples: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Of each of the examples with these indices, int64 [n], its token ids and its loss mask,
         0 or 1: int64 [2, tokens].
         """
