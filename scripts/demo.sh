@@ -11,7 +11,7 @@ if [ "$ranks" = 0 ]; then
   ranks=2
   export DS_ACCELERATOR=cpu
 fi
-port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+port=$(python -c 'from zerotrain.runtime.ports import free_port; print(free_port())')
 run="runs/demo_$(date +%Y%m%d_%H%M%S)"
 
 echo "training on $ranks ranks; the first run also tokenizes the sample data (10 s)"

@@ -2,18 +2,18 @@
 
 import dataclasses
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness.repository import REPO
+
+from zerotrain.runtime import ports
 
 # COLUMNS and LINES are exported by readline, and what draws on a terminal prefers them to its size
 UNWANTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "LINES")
@@ -53,11 +53,7 @@ def environment():
 
 
 def free_port():
-    """A free port below those that the kernel gives to connections."""
-    while True:
-        port = random.SystemRandom().randrange(21_000, 29_000)  # runs seed `random`
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return str(port)
+    return str(ports.free_port())
 
 
 def run(command, timeout=500, cwd=REPO):

@@ -40,6 +40,7 @@ from zerotrain.runtime.errors import (
     describe,
     exit_on_error,
 )
+from zerotrain.runtime.ports import free_port
 
 EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
@@ -199,8 +200,7 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
 def greeting() -> dict:
     """The addresses of this ssh connection (client, server), and a port that is free here."""
     client, _, server, _ = os.environ.get("SSH_CONNECTION", "127.0.0.1 0 127.0.0.1 0").split()
-    with socket.create_server(("", 0)) as listener:
-        return {"client": client, "server": server, "port": listener.getsockname()[1]}
+    return {"client": client, "server": server, "port": free_port()}
 
 
 def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) -> None:

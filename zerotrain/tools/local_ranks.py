@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from zerotrain.runtime.ports import free_port
 
 SECONDS_AFTER_A_FAILURE = 10  # in which the other ranks may report it too
 
@@ -40,13 +41,11 @@ def run_local_ranks(
     Args:
         log: the file that the output is written to.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     shared = {
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // ranks),
     }
     processes = []
