@@ -1,4 +1,4 @@
-"""train.py in fp16 on CPU, where torch computes in it; of most CPUs DeepSpeed says no. For
+"""train.py in fp16 on CPU. torch computes in fp16 on any CPU, but DeepSpeed allows it on few. For
 test_training.py.
 """
 
