@@ -1,7 +1,7 @@
 """One training run: what it is -> its data -> where it starts -> model and engine -> train.
 
     deepspeed --num_gpus 2 train.py --config recipes/demo.yaml [--section.key value ...]
-        [--dry_run | --rehearse]
+        [--dry_run]
     deepspeed --hostfile hostfile train.py --config ...
     torchrun --nproc_per_node 2 train.py --config ...
 
@@ -16,7 +16,6 @@ The exit codes are in zerotrain/runtime/errors.py.
 """
 
 import gc
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -40,12 +39,11 @@ from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.shards import load_start
 from zerotrain.checkpoint.start import find_start
 from zerotrain.checkpoint.state import Progress, RunIdentity
-from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch, load_steps
 from zerotrain.runtime.hang import HangWatch
-from zerotrain.runtime.process_group import apply_timeout, process_group
+from zerotrain.runtime.process_group import process_group
 from zerotrain.runtime.progress import show_rows
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import quieten_libraries
@@ -58,7 +56,7 @@ from zerotrain.training.evaluate import HeldOutSets, Preempted
 from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update, find_problem
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule
-from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory, rehearse
+from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 
 
@@ -82,8 +80,8 @@ class Training:
     hang_watch: HangWatch
 
 
-def main(config: Config, mode: str = "train") -> None:
-    """Train; or, with mode dry_run or rehearse, stop before and write nothing."""
+def main(config: Config, dry_run: bool = False) -> None:
+    """Train; or, with dry_run, print the start-up table, stop, and write nothing."""
     job = config.distributed
     with ExitStack() as stack:
         world = stack.enter_context(
@@ -93,8 +91,7 @@ def main(config: Config, mode: str = "train") -> None:
 
         # 1. What the run is: tokenizer, architecture, precision, the merged DeepSpeed config.
         world.run_on_all(lambda: check_start(config))
-        setup, tokenizer = open_run_on_all_ranks(config, world)
-        ranks = world.in_groups(*group_sizes(setup.ds_config))
+        setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
 
         # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
         train_plan, eval_plans, questions = load_plans(setup, tokenizer, ranks)
@@ -102,21 +99,17 @@ def main(config: Config, mode: str = "train") -> None:
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
         identity = RunIdentity.of(setup, train_plan)
         lock = RunLock(Path(config.output_dir))
-        if mode == "train":
+        if not dry_run:
             ranks.run_on_first(lambda: stack.enter_context(lock))
         start = find_start(setup.config, identity, train_plan, ranks)
         schedule = make_schedule(setup.config.train, start.plan)
         if ranks.is_first:
             show_rows(startup_table(setup, start.plan, eval_plans, schedule))
-        if mode == "dry_run":
+        if dry_run:
             return
 
         # 4. Model and engine, in the state that the run starts from.
         engine, loss, model_base = build_engine(setup, tokenizer, start.plan, ranks)
-        apply_timeout(job.timeout_seconds, ranks)  # to the groups that DeepSpeed has made, too
-        if mode == "rehearse":
-            rehearse(engine, loss, setup, start.plan, ranks)
-            return
         ranks.run_on_first(lambda: write_resolved_configs(setup))
         # the files of the frozen weights, which checkpoints then need not hold
         base = load_start(engine, start, ranks, model_base, config.train.seed)
@@ -163,10 +156,6 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         if run.ranks.is_first:
             last = max(list_complete(run.saver.folder), default="none")
             print(f"{ending}; last checkpoint: {last}")
-            # on a GPU whose peak is known: what was forecast beside what was measured
-            if exit_code == 0 and run.reporter.peak_flops_per_s and Path("benchmarks").is_dir():
-                forecast = [sys.executable, "-m", "benchmarks.forecast", "--run"]
-                subprocess.run([*forecast, run.config.output_dir], check=False)
     return exit_code
 
 
@@ -355,4 +344,4 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
 if __name__ == "__main__":
     gc.freeze()  # what is imported stays; no later collection looks through it
     gc.enable()
-    exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.mode))
+    exit_on_error(lambda: main(COMMAND_LINE.config, COMMAND_LINE.dry_run))

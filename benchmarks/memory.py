@@ -21,7 +21,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
-from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
@@ -51,8 +50,7 @@ def main(config: Config) -> None:
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         stack.enter_context(profiler)
         world = stack.enter_context(process_group(config.distributed.timeout_seconds))
-        setup, tokenizer = open_run_on_all_ranks(config, world)
-        ranks = world.in_groups(*group_sizes(setup.ds_config))
+        setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
         plan, *_ = load_plans(setup, tokenizer, ranks)
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         watch = Watch(ranks.device)

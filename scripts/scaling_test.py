@@ -60,7 +60,7 @@ def main() -> None:
     add("--output", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
     arguments = parser.parse_args()
     job = job_of(arguments)
-    if job.config is None:
+    if Path(job.command[0]).name != "train.py":
         raise UserError(f"{job.command[0]}: only train.py can be measured")
     sizes = sorted({*arguments.nodes})
     if not 1 <= sizes[0] <= sizes[-1] <= len(job.hosts):

@@ -35,7 +35,7 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     """Weights, moments and the number of updates: the next update is the same, bit for bit."""
     path = tiny_config(ds_config=strategy(tmp_path, name), train__precision="fp32")
     config = read_config(path)
-    setup, tokenizer = open_run_on_all_ranks(config, one_rank)
+    setup, tokenizer, _ = open_run_on_all_ranks(config, one_rank)
     plan, *_ = load_plans(setup, tokenizer, one_rank)
     batches = [step.micro_batches for step in load_steps(plan, 0, 0, 3)]
 

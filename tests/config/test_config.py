@@ -46,7 +46,7 @@ def test_defaults_below_yaml_below_flags(tiny_config):
     flags = ["--train.learning_rate", "1e-5", "--data.max_length=128", "--local_rank=1"]
     line = parse_command_line([*flags, "--config", str(tiny_config()), "--dry_run"])
     train = line.config.train
-    assert line.mode == "dry_run" and train.adam_betas == (0.9, 0.999)  # default
+    assert line.dry_run and train.adam_betas == (0.9, 0.999)  # default
     assert train.global_batch_size == 12  # YAML
     assert (train.learning_rate, line.config.data.max_length) == (1e-5, 128)  # flags
     lora = parse(tiny_config(model__lora={"r": 4}), "--model.lora.alpha", "8").model.lora

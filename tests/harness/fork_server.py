@@ -9,6 +9,7 @@ Reads requests from standard input and writes answers to standard output, as one
         the variables of the launcher. With "at": FOLDER and
         "disks": {"/disk_1": 2, ...} 2 ranks run on node-1, where FOLDER shows disk_1.
         "module" may be scripts.NAME instead, which is run as by `python -m scripts.NAME ARGV`.
+        Without "launched" it gets no variables of a launcher.
     {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
 """
 
@@ -73,24 +74,25 @@ def rank(request, number):
     # a suite that a shell has started in the background ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = str(request["ranks"])
-    if "." in request["module"]:  # not train, nor one of tests/mains
-        os.environ.update(request["environment"])
-        sys.argv = [request["module"], *request["argv"]]
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-        return
     launched = dict(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
         LOCAL_SIZE=ranks,  # or DeepSpeed runs numactl in each backward pass of ZeRO 3
         MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
     )  # fmt: skip
-    os.environ.update(launched | request["environment"])
+    if request["launched"]:
+        os.environ.update(launched)
+    os.environ.update(request["environment"])
     if request.get("disks"):
         move_to_node(request, number)
+    if "." in request["module"]:  # not train, nor one of tests/mains
+        sys.argv = [request["module"], *request["argv"]]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        return
     main = importlib.import_module(request["module"]).main
 
     def run():
         command_line = parse_command_line(request["argv"])
-        main(command_line.config, command_line.mode)
+        main(command_line.config, command_line.dry_run)
 
     exit_on_error(run)
 

@@ -83,14 +83,14 @@ class ForkServer:
     def script(self, module, *args, code=None, **variables):
         """Run a script like `python -m MODULE ARGS`, but with its imports already done."""
         variables["TORCHDYNAMO_DISABLE"] = "1"  # for what it starts, as in `environment`
-        return self._start(module, args, 1, variables).wait(code)
+        return self._start(module, args, 1, variables, launched=False).wait(code)
 
-    def _start(self, module, argv, ranks, variables, **nodes):
+    def _start(self, module, argv, ranks, variables, launched=True, **nodes):
         self.runs += 1
         log = self.folder / f"log_{self.runs}"
         request = {
             "argv": list(map(str, argv)), "ranks": ranks, "log": str(log), "port": free_port(),
-            "environment": variables, "module": str(module), **nodes,
+            "environment": variables, "module": str(module), "launched": launched, **nodes,
         }  # fmt: skip
         log.touch()
         return Forked(self, log, self.ask(request)["pids"])

@@ -13,7 +13,7 @@ def without_code(*args, **kwargs):
     return compile_fully(*args, **kwargs, backend="aot_eager")
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main."""
     torch.compile = without_code
-    train.main(config, mode)
+    train.main(config, dry_run)

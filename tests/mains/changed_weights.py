@@ -11,7 +11,7 @@ import xxhash
 import train
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main; each rank leaves output_dir/changed_RANK.json, the steps that change any."""
     train.MAX_SKIPPED_IN_A_ROW = 3
     take_step, changed = train.train_step, []
@@ -26,7 +26,7 @@ def main(config, mode):
         return values
 
     train.train_step = step
-    train.main(config, mode)
+    train.main(config, dry_run)
 
 
 def digest(engine):

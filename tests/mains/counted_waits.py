@@ -12,7 +12,7 @@ from harness.counted import Counted
 import train
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main; leaves output_dir/waits.json."""
     take_step = train.take_step
     counted = Counted()
@@ -29,4 +29,4 @@ def main(config, mode):
         return progress
 
     train.take_step = count
-    train.main(config, mode)
+    train.main(config, dry_run)

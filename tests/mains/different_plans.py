@@ -10,7 +10,7 @@ from zerotrain.runtime.process_group import process_group
 from zerotrain.training.setup import open_run_on_all_ranks
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main, and no further than the plans."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         value = [None, -math.inf, "\udc80ü", {"long": "x" * 10**6 * ranks.rank}]

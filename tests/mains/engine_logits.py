@@ -11,7 +11,7 @@ import train
 TOKENS = torch.arange(3, 99).view(2, 48)
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main; rank 0 leaves output_dir/logits.pt."""
     loop = train.train
 
@@ -25,4 +25,4 @@ def main(config, mode):
         return ended
 
     train.train = train_and_ask
-    train.main(config, mode)
+    train.main(config, dry_run)

@@ -8,7 +8,7 @@ from zerotrain.runtime.process_group import process_group
 from zerotrain.tracking.console import quieten_libraries
 
 
-def main(config, mode):
+def main(config, dry_run):
     with process_group() as ranks:
         quieten_libraries(ranks.is_first)
         for _ in range(3):

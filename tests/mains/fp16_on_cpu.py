@@ -7,7 +7,7 @@ from deepspeed.accelerator import get_accelerator
 import train
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main."""
     get_accelerator().is_fp16_supported = lambda: True
-    train.main(config, mode)
+    train.main(config, dry_run)

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import train
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main; each rank leaves output_dir/gathered_RANK.json."""
     counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
     take_step = train.train_step
@@ -43,4 +43,4 @@ def main(config, mode):
         return values
 
     train.train_step = step
-    train.main(config, mode)
+    train.main(config, dry_run)

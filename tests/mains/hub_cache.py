@@ -9,10 +9,10 @@ import datasets
 from huggingface_hub import constants
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main."""
     import train
 
     constants.HF_HUB_CACHE = os.environ["HUB_CACHE"]
     datasets.config.HF_DATASETS_CACHE = Path(os.environ["DATASETS_CACHE"])
-    train.main(config, mode)
+    train.main(config, dry_run)

@@ -4,7 +4,7 @@ import train
 from zerotrain.tracking import destinations, steps
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main."""
     destinations.device_name = steps.device_name = lambda device: "NVIDIA H200"
-    train.main(config, mode)
+    train.main(config, dry_run)

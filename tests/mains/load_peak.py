@@ -63,7 +63,7 @@ class PeakBytes(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._alive.values())
 
 
-def main(config, mode):
+def main(config, dry_run):
     """Loads the model, pretrained and from its config; each rank writes the elements held."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         gc.freeze()  # modules need not be looked through at every collection

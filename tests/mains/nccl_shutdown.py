@@ -17,7 +17,7 @@ def full_disk():
     raise EnvironmentFailure("/disk: no room")
 
 
-def main(_config, _mode):
+def main(_config, _dry_run):
     deepspeed.ops.__compatible_ops__ = {}
     accelerator = get_accelerator()
     accelerator.device_name = lambda *_: "cuda"

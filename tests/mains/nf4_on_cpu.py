@@ -5,7 +5,7 @@ weights for evaluation, on CPUs with AVX-512, is left out.
 from bitsandbytes.nn import modules
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As engine_logits.main."""
     import engine_logits
 
@@ -13,4 +13,4 @@ def main(config, mode):
 
     setup.check_machine = lambda *_: None
     modules.has_avx512bf16 = lambda: False
-    engine_logits.main(config, mode)
+    engine_logits.main(config, dry_run)

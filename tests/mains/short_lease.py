@@ -4,7 +4,7 @@ import train
 from zerotrain.checkpoint import lock
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main."""
     lock.LEASE_SECONDS = 1.0
-    train.main(config, mode)
+    train.main(config, dry_run)

@@ -14,7 +14,7 @@ from zerotrain.tracking import steps
 from zerotrain.training import engine
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main, with a hang reported after 2 s, locks after .5 s, and windows of 25 steps."""
     load_steps = train.load_steps
 
@@ -40,4 +40,4 @@ def main(config, mode):
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 25
     engine.LOCK_SECONDS = 0.5
-    train.main(config, mode)
+    train.main(config, dry_run)

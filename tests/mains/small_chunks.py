@@ -5,7 +5,7 @@ from zerotrain.config.schema import Config
 from zerotrain.training import loss
 
 
-def main(config: Config, mode: str) -> None:
+def main(config: Config, dry_run: str) -> None:
     """As train.main."""
     loss.CHUNK_TOKENS = {"cpu": 60}
-    train.main(config, mode)
+    train.main(config, dry_run)

@@ -22,7 +22,7 @@ DS_CONFIG = {
 }
 
 
-def main(config, mode):
+def main(config, dry_run):
     """Print each type of model with the relative differences of its logits and of its gradient's
     norm.
     """

@@ -6,7 +6,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
-def main(config, _mode):
+def main(config, _dry_run):
     deepspeed.ops.__compatible_ops__ = {}  # no compiler needed
     deepspeed.init_distributed("gloo")  # Trainer does so itself, but not on CPU
     rows = [dict(input_ids=torch.arange(2, 18), labels=torch.arange(2, 18)) for _ in range(16)]

@@ -5,7 +5,7 @@ import sys
 import train
 
 
-def main(config, mode):
+def main(config, dry_run):
     """As train.main."""
-    train.main(config, mode)
+    train.main(config, dry_run)
     assert "wandb" not in sys.modules

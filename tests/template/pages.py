@@ -25,6 +25,7 @@ def run_command(command, forks, *variables):
     if words[:2] == [".venv/bin/python", "-m"]:
         return forks.script(*words[2:])
     if words[0] == ".venv/bin/deepspeed":
-        return forks.train(*words[words.index("--config") + 1 :])
+        module = "train" if "train.py" in words else "scripts.rehearse"
+        return forks.train(*words[words.index("--config") + 1 :], module=module)
     shell = ("env", *variables, "bash", "-euo", "pipefail", "-c", command)
     return run(shell, timeout=1200, cwd=forks.repo)

@@ -21,7 +21,7 @@ from zerotrain.runtime.files import read_text
 
 COMMAND_LINE = "command line"
 NULL = "tag:yaml.org,2002:null"
-MODE_FLAGS = ("--dry_run", "--rehearse")
+DRY_RUN = "--dry_run"
 RENAMED = {
     "deepspeed": "ds_config",
     "per_device_train_batch_size": "data.micro_batch_tokens",
@@ -29,11 +29,10 @@ RENAMED = {
     "data.columns": "data.train_sources [{path: FILE, columns: {...}}]",
 }
 """Keys of transformers' Trainer and of older configs, and what does the same here."""
-USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run | --rehearse]
+USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run]
 
---dry_run prints the start-up table and stops before any weights are loaded. --rehearse also loads
-the model, runs the costliest planned micro-batch and larger ones, prints how many tokens fit, and
-stops; nothing is written. The settings:
+--dry_run prints the start-up table and stops before any weights are loaded; nothing is written.
+The settings:
 """
 
 
@@ -41,8 +40,7 @@ class CommandLine(NamedTuple):
     """A parsed command line."""
 
     config: Config
-    mode: str = "train"
-    """train, dry_run or rehearse."""
+    dry_run: bool = False
 
 
 class _Loader(yaml.BaseLoader):
@@ -55,7 +53,7 @@ _Loader.add_implicit_resolver(NULL, re.compile(r"(~|null|)$"), None)
 
 
 def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLine:
-    """Parse `--config FILE --section.key value ... [--dry_run | --rehearse]`.
+    """Parse `--config FILE --section.key value ... [--dry_run]`.
 
     Raises:
         UserError: unknown key, wrong type, unreadable file or contradicting values; names file and
@@ -96,8 +94,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             f"{places[trust]}: {trust}: a file cannot allow a model's code to run; read that code, "
             f"then add --{trust} true to the command"
         )
-    modes = [flag.removeprefix("--") for flag in MODE_FLAGS if flag in argv]
-    return CommandLine(config, *modes[:1])
+    return CommandLine(config, DRY_RUN in argv)
 
 
 def settings_table() -> str:
@@ -185,13 +182,13 @@ def check_start(config: Config) -> None:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, value) of every flag but those without a value and DeepSpeed's --local_rank."""
+    """(name, value) of every flag but --dry_run and DeepSpeed's --local_rank."""
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if not (argument.startswith("--") and name):
             raise UserError(f"{COMMAND_LINE}: {argument}: expected --section.key VALUE")
-        if argument in MODE_FLAGS:
+        if argument == DRY_RUN:
             continue
         if not equals:
             value = next(arguments, "--")

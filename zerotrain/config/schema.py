@@ -204,9 +204,7 @@ class DataConfig(Section):
     or fp16 by torch's varlen kernel.
     """
     micro_batch_tokens: PositiveInt = 16384
-    """Memory budget: most tokens, including padding, in one micro-batch of one rank. `train.py
-    --rehearse` says how many fit.
-    """
+    """Memory budget: most tokens, including padding, in one micro-batch of one rank."""
     cache_dir: str = ".cache/tokenized"
     """Tokenized examples, one folder per (files, tokenizer, options)."""
 

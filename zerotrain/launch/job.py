@@ -29,7 +29,7 @@ class Job:
     master_addr: str | None = None
     master_port: int | None = None
     config: Config | None = None
-    """The run config if the script is train.py."""
+    """The run config if the script is train.py, or rehearses it."""
 
 
 def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
@@ -110,7 +110,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         )
     hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None
-    if Path(command[0]).name == "train.py":
+    if Path(command[0]).stem in ("train", "rehearse"):
         config = parse_command_line(command[1:]).config
         slots = world_size(hosts)
         if config.distributed.world_size not in (None, slots):

@@ -27,6 +27,7 @@ from zerotrain.model.probes import (
     ordinary_tokens,
 )
 from zerotrain.runtime.errors import UserError, rank_prefix
+from zerotrain.runtime.process_group import apply_timeout
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
 from zerotrain.training.loss import SupervisedLoss
@@ -95,6 +96,7 @@ def build_engine(
         raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}") from error
     finally:
         long_wait.cancel()
+    apply_timeout(config.distributed.timeout_seconds, ranks)  # to DeepSpeed's groups, too
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)

@@ -16,7 +16,7 @@ from zerotrain.data.loader import load_steps
 from zerotrain.data.questions import Question, exact_match
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.loss import SupervisedLoss
-from zerotrain.training.rehearsal import describe_micro_batch, explain_out_of_memory
+from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
 
 
 class Preempted(Exception):

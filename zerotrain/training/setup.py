@@ -120,24 +120,27 @@ def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokeniz
     return resolve(pinned, machine, architecture), tokenizer
 
 
-def open_run_on_all_ranks(config: Config, ranks: Ranks) -> tuple[Setup, PreTrainedTokenizerBase]:
-    """As open_run, for the machine that the ranks are on; called by all of them.
+def open_run_on_all_ranks(
+    config: Config, world: Ranks
+) -> tuple[Setup, PreTrainedTokenizerBase, Ranks]:
+    """As open_run, for the machine that the ranks are on; called by all of them. Also returns the
+    ranks in the groups of ds_config.
 
     Raises:
         UserError: as open_run; this machine cannot run it; or ranks resolve it differently.
     """
-    machine = this_machine(ranks)
+    machine = this_machine(world)
     # the first rank of a node downloads, the others find the files in the cache
-    setup, tokenizer = ranks.run_on_all(lambda: open_run(config, machine), first_on_node=True)
+    setup, tokenizer = world.run_on_all(lambda: open_run(config, machine), first_on_node=True)
     # apart from open_run(), which also resolves runs for machines that are not this one
-    ranks.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
+    world.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
     text = (
         f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}"
         f"{json.dumps(setup.ds_config, indent=1)}"
     )
     # nodes may differ in GPUs, and so in precision, or in versions of libraries
-    ranks.require_same("the resolved config", text)
-    return setup, tokenizer
+    world.require_same("the resolved config", text)
+    return setup, tokenizer, world.in_groups(*group_sizes(setup.ds_config))
 
 
 def load_plans(

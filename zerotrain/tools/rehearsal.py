@@ -1,30 +1,29 @@
-"""train.py --rehearse: the costliest micro-batch of a run before its first step, and how many
-tokens fit into memory. And the line of a run that is out of memory.
-"""
+"""The costliest micro-batch of a run before its first step, and how many tokens fit into memory."""
 
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
+from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, collate
-from zerotrain.runtime.errors import UserError, first_of
+from zerotrain.runtime.process_group import process_group
 from zerotrain.runtime.ranks import Ranks
+from zerotrain.tracking.console import quieten_libraries
+from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
-from zerotrain.training.setup import Setup
+from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
+from zerotrain.training.setup import Setup, load_plans, open_run_on_all_ranks
 from zerotrain.training.states import GIB
 
 USED_SHARE = 0.9  # of the memory, by the largest micro-batch that is said to fit
 SMALLEST_GROWTH = 1.1  # of the micro-batch for which another attempt is worth its time
 LARGEST_GROWTH = 8  # in one attempt, since a process may reuse memory that counts as in use
-OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")  # in the errors of CUDA and of the CPU
 
 
 class MeasuredMemory(NamedTuple):
@@ -38,6 +37,17 @@ class MeasuredMemory(NamedTuple):
     """In use or free."""
 
 
+def open_and_rehearse(config: Config) -> None:
+    """Build the engine of a run as train.py does, and rehearse; nothing is written."""
+    job = config.distributed
+    with process_group(job.timeout_seconds, job.preempt_grace_seconds, job.world_size) as world:
+        quieten_libraries(world.is_first)
+        setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
+        plan, _, _ = load_plans(setup, tokenizer, ranks)
+        engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
+        rehearse(engine, loss, setup, plan, ranks)
+
+
 def rehearse(
     engine: DeepSpeedEngine,
     loss: SupervisedLoss,
@@ -47,7 +57,7 @@ def rehearse(
 ) -> None:
     """Run forward, backward and update on the costliest micro-batch of the plan and on larger ones;
     the first rank prints how many tokens fit. Called by all ranks. It changes weights and
-    optimizer, so a run does not go on after it.
+    optimizer.
 
     Raises:
         UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
@@ -157,39 +167,3 @@ def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
     is_target = np.ones_like(ids, bool)
     is_target[:, 0] = False
     return MicroBatch.of(ids, is_target, mask, position_ids)
-
-
-@contextmanager
-def explain_out_of_memory(describe: Callable[..., str], *arguments: Any) -> Iterator[None]:
-    """Raise UserError where the GPU, or the CPU's memory, does not hold something.
-
-    Args:
-        describe: says what it is and what to do, from the arguments.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(text in str(error) for text in OUT_OF_MEMORY):
-            raise
-        raise UserError(f"out of memory in {describe(*arguments)}") from error
-
-
-def describe_micro_batch(plan: DataPlan, examples: np.ndarray) -> str:
-    """The rows of a micro-batch that does not fit, and what to do.
-
-    Args:
-        examples: of the micro-batch, int64 [examples], the longest first.
-    """
-    tokens = plan.budget.micro_batch_tokens
-    rows = [
-        f"{plan.data.place_of(example)} ({plan.data.lengths[example]:,} tokens)"
-        for example in dict.fromkeys(examples.tolist())
-    ]
-    smaller = plan.with_budget(tokens // 2).budget.micro_batch_tokens
-    cure = "set model.activation_checkpointing true, or lower data.max_length"
-    if smaller < tokens:
-        cure = (
-            f"data.micro_batch_tokens is {tokens:,}: set it to {smaller:,}, which changes neither "
-            f"steps nor losses; if that is not enough, {cure}"
-        )
-    return f"a micro-batch of {first_of(rows)}; {cure}"

@@ -1,0 +1,25 @@
+"""Run the costliest micro-batch of a run before its first step, and see how many tokens fit.
+
+    deepspeed --num_gpus 2 scripts/rehearse.py --config recipes/demo.yaml [--section.key value ...]
+
+It takes the launchers and flags of train.py, loads the model, and writes nothing.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a launcher runs the file itself
+
+from zerotrain.config.parse import parse_command_line
+from zerotrain.runtime.errors import exit_on_error
+
+
+def main() -> None:
+    config = parse_command_line(sys.argv[1:], "scripts/rehearse.py").config
+    from zerotrain.tools.rehearsal import open_and_rehearse  # after a mistake is reported: slow
+
+    open_and_rehearse(config)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)
