@@ -16,9 +16,9 @@ from zerotrain.runtime.errors import exit_on_error
 
 def main() -> None:
     config = parse_command_line(sys.argv[1:], "scripts/rehearse.py").config
-    from zerotrain.tools.rehearsal import open_and_rehearse  # after a mistake is reported: slow
+    from zerotrain.tools.rehearsal import rehearse  # after a mistake is reported: slow
 
-    open_and_rehearse(config)
+    rehearse(config)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """scripts/rehearse.py.    pytest tests/tools/test_rehearsal.py"""
 
+import re
+
 import numpy as np
 import pytest
+import torch
 from harness.inputs import read_config, save_tiny_llama, strategy
 
 from zerotrain.tools.open_plans import open_plans
-from zerotrain.tools.rehearsal import MeasuredMemory, costliest, growth
+from zerotrain.tools.rehearsal import MeasuredMemory, costliest, find_largest, memory_in_use
 from zerotrain.training.out_of_memory import describe_micro_batch
 
 
@@ -26,15 +29,32 @@ def test_no_planned_micro_batch_exceeds_the_costliest(tiny_config, batching):
                         assert (costs(plan, examples) <= bounds).all()
 
 
-def test_a_rehearsal_out_of_memory_is_one_line(forks, tiny_config, tmp_path, sample_tokenizer):
+def attempts_in(output):
+    """Tokens and peak in GiB of each attempt, and its percentage of the memory."""
+    line = r"micro_batch_tokens (\S+): (\S+) of \S+ GiB \((\S+)%\)"
+    return [[float(x.replace(",", "")) for x in found] for found in re.findall(line, output)]
+
+
+def test_a_rehearsal_names_what_fits_or_is_one_line(forks, tiny_config, tmp_path, sample_tokenizer):
+    """On a machine with 600 MiB; and in a process that is not given more."""
     model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, intermediate_size=16384)
     config = tiny_config(
         model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
         train__global_batch_size=70,
     )  # fmt: skip
-    rehearsal = "zerotrain.tools.rehearsal:open_and_rehearse"
-    line = forks.refusal(config, module="little_memory", MAIN=rehearsal)
+    little = {"module": "little_memory", "MAIN": "zerotrain.tools.rehearsal:rehearse"}
+    line = forks.refusal(config, **little)
     assert "train.jsonl:8 (199 tokens)" in line and "set it to 4,096," in line
+    for planned in (256, 2048):  # more than fits
+        flags = ("--data.micro_batch_tokens", planned)
+        output = forks.finish(config, *flags, **little, MORE_MIB="9999").output
+        [_, (tokens, peak, used), *more] = attempts_in(output)
+        assert tokens == planned and (used > 90) == (planned == 2048)
+        named = max(tokens for tokens, _, used in attempts_in(output)[1:] if used <= 90)
+        assert f"\n{named:,.0f} is the largest" in output
+        assert (more[-1][1] > peak) == (planned == 256), "a peak of its own"
+    unknown = ("--model.name_or_path", "./nowhere")
+    assert "no such folder" in forks.refusal(config, *unknown, ranks=2, module="scripts.rehearse")
 
 
 def costs(plan, examples):
@@ -59,23 +79,43 @@ def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_p
     # no number that is too small for the longest example
     assert "set it to" not in describe_micro_batch(plan.with_budget(1), np.array([0]))
     whole_step = -(-parsed.train.global_batch_size // plan.budget.world_size) * longest
-    printed = " ".join(finished.output.split())
-    assert f"micro_batch_tokens {plan.budget.micro_batch_tokens:,} fits" in printed, printed
-    assert f" {whole_step:,} is the most" in printed, printed
+    attempts = attempts_in(finished.output)
+    assert attempts[1][0] == plan.budget.micro_batch_tokens and attempts[-1][0] == whole_step
+    assert f"\n{whole_step:,} is the largest" in finished.output, finished.output
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "constant, per_token, available", [(0, 1, 5000), (800, 3, 10_000), (10, 7, 100)]
-)
-def test_no_attempt_takes_more_than_nine_tenths_of_the_memory(constant, per_token, available):
-    """With memory that is constant plus a part in proportion to the micro-batch."""
-    multiple = 1
-    for _ in range(30):
-        full = 500 + constant + 16 * per_token * multiple
-        assert multiple == 1 or full <= 0.9 * (500 + available)
-        ranks = MeasuredMemory(0, 1, 10**9), MeasuredMemory(500, full, 500 + available)
-        multiple = max(multiple, int(multiple * growth(ranks)))
-    assert multiple > (0.9 * (500 + available) - 500 - constant) / (16 * per_token) / 1.1 - 1
-    half_used = [MeasuredMemory(0, 1, 10**9), MeasuredMemory(100, 500, 1000)]
-    assert growth(half_used) == pytest.approx((0.9 * 1000 - 100) / 400)
+BYTES = {  # of a micro-batch of so many tokens, and whether one of 16 fits into 10,000
+    "in proportion": (lambda tokens: 800 + 3 * tokens, True),
+    "squares": (lambda tokens: tokens**2 / 100, True),
+    "a jump": (lambda tokens: 10 + 9000 * (tokens > 600), True),
+    "too much": (lambda tokens: 9000 + tokens, False),
+}
+
+
+@pytest.mark.parametrize("planned", [16, 500, 2600, 30_000])
+@pytest.mark.parametrize("kind", BYTES)
+def test_the_size_named_is_the_largest_that_was_measured_to_fit(kind, planned):
+    peaks = {}
+
+    def attempt(tokens):
+        peaks[tokens] = 500 + BYTES[kind][0](tokens)
+        return MeasuredMemory(0, 1, 10**9), MeasuredMemory(500, peaks[tokens], 10_000)
+
+    named = find_largest(attempt, 16, planned, 3200)
+    fitting = [tokens for tokens, peak in peaks.items() if peak <= 9000]
+    assert named == max(fitting, default=None) and bool(named) == BYTES[kind][1]
+    if planned in fitting:  # then it grows until one does not fit
+        assert [*peaks] == sorted(peaks) and [*peaks][len(fitting) + 1 :] == []
+    if kind == "in proportion" and planned < 2600:
+        assert named > (8500 - 800) / 3 / 1.1 - 16
+
+
+def test_what_a_process_has_freed_is_not_in_use():
+    before = memory_in_use(is_cuda=False)
+    kept = [torch.ones(25_000) for _ in range(2000)]
+    last = torch.ones(1)  # behind them: the heap cannot shrink at its end
+    assert memory_in_use(is_cuda=False) - before > 150e6
+    kept.clear()
+    assert memory_in_use(is_cuda=False) - before < 50e6
+    del last

@@ -1,12 +1,16 @@
 """The costliest micro-batch of a run before its first step, and how many tokens fit into memory."""
 
+import ctypes
 import resource
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
 
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
@@ -18,83 +22,114 @@ from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
-from zerotrain.training.setup import Setup, load_plans, open_run_on_all_ranks
+from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 from zerotrain.training.states import GIB
 
-USED_SHARE = 0.9  # of the memory, by the largest micro-batch that is said to fit
-SMALLEST_GROWTH = 1.1  # of the micro-batch for which another attempt is worth its time
-LARGEST_GROWTH = 8  # in one attempt, since a process may reuse memory that counts as in use
+USED_SHARE = 0.9  # A micro-batch fits if its peak is at most this share of the memory.
+SMALLEST_GROWTH = 1.1  # Stop if the next micro-batch would be less than 1.1 times the last.
+LARGEST_GROWTH = 8  # The next micro-batch has at most 8 times the tokens of the last.
 
 
 class MeasuredMemory(NamedTuple):
-    """Bytes of a rank: on CUDA of its GPU, else of its process."""
+    """Bytes of a rank: on CUDA of the tensors on its GPU, on a CPU of its process."""
 
     before: int
     """In use before a micro-batch, with the gradients of earlier ones."""
     peak: int
-    """In the forward and backward pass; of a process, since it began."""
+    """At the peak of forward, backward and update."""
     available: int
     """In use or free."""
 
+    @property
+    def share(self) -> float:
+        return self.peak / self.available
 
-def open_and_rehearse(config: Config) -> None:
-    """Build the engine of a run as train.py does, and rehearse; nothing is written."""
+
+def rehearse(config: Config) -> None:
+    """Build the engine of a run as train.py does, run its costliest micro-batch and larger ones,
+    and print what each of them needs and which is the largest that fits. Nothing is written.
+
+    Raises:
+        UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
+    """
     job = config.distributed
     with process_group(job.timeout_seconds, job.preempt_grace_seconds, job.world_size) as world:
         quieten_libraries(world.is_first)
         setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
         plan, _, _ = load_plans(setup, tokenizer, ranks)
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
-        rehearse(engine, loss, setup, plan, ranks)
+        if ranks.is_first:
+            print(setup.states)
+        longest = plan.with_budget(1).budget.micro_batch_tokens
+
+        def attempt(tokens: int) -> list[MeasuredMemory]:
+            measured = run_costliest(engine, loss, plan.with_budget(tokens), ranks)
+            memory = [MeasuredMemory(*rank) for rank in ranks.gather_json(measured)]
+            if ranks.is_first:
+                fullest = max(memory, key=lambda rank: rank.share)
+                print(
+                    f"data.micro_batch_tokens {tokens:,}: {fullest.peak / GIB:.2f} of "
+                    f"{fullest.available / GIB:.2f} GiB ({fullest.share:.1%}) at the peak of rank "
+                    f"{memory.index(fullest)}"
+                )
+            return memory
+
+        attempt(longest)  # Its update also allocates AdamW's moments, which later attempts need.
+        planned = plan.budget.micro_batch_tokens
+        order = plan.order
+        examples = order.global_batch_size or -(-order.global_batch_tokens // longest)
+        most = -(-examples // plan.budget.world_size) * longest
+        largest = find_largest(attempt, longest, planned, most)
+        if ranks.is_first:
+            print(
+                f"{largest:,} is the largest measured that leaves a tenth of every rank's memory "
+                f"free; a rank's part of a step has at most {most:,} tokens"
+                if largest
+                else "none leaves a tenth of every rank's memory free: set "
+                "model.activation_checkpointing true, lower data.max_length, or take a higher ZeRO "
+                "stage"
+            )
 
 
-def rehearse(
-    engine: DeepSpeedEngine,
-    loss: SupervisedLoss,
-    setup: Setup,
-    plan: DataPlan,
-    ranks: Ranks,
-) -> None:
-    """Run forward, backward and update on the costliest micro-batch of the plan and on larger ones;
-    the first rank prints how many tokens fit. Called by all ranks. It changes weights and
-    optimizer.
+def find_largest(
+    attempt: Callable[[int], list[MeasuredMemory]], longest: int, planned: int, most: int
+) -> int | None:
+    """The largest micro-batch, in tokens, that was measured to fit; None if none does.
 
-    Raises:
-        UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
+    Attempts begin with the planned one and grow, or shrink to the longest example, by as much as
+    the memory allows if what a micro-batch needs is in proportion to it. Usually it grows less, so
+    no attempt runs out of memory, which would leave other ranks in a collective that never ends.
+    Growing ends with the first attempt that does not fit.
+
+    Args:
+        attempt: measures a micro-batch of so many tokens on every rank.
+        longest: tokens of the longest example.
+        most: tokens of a step of one micro-step.
     """
-    longest = plan.with_budget(1).budget.micro_batch_tokens
 
-    def attempt(tokens: int) -> list[MeasuredMemory]:
-        measured = run_costliest(engine, loss, plan.with_budget(tokens), ranks)
-        return [MeasuredMemory(*rank) for rank in ranks.gather_json(measured)]
+    def next_size(growth: float) -> int:
+        return int(tokens * min(LARGEST_GROWTH, growth)) // longest * longest
 
-    attempt(longest)  # the longest example alone, whose update also allocates AdamW's moments
-    planned = plan.budget.micro_batch_tokens
-    memory = attempt(planned)
-    examples = plan.order.global_batch_size or -(-plan.order.global_batch_tokens // longest)
-    # of the longest example: a step of one micro-step
-    most = -(-examples // plan.budget.world_size)
-    multiple = planned // longest
-    while True:
-        larger = min(most, int(multiple * min(LARGEST_GROWTH, growth(memory))))
-        if larger < SMALLEST_GROWTH * multiple:
+    tokens = planned
+    growth = largest_growth(attempt(tokens))
+    while growth < 1 and tokens > longest:
+        tokens = max(longest, min(next_size(growth), tokens - longest))
+        growth = largest_growth(attempt(tokens))
+    if growth < 1:
+        return None
+    if tokens < planned:
+        return tokens
+    while (larger := min(most, next_size(growth))) >= SMALLEST_GROWTH * tokens:
+        growth = largest_growth(attempt(larger))
+        if growth < 1:
             break
-        multiple = larger
-        memory = attempt(multiple * longest)
-    largest = max(planned, multiple * longest)
-    if ranks.is_first:
-        print(
-            f"data.micro_batch_tokens {planned:,} fits: {memory[0].peak / GIB:.2f} of "
-            f"{memory[0].available / GIB:.2f} GiB at the peak of rank 0; {setup.states}\n"
-            f"{largest:,} is the most that is of use or leaves a tenth of every rank's memory free",
-        )
+        tokens = larger
+    return tokens
 
 
-def growth(memory: list[MeasuredMemory]) -> float:
-    """How many times the measured micro-batch leaves a tenth of the memory free on every rank.
-
-    What a multiple of the longest example needs grows at most in proportion to it. So no attempt
-    runs out of memory, which would leave other ranks in a collective that never ends.
+def largest_growth(memory: list[MeasuredMemory]) -> float:
+    """How many times the measured micro-batch would leave a tenth of the memory free on every rank:
+    less than 1 if this one does not.
     """
     return min(
         (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
@@ -108,9 +143,19 @@ def run_costliest(
     plan: DataPlan,
     ranks: Ranks,
 ) -> MeasuredMemory:
-    """Forward and backward on the costliest micro-batches of a plan, and an update."""
-    accelerator = get_accelerator()
-    accelerator.reset_peak_memory_stats()
+    """Forward and backward on the costliest micro-batches of a plan, and an update, which changes
+    weights and optimizer.
+    """
+    is_cuda = ranks.device.type == "cuda"
+    in_use = memory_in_use(is_cuda)
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        available = torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]
+    else:
+        # Reset the peak. Where the kernel does not allow it, the peak since the start counts.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        available = in_use + psutil.virtual_memory().available // ranks.local_ranks
     chosen = costliest(plan)
     chosen.append(chosen[0])  # beside the gradients of the others
     rows = np.concatenate(chosen)
@@ -119,18 +164,26 @@ def run_costliest(
             batch = collate_full(plan, examples)
             if ranks.sequence > 1:
                 batch = batch.part(*ranks.sequence_part)
-            before = accelerator.memory_allocated()
+            before = memory_in_use(is_cuda)
             engine.set_gradient_accumulation_boundary(i == len(chosen) - 1)
             losses = loss(engine, batch)
             engine.backward(sum(losses) / rows.size, scale_wrt_gas=False)
-        if ranks.device.type == "cuda":
-            peak = accelerator.max_memory_allocated()
-            free, _ = torch.cuda.mem_get_info()
-        else:
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            free = accelerator.available_memory() // ranks.local_ranks
         apply_update(engine, clipping=0.0)
-    return MeasuredMemory(before, peak, accelerator.memory_reserved() + free)
+    if is_cuda:
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return MeasuredMemory(before, peak, available)
+
+
+def memory_in_use(is_cuda: bool) -> int:
+    """Bytes of the tensors on the GPU, or of the process, without what it has freed: that would be
+    used again, and make a micro-batch seem to need less than it does.
+    """
+    if is_cuda:
+        return torch.cuda.memory_allocated()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
 
 
 def costliest(plan: DataPlan) -> list[np.ndarray]:
