@@ -1,16 +1,20 @@
 """What is saved of an engine and loaded into another one.
 pytest tests/checkpoint/test_shards.py"""
 
-import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from harness.inputs import read_config, strategy
 
-from zerotrain.checkpoint.save import write_shard
-from zerotrain.checkpoint.shards import collect, load_start, shard_name
+from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.checkpoint.save import Saver
+from zerotrain.checkpoint.shards import collect, load_start
 from zerotrain.checkpoint.start import Start
-from zerotrain.checkpoint.state import Progress
+from zerotrain.checkpoint.state import Progress, RunIdentity
+from zerotrain.config.schema import CheckpointConfig
 from zerotrain.data.loader import load_steps
 from zerotrain.runtime.process_group import ALONE, process_group
 from zerotrain.training.engine import build_engine
@@ -32,7 +36,9 @@ def one_rank():
 def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     one_rank, tiny_config, tmp_path, name
 ):
-    """Weights, moments and the number of updates: the next update is the same, bit for bit."""
+    """Weights, moments and the number of updates: the next update is the same, bit for bit. The
+    save is asynchronous, and the first engine goes on before anything is written.
+    """
     path = tiny_config(ds_config=strategy(tmp_path, name), train__precision="fp32")
     config = read_config(path)
     setup, tokenizer, _ = open_run_on_all_ranks(config, one_rank)
@@ -48,11 +54,20 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     engine, loss, _ = build_engine(setup, tokenizer, plan, one_rank)
     for micro_batches in batches[:2]:
         update(engine, loss, micro_batches)
-    write_checkpoint(tmp_path / "saved", collect(engine, True, None))
+    threads, may_write = ThreadPoolExecutor(1), threading.Event()
+    threads.submit(may_write.wait)
+    saver = Saver(
+        engine, None, tokenizer, RunIdentity.of(setup, plan), CheckpointConfig(async_save=True),
+        one_rank, RunLock(tmp_path), None, print, _threads=threads,
+    )  # fmt: skip
+    saver.save(Progress(step=2))
+    update(engine, loss, batches[2])
+    may_write.set()
+    saver.finish()
+    [saved] = list_complete(saver.folder)
     other, other_loss, _ = build_engine(setup, tokenizer, plan, one_rank)
-    load_start(other, Start(plan, Progress(), tmp_path / "saved"), one_rank, None, seed=0)
-    for each in ((engine, loss), (other, other_loss)):
-        update(*each, batches[2])
+    load_start(other, Start(plan, Progress(), saved), one_rank, None, seed=0)
+    update(other, other_loss, batches[2])
     expected, loaded = (collect(each, True, None) for each in (engine, other))
     assert loaded.updates == expected.updates == 3
     for _, tensors in expected.parts.values():
@@ -61,10 +76,3 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     torch.testing.assert_close(loaded.parts, expected.parts, rtol=0, atol=0)
     for each in (engine, other):
         each.destroy()
-
-
-def write_checkpoint(folder, shard):
-    """A checkpoint with the file of one rank."""
-    (folder / "shards").mkdir(parents=True)
-    files = {shard_name(0): write_shard(folder / shard_name(0), vars(shard))}
-    (folder / "manifest.json").write_text(json.dumps({"save_id": "x", "files": files}))

@@ -35,6 +35,16 @@ def test_every_schedule_warms_up_and_wastes_no_update(name):
     assert [found.rate(step) for step in (7, 3)] == [rates[7], rates[3]]  # in any order
 
 
+def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch():
+    """With a global batch in tokens, of which a step has a little less than was asked for."""
+    batch = {"global_batch_size": None, "global_batch_tokens": 1000}
+    train = dataclasses.replace(
+        TRAIN, **batch, lr_scaling="linear", reference_global_batch=450
+    )  # fmt: skip
+    found = make_schedule(train, SimpleNamespace(mean_batch=900, mean_examples=10))
+    assert found.warmup_steps == 4 and found.peak == pytest.approx(2e-3)
+
+
 def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():
     short, long = schedule("linear", 6), schedule("linear", 9)
     assert short.rate(6) == 0 and long.rate(6) == pytest.approx(1e-3 * 3 / (9 + 1 - 4))

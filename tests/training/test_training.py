@@ -7,7 +7,7 @@ import signal
 
 import numpy as np
 import pytest
-from harness.inputs import save_tiny_llama, strategy, write_rows
+from harness.inputs import read_config, save_tiny_llama, strategy, write_rows
 from harness.repository import REPO
 from harness.runs import (
     assert_same,
@@ -20,6 +20,9 @@ from harness.runs import (
     read_metrics,
     stop_after_one_step,
 )
+from transformers import AutoModelForCausalLM
+
+from zerotrain.tools.plain_loop import mean_loss, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
 
 @pytest.mark.parametrize("stage, how", [(0, "killed"), (3, "preempted")])
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
-    forks, tiny_config, tmp_path, tiny_model_with_dropout, stage, how
+    forks, tiny_config, tmp_path, tiny_model_with_dropout, sample_tokenizer, stage, how
 ):
     """The run is killed between two checkpoints; or one of two ranks is preempted and both save."""
     config = tiny_config(
@@ -163,6 +166,10 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     assert lines[0] == lines[1] and len(lines[0]) == 24  # each step once, each number the same
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
     assert evals[0] == evals[1] and len(evals[0]) == 1 + 3 + 1
+    parsed = read_config(config)  # its model, as read, without dropout
+    held_out = read_rows(parsed.data.eval_sources["held_out"], sample_tokenizer, parsed.data)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_with_dropout)
+    assert evals[0][0] == pytest.approx(mean_loss(model, held_out), rel=1e-5)
 
     exported = [export(f, tmp_path / f"hf_{f.name}") / "model.safetensors" for f in (whole, cut)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
