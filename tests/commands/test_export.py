@@ -2,10 +2,12 @@
 what a folder of somebody else cannot do.    pytest tests/commands/test_export.py
 """
 
+import io
 import json
 import shutil
 
 import peft
+import psutil
 import pytest
 import torch
 import yaml
@@ -228,3 +230,74 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     config.write_text("".join(f"key_{i}: {i}\n" for i in range(60_000)))
     finished = forks.script("scripts.export", tmp_path / "run", out, code=0)
     assert "no model card: resolved_config.yaml has more than" in finished.output
+
+
+EMBED = "model.embed_tokens.weight"
+
+
+def damage_weight(**changes):
+    """A change of a shard: another tensor in place of the embedding's, or another shape."""
+
+    def change(shard):
+        tensor = changes.get("tensor")
+        if tensor is not None:
+            shard["parts"][EMBED] = 0, {"fp32": tensor}
+        shard["shapes"][EMBED] = changes["shape"]
+
+    return change
+
+
+HOSTILE_SHARDS = {
+    "a weight that would be broadcast": damage_weight(tensor=torch.ones(1), shape=[1]),
+    "a negative shape": damage_weight(shape=[-320, -40]),
+    "a sparse weight": damage_weight(tensor=torch.ones(320, 40).to_sparse(), shape=[320, 40]),
+    "a weight of no device": damage_weight(tensor=torch.ones(9, device="meta"), shape=[3, 3]),
+    "2^40 elements of one byte": damage_weight(
+        tensor=torch.ones(1, dtype=torch.int8).expand(2**40), shape=[2**40]
+    ),
+    "a buffer of another shape": lambda shard: shard["buffers"].update(
+        {"model.rotary_emb.inv_freq": torch.ones(3)}
+    ),
+    "an unknown buffer": lambda shard: shard["buffers"].update({"model.x": torch.ones(3)}),
+    "a base without a name": lambda shard: shard.update(base={}),
+    "a trained weight that is not there": lambda shard: shard["trained"].append("model.x"),
+}
+HOSTILE_JSON = {
+    "trainer_state.json": lambda tree: tree["run"]["settings"].update(
+        {"model.lora": {"r": 2_000_000, "target_modules": ["q_proj"]}}
+    ),
+    "model/config.json": lambda tree: tree.update(num_hidden_layers=2**63),
+}
+
+
+def test_hostile_weights_are_one_line_and_take_no_memory(trained, tmp_path, base):
+    checkpoint, _ = trained(base, "zero2", ranks=1)
+    manifest = checkpoint / "manifest.json"
+    before = psutil.Process().memory_info().rss
+
+    def refuse(name, content):
+        file = checkpoint / name
+        saved = file.read_bytes(), manifest.read_text()
+        file.write_bytes(content)
+        entries = json.loads(saved[1])
+        entries["files"][name] = measure(file)
+        manifest.write_text(json.dumps(entries))
+        with pytest.raises(UserError):
+            export_checkpoint(checkpoint, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        file.write_bytes(saved[0])
+        manifest.write_text(saved[1])
+
+    name = "shards/rank_00000.pt"
+    for change in HOSTILE_SHARDS.values():
+        shard = torch.load(checkpoint / name, weights_only=True)
+        change(shard)
+        out = io.BytesIO()
+        torch.save(shard, out)
+        refuse(name, out.getvalue())
+    for name, change in HOSTILE_JSON.items():
+        tree = json.loads((checkpoint / name).read_text())
+        change(tree)
+        refuse(name, json.dumps(tree).encode())
+    assert psutil.Process().memory_info().rss - before < 1 << 30
+    export_checkpoint(checkpoint, tmp_path / "out")

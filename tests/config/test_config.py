@@ -168,6 +168,8 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
     path.write_text("base: /dev/zero")
     for file in (tmp_path / "fifo.yaml", path):
         assert "it is no regular file" in complaint(file)
+    path.write_text("base: /proc/kmsg")  # regular, of size 0, and without an end
+    assert complaint(path)
     path.write_text("".join(f"k{i}: 1\n" for i in range(60_000)))
     assert "k0: unknown key" in complaint(path)
     path.write_text("a: " + "x" * 2_000_000)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from harness.inputs import copy_with_code, read_config, strategy
 from harness.processes import free_port, run
+from transformers import AutoTokenizer
 
 from zerotrain.config.schema import Source
 from zerotrain.data.sources import loaded_commit
@@ -48,6 +49,15 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     for name in ("models/typo", "./typo"):
         with pytest.raises(UserError, match=r"^model.name_or_path: .* no such folder$"):
             load_pretrained(pytest.fail, name, "model.name_or_path")
+
+
+def test_a_tokenizer_in_which_rust_panics_is_one_line(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "damaged")
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"^model.tokenizer: cannot load"):
+        load_pretrained(AutoTokenizer.from_pretrained, str(folder), "model.tokenizer")
 
 
 def test_without_network_a_missing_model_is_named_without_a_long_wait(tiny_config):

@@ -28,7 +28,9 @@ def test_a_rank_without_a_gpu_is_one_line():
         check_devices(1, visible=1)
 
 
-@pytest.mark.parametrize("numpy_state", [1, ("MT19937", [1 << 40] * 624, 0, 0, 0.0)])
+@pytest.mark.parametrize("numpy_state", [
+    1, ("MT19937", [1 << 40] * 624, 0, 0, 0.0), ("MT19937", [1] * 624, 10**6, 0, 0.0),
+])  # fmt: skip
 def test_random_numbers_of_another_shape_are_not_restored(numpy_state):
     assert set_rng_state(rng_state())
     assert not set_rng_state({**rng_state(), "numpy": numpy_state})

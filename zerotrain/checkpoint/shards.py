@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from pydantic import ConfigDict, PositiveInt, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 
 from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import is_shard, shard_name
@@ -37,7 +37,22 @@ from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, rng_state, seed_everything, set_rng_state
 
-Part = tuple[int, dict[str, torch.Tensor]]
+
+def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor of a file whose bytes are all in that file.
+
+    Raises:
+        ValueError: it has no storage, or repeats elements by a stride of 0: a copy could take any
+            memory.
+        NotImplementedError: it is sparse.
+    """
+    if not tensor.is_cpu or tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ValueError("a tensor has no storage, or less than its elements need")
+    return tensor
+
+
+SavedTensor = Annotated[torch.Tensor, AfterValidator(check_tensor)]
+Part = tuple[NonNegativeInt, dict[str, SavedTensor]]
 """Consecutive elements of a flattened parameter: the number of the first one, and a tensor of them
 for each state: `fp32`, the weights, and MOMENTS. A frozen parameter has only `fp32`, in its own
 precision.
@@ -56,7 +71,7 @@ class Shard:
     """This rank's part of each parameter that it has elements of, by name; of a split parameter, a
     part of its piece.
     """
-    shapes: dict[str, list[int]]
+    shapes: dict[str, list[NonNegativeInt]]
     """Shape of every parameter of the model; of a split one, the shape of this rank's piece."""
     tensor: PositiveInt
     """tensor_parallel.autotp_size: as many consecutive ranks have the pieces of split parameters.
@@ -65,7 +80,7 @@ class Shard:
     """Parameters that tensor parallelism has split: the dimension to concatenate pieces along."""
     trained: list[str]
     """Names of the parameters that are not frozen."""
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, SavedTensor]
     """The model's persistent buffers."""
     updates: int
     """Finished updates, for AdamW's bias correction."""
@@ -193,7 +208,8 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
             if (dimension := getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")) is not None
         },
         trained=[name for name, p in parameters.items() if p.requires_grad],
-        buffers={name: b for name, b in engine.module.named_buffers() if name in in_state},
+        # contiguous: of an expanded one the file would lack elements
+        buffers={n: b.contiguous() for n, b in engine.module.named_buffers() if n in in_state},
         updates=max(counts, default=0),
         loss_scaler={name: scaler[name] for name in LOSS_SCALER if name in scaler},
         base=base,
@@ -349,8 +365,12 @@ def check_model(
             "go on with --ds_config ds_configs/zero3.json or zero3_offload.json"
         )
     own = collect(engine, has_whole=False, base=base)  # what this run would save
-    for name in (*own.shapes, *saved.shapes):
-        was, now = (shard.shapes.get(name, "missing") for shard in (saved, own))
+    of_saved, of_own = (
+        {**shard.shapes, **{name: list(b.shape) for name, b in shard.buffers.items()}}
+        for shard in (saved, own)
+    )
+    for name in (*of_own, *of_saved):
+        was, now = (shapes.get(name, "missing") for shapes in (of_saved, of_own))
         if was != now:
             raise UserError(
                 f"{checkpoint} is of another model: {name} is {was}, in this run {now}; if only "

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 from huggingface_hub import try_to_load_from_cache
@@ -21,6 +21,7 @@ from transformers.utils import (
     cached_file,
 )
 from transformers.utils.hub import get_checkpoint_shard_files
+from typing_extensions import TypedDict  # pydantic needs it on Python 3.11
 
 from zerotrain.config.schema import Config, Source
 from zerotrain.data.sources import loaded_commit
@@ -31,8 +32,13 @@ SAMPLES = 128
 SAMPLE_BYTES = 256
 MAX_ERROR_CHARACTERS = 400  # of a library's message
 
-Base: TypeAlias = dict[str, str | None]
-"""name_or_path and revision of a pretrained model, and a fingerprint of its files."""
+
+class Base(TypedDict):
+    """A pretrained model that has been loaded, and a fingerprint of its files."""
+
+    name_or_path: str
+    revision: str | None
+    fingerprint: str | None
 
 
 def load_pretrained(
@@ -66,7 +72,10 @@ def load_pretrained(
             local_files_only=not is_here and is_hub_silent(),
             **options,
         )
-    except Exception as error:  # the hub, JSON, safetensors and each model raise their own
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # each library's own; that of Rust, with which tokenizers panics, is no Exception
+    except BaseException as error:
         reason = summarize(error)
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "

@@ -62,6 +62,8 @@ def read_text(file: str, key: str = "") -> str:
             raise ValueError("it is no regular file")
         if status.st_size > MAX_TEXT_BYTES:
             raise ValueError(f"it has more than {MAX_TEXT_BYTES:,} bytes")
-        return Path(file).read_text(encoding="utf-8-sig")
+        # no further than its size: a file of /proc has size 0 and may never end
+        with Path(file).open(encoding="utf-8-sig") as text:
+            return text.read(status.st_size)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}cannot read {file}: {describe(error)}") from error

@@ -46,6 +46,9 @@ def set_rng_state(state: dict[str, Any]) -> bool:
         if (state["cuda"] is not None) != torch.cuda.is_initialized():
             return False
         random.setstate(state["python"])
+        # numpy does not check the position, and would read beyond its 624 words
+        if not 0 <= state["numpy"][2] <= 624:
+            return False
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:

@@ -33,7 +33,7 @@ from zerotrain.model.hub import (
 )
 from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import UserError, describe, printable
 from zerotrain.tools.new_folder import new_folder
 from zerotrain.tools.saved import checkpoint_problem, whole_weight
 
@@ -85,15 +85,20 @@ def export_checkpoint(
     working = torch.float32 if has_adapters else target
     with new_folder(out) as draft:
         _copy(small_files, draft)
-        model = _empty_model(draft, working)
+        # without memory, until it is known that the checkpoint has weights of these shapes
+        expected = _empty_model(draft, working, shards)
+        if has_adapters:
+            with torch.device("meta"):
+                _insert_adapters(expected, run, shards)
+        _check_shapes(expected, shards)
         if only_adapters:
             (draft / "config.json").unlink()  # that of the base model
-            _insert_adapters(model, run, shards)
-            _write_adapters(draft, model, shards, target)
+            _write_adapters(draft, expected, shards, target)
         else:
-            _check_memory(model)
+            _check_memory(expected)
             if all(map(shards.holds, shards.first.shapes)):
-                model.to_empty(device="cpu").tie_weights()
+                model = _empty_model(draft, working, shards).to_empty(device="cpu")
+                model.tie_weights()
             else:
                 model = _load_base(shards, run, base, draft).to(working)
             adapters = _insert_adapters(model, run, shards) if has_adapters else None
@@ -136,10 +141,13 @@ def _check_memory(model: nn.Module) -> None:
         )
 
 
-def _empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+def _empty_model(folder: Path, dtype: torch.dtype, shards: Shards) -> nn.Module:
     """The model of a folder's config.json, on the meta device."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if layers > len(shards.first.shapes):  # to make any number of layers takes any time
+            raise ValueError(f"it has {layers:,} layers, more than the checkpoint has weights")
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # whatever a config of any content leads to
@@ -197,24 +205,45 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
         ) from error
 
 
+def _check_shapes(model: nn.Module, shards: Shards) -> None:
+    """Raise a UserError unless a checkpoint is of a model: the same names and shapes of parameters.
+    Shapes of split ones are those of their pieces, so their sizes are compared by _fill alone.
+    """
+    saved = shards.first
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    for name in sorted({*shapes, *saved.shapes, *saved.trained}):
+        was, now = saved.shapes.get(name), shapes.get(name)
+        if was is None or now is None or (was != now and name not in saved.split):
+            raise _misfit(name, was, now)
+
+
+def _misfit(name: str, was: object, now: object) -> UserError:
+    return UserError(
+        f"the checkpoint does not fit its model/config.json: {name} is {was or 'missing'} in the "
+        f"checkpoint and {now or 'missing'} in the model; use another checkpoint"
+    )
+
+
 @torch.no_grad()
 def _fill(model: nn.Module, shards: Shards) -> None:
     """Copy the weights and buffers of a checkpoint into a model.
 
     Raises:
-        UserError: the model has other parameters.
+        UserError: a tensor of the model has another shape, or does not exist.
     """
-    parameters = dict(model.named_parameters())
-    names = set(shards.first.shapes)
-    if wrong := sorted(names.symmetric_difference(parameters)):
-        raise UserError(
-            f"the checkpoint does not fit {type(model).__name__}: one of them has no {wrong[0]}; "
-            "use another checkpoint"
-        )
-    for name in filter(shards.holds, names):
-        parameters[name].copy_(whole_weight(shards, name))
+    buffers = dict(model.named_buffers())
     for name, values in shards.first.buffers.items():
-        model.get_buffer(name).copy_(values)
+        _copy_tensor(name, values, buffers.get(name))
+    for name, p in model.named_parameters():
+        if shards.holds(name):
+            _copy_tensor(name, whole_weight(shards, name), p)
+
+
+def _copy_tensor(name: str, values: torch.Tensor, target: torch.Tensor | None) -> None:
+    # copy_ would broadcast
+    if target is None or values.shape != target.shape:
+        raise _misfit(name, [*values.shape], target is not None and [*target.shape])
+    target.copy_(values)
 
 
 def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
@@ -246,7 +275,7 @@ def choose_checkpoint(folder: Path, best: bool = False) -> Path:
         if problem is None:
             break
         if checkpoint != folder:
-            print(f"skipping {checkpoint}: {problem}")
+            print(printable(f"skipping {checkpoint}: {problem}"))
     else:
         raise UserError(
             f"{folder} is no usable checkpoint, and has none in checkpoints/ ({problem}); give "

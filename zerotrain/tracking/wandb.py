@@ -72,7 +72,7 @@ class WandbSink:
                     ),
                 )
                 break
-            except (wandb.errors.Error, ValueError) as error:
+            except (wandb.errors.Error, ValueError, OSError) as error:
                 problem = describe(error)
                 if attempt == "offline":
                     raise UserError(f"tracking: W&B refuses to start: {problem}") from error
