@@ -40,7 +40,7 @@ from zerotrain.model.architecture import count_flops
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
-from zerotrain.runtime.machine import Machine
+from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.estimate import (
     WORTHWHILE,
     GpuCluster,
@@ -52,7 +52,6 @@ from zerotrain.tools.estimate import (
 from zerotrain.tools.memory import estimate_memory, layer_widths
 from zerotrain.tracking.metrics import read_metrics
 from zerotrain.training.setup import Architecture, Setup, resolve
-from zerotrain.training.states import GIB
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
 NODE_GPUS = 8

@@ -33,12 +33,11 @@ import torch
 from benchmarks.against_trainer import train_py, trainer, write_rows
 from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
-from zerotrain.runtime.machine import Machine
+from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.local_ranks import run_local_ranks
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.metrics import read_metrics
 from zerotrain.training.setup import open_run
-from zerotrain.training.states import GIB
 
 REPO = Path(__file__).resolve().parent.parent
 PUBLISHED = json.loads((REPO / "recipes" / "shapes.json").read_text())

@@ -25,12 +25,12 @@ from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.data.loader import load_steps
 from zerotrain.runtime.errors import exit_on_error
+from zerotrain.runtime.machine import GIB
 from zerotrain.runtime.process_group import process_group
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.steps import PhaseTimer
 from zerotrain.training.engine import build_engine
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
-from zerotrain.training.states import GIB
 
 
 class Watch(PhaseTimer):

@@ -26,6 +26,7 @@ from zerotrain.config.schema import Config
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text, replace_text
+from zerotrain.runtime.machine import GIB
 from zerotrain.tools.estimate import (
     WORTHWHILE,
     Estimate,
@@ -38,8 +39,8 @@ from zerotrain.tools.estimate import (
     save_interval,
 )
 from zerotrain.tools.open_plans import open_plans
+from zerotrain.tools.states import MASTER, MOMENTS
 from zerotrain.training.setup import Architecture
-from zerotrain.training.states import GIB, MASTER, MOMENTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -47,7 +47,6 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
     table = forks.finish(config, ranks=2).output
     assert "first.jsonl, read as messages: 40 examples" in table, table
     assert "second.json, read as messages: 30 examples x 2.5 per epoch" in table, table
-    assert table.count("model states ") == 1, table
     [file] = set(re.findall(r"1 row, listed in (\S+)", table))
     rejected = Path(file).read_text().splitlines()
     assert [json.loads(line)["place"] for line in rejected] == [41, 42]

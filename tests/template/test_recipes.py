@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts import plan
 from zerotrain.model.architecture import meta_model
+from zerotrain.runtime.machine import GIB
 from zerotrain.tools.estimate import GpuCluster, estimate, find_gpu
-from zerotrain.training.states import GIB
 
 TABLE = (REPO / "recipes" / "README.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \| (\d+) \|$", TABLE, re.MULTILINE)

@@ -6,6 +6,7 @@ import torch
 
 from zerotrain.runtime.ranks import Ranks
 
+GIB = 2**30
 PEAK_FLOPS_PER_S = {
     "MIG": None,  # a part of a GPU, as in H100 80GB HBM3 MIG 1g.10gb
     "B200": 2250e12,

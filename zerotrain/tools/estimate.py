@@ -23,10 +23,10 @@ from zerotrain.config.ds_config import (
 )
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError
-from zerotrain.runtime.machine import Machine, peak_flops_per_s
+from zerotrain.runtime.machine import GIB, Machine, peak_flops_per_s
 from zerotrain.tools.memory import MemoryEstimate, estimate_memory, layer_bytes, layer_widths
+from zerotrain.tools.states import weight_bytes
 from zerotrain.training.setup import Architecture, Setup, resolve
-from zerotrain.training.states import GIB, weight_bytes
 
 USED_SHARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
 BUDGET_STEP = 256  # tokens: the largest micro-batch is a multiple of it

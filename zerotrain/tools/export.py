@@ -34,6 +34,7 @@ from zerotrain.model.hub import (
 from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe, printable
+from zerotrain.runtime.machine import GIB
 from zerotrain.tools.new_folder import new_folder
 from zerotrain.tools.saved import checkpoint_problem, whole_weight
 
@@ -132,8 +133,8 @@ def _copy(files: Iterable[Path], folder: Path) -> None:
 
 def _check_memory(model: nn.Module) -> None:
     """Raise a UserError if the parameters of an empty model do not fit into memory."""
-    needed = sum(p.nbytes for p in model.parameters()) / 2**30
-    free = psutil.virtual_memory().available / 2**30
+    needed = sum(p.nbytes for p in model.parameters()) / GIB
+    free = psutil.virtual_memory().available / GIB
     if needed > free:
         raise UserError(
             f"the export needs {needed:,.1f} GiB of memory, and {free:,.1f} GiB are free; run it "

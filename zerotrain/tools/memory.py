@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of
+from zerotrain.tools.states import MASTER, MOMENTS, ModelStates, model_states, weight_bytes
 from zerotrain.training.loss import chunk_size
 from zerotrain.training.setup import Setup
-from zerotrain.training.states import MASTER, MOMENTS, ModelStates, weight_bytes
 
 LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
 
@@ -63,7 +63,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     Raises:
         UserError: the ZeRO stage is not a number.
     """
-    states = setup.states
+    states = model_states(setup)
     skeleton = setup.architecture.skeleton
     width = weight_bytes(setup.ds_config)
     stage = zero_stage(setup.ds_config)

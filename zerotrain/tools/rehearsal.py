@@ -15,15 +15,16 @@ from deepspeed import DeepSpeedEngine
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, collate
+from zerotrain.runtime.machine import GIB
 from zerotrain.runtime.process_group import process_group
 from zerotrain.runtime.ranks import Ranks
+from zerotrain.tools.states import model_states
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
-from zerotrain.training.states import GIB
 
 USED_SHARE = 0.9  # A micro-batch fits if its peak is at most this share of the memory.
 SMALLEST_GROWTH = 1.1  # Stop if the next micro-batch would be less than 1.1 times the last.
@@ -59,7 +60,7 @@ def rehearse(config: Config) -> None:
         plan, _, _ = load_plans(setup, tokenizer, ranks)
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         if ranks.is_first:
-            print(setup.states)
+            print(model_states(setup))
         longest = plan.with_budget(1).budget.micro_batch_tokens
 
         def attempt(tokens: int) -> list[MeasuredMemory]:

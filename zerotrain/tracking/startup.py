@@ -46,7 +46,6 @@ def startup_table(
         f"{first.padded_tokens / first.tokens - 1:.1%} to the first step",
         "learning rate": f"{rate}, {train.lr_schedule}, warm-up "
         f"{counted(train.warmup_examples, 'example')} = {counted(schedule.warmup_steps, 'step')}",
-        "memory": f"{setup.states}, and activations on top",
         "steps": f"{steps:,} = {counted(plan.epochs_at(steps), 'epoch')} of "
         f"{plan.steps_per_epoch:,}; seed {train.seed}",
         "output": config.output_dir,

@@ -18,13 +18,12 @@ from zerotrain.checkpoint.state import Progress
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
-from zerotrain.runtime.machine import device_name, peak_flops_per_s
+from zerotrain.runtime.machine import GIB, device_name, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.slow_ranks import gpu_health, slow_ranks
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
-from zerotrain.training.states import GIB
 
 WINDOW_STEPS = 50  # between two comparisons of the ranks
 WINDOWS = 3  # in a row in which a rank is slow until it is reported

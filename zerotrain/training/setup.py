@@ -29,7 +29,6 @@ from zerotrain.model.packing import resolve_batching
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.machine import Machine, this_machine
 from zerotrain.runtime.ranks import Ranks
-from zerotrain.training.states import ModelStates, model_states
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,6 @@ class Setup:
             linear_cost=self.architecture.flops.linear_cost,
             packed=data.batching == "packed",
         )
-
-    @property
-    def states(self) -> ModelStates:
-        """The bytes of a rank's model states."""
-        model = self.architecture
-        is_quantized = self.config.model.quantization is not None
-        ranks = self.machine.ranks
-        return model_states(model.skeleton, model.counts, self.ds_config, ranks, is_quantized)
 
 
 def resolve(config: Config, machine: Machine, architecture: Architecture) -> Setup:

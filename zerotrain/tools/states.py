@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
-from zerotrain.model.architecture import Counts
+from zerotrain.runtime.machine import GIB
+from zerotrain.training.setup import Setup
 
-GIB = 2**30
 MOMENTS = 8  # bytes per trained parameter, AdamW's two in fp32
 MASTER = 4  # an fp32 copy of each trained weight: ZeRO keeps one even of fp32 weights
 NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
@@ -36,24 +36,14 @@ class ModelStates:
         )
 
 
-def model_states(
-    skeleton: nn.Module,
-    counts: Counts,
-    ds_config: dict[str, Any],
-    ranks: int,
-    is_quantized: bool,
-) -> ModelStates:
-    """The model states of a run with bf16, fp16 or fp32 weights and AdamW on `ranks` ranks.
-
-    Args:
-        skeleton: the model on the meta device, with requires_grad as in training.
-        counts: numbers of its parameters.
-        ds_config: merged, with no value "auto".
-        is_quantized: whether frozen linear layers are in 4 bits.
-    """
+def model_states(setup: Setup) -> ModelStates:
+    """The model states of a run with bf16, fp16 or fp32 weights and AdamW."""
+    ds_config = setup.ds_config
+    skeleton = setup.architecture.skeleton
+    counts = setup.architecture.counts
     stage = zero_stage(ds_config)
     tensor_parallel, _ = group_sizes(ds_config)
-    ranks //= tensor_parallel  # ZeRO partitions over the groups
+    ranks = setup.machine.ranks // tensor_parallel  # ZeRO partitions over the groups
     width = weight_bytes(ds_config)
     sums = ds_config.get("data_types", {}).get("grad_accum_dtype")  # over micro-steps
     summed = 4 if sums == "fp32" else width
@@ -65,7 +55,7 @@ def model_states(
     trained = counts.trained - elsewhere
     updated = trained / ranks if stage >= 1 else trained  # stage 0: every rank updates all
     quantized = 0
-    if is_quantized:  # the frozen ones in 4 bits, but not the output head
+    if setup.config.model.quantization:  # the frozen ones in 4 bits, but not the output head
         in_4_bits = linear.difference(skeleton.get_output_embeddings().parameters())
         quantized = sum(p.numel() for p in in_4_bits if not p.requires_grad)
 
