@@ -44,6 +44,15 @@ def called(function):
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
+PADDED_CALL = {"name": "add", "arguments": {"a": 1, "c": None, "b": 1}}
+CALLED_TWICE = {
+    "messages": [
+        ASKED[0],
+        assistant("Both.", tool_calls=[CALL, CALL]),
+        *[{"role": "tool", "content": "2"}] * 2,
+        ASKED[1],
+    ]
+}
 
 # --------------------------------------------------------------------------------------------------
 # Formats found in practice
@@ -128,6 +137,43 @@ AS_THEY_ARE = {
             ]
         },
     ),
+    "ms-swift, with a turn for each call": (
+        {
+            "messages": [
+                ASKED[0],
+                assistant("Both."),
+                *[{"role": "tool_call", "content": json.dumps(CALL)}] * 2,
+                *[{"role": "tool_response", "content": "2"}] * 2,
+                assistant("2"),
+            ]
+        },
+        "messages",
+        CALLED_TWICE,
+    ),
+    "OpenAI's parts of responses, and its first form of calls": (
+        {
+            "messages": [
+                user([{"type": "input_text", "text": "1+1?"}]),
+                assistant([{"type": "output_text", "text": "Both."}], function_call=CALL),
+                assistant(None, tool_calls=None, function_call=CALL),
+                *[{"role": "function", "content": [{"type": "text", "text": "2"}]}] * 2,
+                assistant([{"type": "output_text", "text": "2"}]),
+            ],
+        },
+        "messages",
+        CALLED_TWICE,
+    ),
+    "JSON in the strings of a list, with all keys of a table": (
+        {
+            "tools": [json.dumps({**TOOLS[0], "id": None})],
+            "messages": [
+                json.dumps({"tool_calls": None, **message})
+                for message in (ASKED[0], assistant(None, tool_calls=[PADDED_CALL]), ASKED[1])
+            ],
+        },
+        "messages",
+        {"tools": TOOLS, "messages": [ASKED[0], assistant("", tool_calls=[CALL]), ASKED[1]]},
+    ),
 }  # fmt: skip
 
 
@@ -145,7 +191,19 @@ REFUSED = {
     "a label of a turn": ({"messages": [user("a"), assistant("b", label=False)]}, "weight, 0 or 1"),
     "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
     "CSV without commas": ({"a;b": "1;2"}, "separated by commas"),
-    "an unknown role": ({"messages": [{"role": "judge", "content": "a"}]}, "judge"),
+    "a class, which is no judgement": ({"text": "a", "label": 1}, "data.ignore_keys: [label]"),
+    "a row that is not to be trained on": ({"text": "a", "weight": 0}, "weight"),
+    "calls after a turn of weight 0": (
+        {"messages": [user("a"), assistant("b", train=False), assistant("", tool_calls=[CALL])]},
+        "message 3",
+    ),
+    "two thoughts in a row": (
+        {"messages": [user("a"), *[assistant("", thinking="b", tool_calls=[CALL])] * 2]},
+        "message 3",
+    ),
+    "a question without content": ({"messages": [user(None), assistant("b")]}, "message 1"),
+    "an empty part": ({"messages": [user([{"text": None}]), assistant("b")]}, "message 1"),
+    "a list per column": ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "write a row for each"),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
     "an empty text": ({"text": " \n"}, "empty"),
     "a call of no object": (
@@ -166,6 +224,37 @@ def test_what_cannot_be_trained_on_is_refused_with_the_fix(case):
     assert named in refused(row)
 
 
+@pytest.mark.parametrize(
+    "role",
+    ["function", "ipython", "environment", "tool_response", "tool_result", "function_response"],
+)
+def test_results_of_tools_are_not_the_assistants(role):
+    turns = canonical({"messages": [*ASKED, {"role": role, "content": "a"}]})["messages"]
+    assert turns[2]["role"] == "tool"
+    unknown = refused({"messages": [*ASKED, {"role": f"{role}s", "content": "a"}]})
+    assert f"'{role}s'" in unknown and 'assistant"' not in unknown
+
+
+def test_a_key_that_occurs_twice_is_refused():
+    """At any level, also within JSON in a string."""
+    for text in (
+        '{"text": "a", "text": "a"}',
+        '{"messages": [{"role": "user", "content": "a", "content": null}]}',
+        json.dumps({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}),
+    ):
+        with pytest.raises(BadRow, match="occurs twice"):
+            row = parse_row(RawRow("rows", 1, text), {})
+            canonical_row(row, Source("rows", format="messages"), DataConfig(["rows"]))
+
+
+def test_a_column_that_a_row_lacks_is_named():
+    row = {"question": "1+1?", "answer": "2"}
+    with pytest.raises(BadRow, match=r"'reply'.*it has answer, question"):
+        canonical(row, columns={"prompt": "question", "completion": "reply"})
+    columns = {"prompt": "question", "completion": "answer", "system": "reply"}
+    assert canonical(row, columns=columns) == {"prompt": "1+1?", "completion": "2"}
+
+
 def test_fixes_that_the_messages_name_work():
     columns = {"role": "speaker", "content": "text"}
     turns = [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]
@@ -176,7 +265,10 @@ def test_fixes_that_the_messages_name_work():
     assert canonical(pair, as_chat=True) == {"messages": [SYSTEM, *ASKED], "tools": TOOLS}
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+@pytest.mark.parametrize(
+    "key",
+    ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised"],
+)
 def test_turns_that_ask_for_no_loss_have_weight_0(key):
     """As other trainers spell it; what weight 0 does to the mask is in test_chat.py."""
     for given, weight in ((False, 0), (0, 0), (True, 1), (1, 1)):
@@ -184,6 +276,21 @@ def test_turns_that_ask_for_no_loss_have_weight_0(key):
         assert canonical({"messages": turns})["messages"][1]["weight"] == weight
     wanted = {"messages": [{**user("1?"), key: 1}, assistant("1")]}
     assert f"{key} is 1, but only turns of the assistant" in refused(wanted)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train_detail", "training_detail", "mask", "masked", "loss_mask", "ignore", "isTrainable",
+     "no_loss", "kto_tag", "label", "chosen", "rejected"],
+)  # fmt: skip
+def test_no_message_has_a_way_to_train_on_what_may_be_marked(key):
+    for row in (
+        {"messages": ASKED, key: False},
+        {"prompt": "1+1?", "completion": "2", key: False},
+        {"messages": [ASKED[0], assistant("2", **{key: [False]})]},
+    ):
+        message = refused(row)
+        assert key in message and "ignore_keys" not in message
 
 
 def test_every_key_is_used_or_refused():

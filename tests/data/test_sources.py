@@ -76,6 +76,36 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     assert rows_in(path) == ROWS
 
 
+PADDED = """
+{"a": {"x": [1, null], "y": null}, "json": {"k": 1, "l": null}, "map": {"k": 2, "l": NaN}}
+{"a": {"x": null, "y": "s"}, "json": "q", "map": null}
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_every_kind_of_file_leaves_out_the_nulls_that_tables_add(tmp_path, name):
+    """Of objects, maps and the JSON in which datasets keeps mixed types, but not of lists."""
+    texts = pa.array(['{"k": 1, "l": null}', '"q"'])
+    table = pa.table(
+        {
+            "a": [{"x": [1, None]}, {"y": "s"}],
+            "json": pa.ExtensionArray.from_storage(pa.json_(), texts),
+            "map": pa.array([{"k": 2, "l": None}, None], pa.map_(pa.string(), pa.int64())),
+        }
+    )
+    path = tmp_path / name
+    path.write_text(PADDED)
+    if name == "a.parquet":
+        pq.write_table(table, path)
+    elif name == "a.arrow":
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    assert rows_in(path) == [
+        {"a": {"x": [1, None]}, "json": {"k": 1}, "map": {"k": 2}},
+        {"a": {"y": "s"}, "json": "q"},
+    ]
+
+
 def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
     import datasets
 
@@ -105,6 +135,8 @@ def test_bad_files_say_what_is_wrong(tmp_path):
     ):
         (tmp_path / name).write_text(text)
         assert problem in refusal(tmp_path / name)
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "x.parquet")
+    assert "'text' occurs twice" in refusal(tmp_path / "x.parquet")
     table = pa.table({"text": ["a"]})
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
         writer.write_table(table)

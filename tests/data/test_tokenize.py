@@ -76,37 +76,66 @@ def as_lines(rows):
     return "\n".join(map(json.dumps, rows)).encode()
 
 
+def turns(answer, **more):
+    answer = {"role": "assistant", "content": answer, **more}
+    return [{"role": "user", "content": "p"}, answer]
+
+
+GOOD, BAD = turns("good"), turns("bad")
 JUDGED = [{**SHORT, "completion": f"is {label!r}", "label": label} for label in (True, 0, 1, False)]
+MENDED = {  # rows of which nothing but "good" is to be trained on after the command of the message
+    "a role": {"conversations": [GOOD[0], {"from": "it's", "value": "good"}]},
+    "a developer": {"messages": [{"role": "developer", "content": "p"}, *GOOD]},
+    "a pair": {"prompt": "p", "chosen": "good", "rejected": "bad"},
+    "chats": {
+        "prompt": "p",
+        "chosen": GOOD,
+        "rejected": BAD,
+        "messages": GOOD,
+        "score_chosen": 8.0,
+    },
+    "ends of chats": {"conversations": GOOD[:1], "chosen": GOOD[1], "rejected": BAD[1]},
+    "answers to chats": {"prompt": GOOD[:1], "chosen": GOOD[1:], "rejected": BAD[1:]},
+    "a pair of Alpaca": {"instruction": "p", "input": "", "chosen": "good", "rejected": "bad"},
+    "a pair of ms-swift": {"messages": GOOD, "rejected_response": "bad"},
+    "spans": {"messages": [*turns("bad", train_detail=[{"train": False}]), *GOOD]},
+    "weights": {"messages": [*turns("bad", loss=0.5), *turns("good", loss=1)]},
+    "a user's weight": {"messages": [{**GOOD[0], "train": True}, GOOD[1], *turns("bad", train=0)]},
+}
 CURES = {  # the file as it is, and the answers that are left after the command of the message
     "several lines": ((json.dumps(SHORT, indent=1) * 2).encode(), ["ccccc", "ccccc"]),
     "a list": (json.dumps([SHORT, SHORT], indent=1).encode(), ["ccccc", "ccccc"]),
+    "commas": (b"%s,\n%s,} " % (as_lines([SHORT]), as_lines([SHORT])[:-1]), ["ccccc", "ccccc"]),
+    "Python": (f"{SHORT}\n{SHORT}".encode(), ["ccccc", "ccccc"]),
+    "Python in CSV": (f'id,messages\n[1],"{GOOD}"'.encode(), ["good"]),
     "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
     "UTF-16 CSV": ("prompt,completion\r\np,é\r\n".encode("utf-16"), ["é"]),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
-    "a role": (
-        as_lines([{"conversations": [
-            {"from": "human", "value": "p"}, {"from": "judge", "value": "good"}
-        ]}]),
-        ["good"],
-    ),
-    "pairs": (as_lines([{"prompt": "p", "chosen": "good", "rejected": "bad"}]), ["good"]),
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),
-}  # fmt: skip
+    "masks of rows": (as_lines([{**SHORT, "mask": 0}, {**LONG, "mask": 1}]), ["ccccc"]),
+    **{case: (as_lines([row]), ["good"]) for case, row in MENDED.items()},
+}
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
 @pytest.mark.parametrize("case", CURES)
 def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokenizer, case):
     content, answers = CURES[case]
+    no_developer = "{% set messages = messages | rejectattr('role', 'eq', 'developer') | list %}"
+    tokenizer = tokenizer_with(sample_tokenizer, no_developer + sample_tokenizer.chat_template)
     file = tmp_path / ("rows.csv" if "CSV" in case else "rows.jsonl")
     config = data_config(tmp_path, [], train_sources=[str(file)])
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        tokenize(config, sample_tokenizer)
-    found = re.search(r"((?:jq|iconv) .*?) OLD(?:\.jsonl)? > NEW", str(caught.value))
-    mended = subprocess.run(f"{found[1]} {file}", shell=True, capture_output=True, check=True)
+        tokenize(config, tokenizer)
+    found = re.search(r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW", str(caught.value))
+    command = found[1].replace('"ROLE"', '"assistant"').replace('"VALUE TO TRAIN ON"', "0")
+    mended = subprocess.run(f"{command} {file}", shell=True, capture_output=True, check=True)
+    if case == "Python in CSV":
+        file = file.with_suffix(".jsonl")
+        config = data_config(tmp_path, [])
     file.write_bytes(mended.stdout)
-    data = tokenize(config, sample_tokenizer)
+    data = tokenize(config, tokenizer)
     texts = [
         sample_tokenizer.decode(ids[mask > 0], skip_special_tokens=True)
         for ids, mask in data.fetch(range(len(data)))
@@ -204,7 +233,7 @@ def test_each_source_has_its_own_format_and_columns_and_decides_on_bad_rows(
     assert data.meta["source_examples"] == [3, 2] and data.meta["rejected"] == {"missing key": 1}
     assert data.meta["formats"] == ["text", "prompt_completion"]
     assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
-    with pytest.raises(UserError, match=r"b\.jsonl:3: key 'completion' is missing"):
+    with pytest.raises(UserError, match=r"b\.jsonl:3: it has no value for 'a'"):
         build(
             tmp_path,
             sample_tokenizer,

@@ -8,7 +8,7 @@ That is {"prompt", "completion"}, where plain text is the completion of an empty
     tool_calls         list of objects, with arguments as objects
     reasoning_content  str; or thinking, whichever key the row has
     weight             0 or 1, for assistant turns: whether the turn is supervised; in rows also
-                       train, training or loss
+                       the others of WEIGHT_KEYS
     name, tool_call_id as in the row
 
 where all keys but the first two are present only if the row has a value for them. Every key of a
@@ -16,9 +16,11 @@ row, message, tool call or content part is either used or meta-data; any other m
 """
 
 import json
+import re
 from typing import Any
 
 from zerotrain.config.schema import DataConfig, Source
+from zerotrain.data.readers import parse_json
 from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject
 
 # Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
@@ -33,7 +35,7 @@ FORMAT_KEYS = {
 }
 CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 # Keys, in lower case, that describe a row, message or tool call but are not part of its content.
-# Keys that ask for another loss (label, chosen, rejected, weight) or have content are not listed.
+# Keys that may ask for another loss (LOSS_KEY) or have content are not listed.
 METADATA_KEYS = """
     id _id idx index uid uuid guid row_id sample_id example_id prompt_id question_id message_id
     conversation_id conversation_hash dialogue_id session_id user_id hash sha sha256 md5
@@ -49,45 +51,81 @@ METADATA_KEYS = """
 """
 METADATA = {*METADATA_KEYS.split(), "", "unnamed: 0"}  # the last two: the pandas index in CSV
 
-ROLES = {
-    "system": "system", "developer": "developer", "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "bot": "assistant",
-    "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
-    "tool": "tool", "observation": "tool",
-}  # fmt: skip
+# Role -> its spellings, in lower case
+SPELLINGS = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user human",
+    "assistant": "assistant gpt bot model",
+    "function_call": "function_call tool_call",
+    "tool": """tool observation function ipython environment
+        tool_response tool_result function_response""",
+}
+ROLES = {spelling: role for role, names in SPELLINGS.items() for spelling in names.split()}
 # Keys that rows may have besides those of their format. `prompt` and `text` are not used: UltraChat
 # repeats the first message, Alpaca the rendered text.
 OPTIONAL_KEYS = {"messages": {"prompt"}, "instruction": {"input", "text"}}
-RENAMED_KEYS = {"from": "role", "value": "content"}  # of ShareGPT
+# of ShareGPT; of OpenAI, before there were several calls
+RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
-WEIGHT_KEYS = ("weight", "train", "training", "loss")  # of OpenAI; axolotl (two); ms-swift
+# Spellings of a turn's weight: 0 or false is not to be trained on, 1 or true is.
+WEIGHT_KEYS = (
+    "weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised",
+)  # fmt: skip
 MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
-LOSS_KEYS = {*WEIGHT_KEYS, "label", "chosen", "rejected"}  # ask for another loss in rows
+TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI: chat; responses
+
+# For jq: the chosen answer in place of a pair. TRL has both under keys of their own, ms-swift has
+# the chosen answer in the messages.
+CHOSEN = (
+    "select(.chosen != false and .rejected != true) | .chosen as $it | ($it | type) as $type | "
+    'if $type == "object" then (.messages, .conversations | arrays) += [$it] '
+    'elif $type == "array" and (.prompt | type) != "array" then .messages = $it '
+    'elif $it | IN(null, true) then . elif has("instruction") then .output = $it '
+    'else .completion = $it end | with_entries(select(.key | test("chosen|reject") | not))'
+)
+# Other keys that may say what is not to be trained on, as regular expressions: for jq, how to keep
+# the rows to train on.
+MARKS = {
+    "chosen|rejected_response|rejected_messages": CHOSEN,
+    "|".join([*WEIGHT_KEYS, "label", "kto_tag"]): "select(KEY | IN(1, true)) | del(KEY)",
+    "(.*_|.*(?=[A-Z])|)(?i:loss|train|mask|weight|supervi|ignore|label|kto|chosen|reject).*": (
+        'select(KEY | IN("VALUE TO TRAIN ON")) | del(KEY)'
+    ),
+}
+# For jq: such a key of turns as their weight.
+AS_WEIGHT = (
+    "(.[] | arrays[] | objects | select(KEY != null)) |= "
+    '((KEY | IN("VALUE TO TRAIN ON")) as $trained | del(KEY) | .weight = $trained)'
+)
+ONE_ROW_EACH = "if it lists the values of all rows, write a row for each of them"
+PYTHON_CELL = (
+    "if it is Python's text of a list, write the file again as Parquet or JSONL; or, if there are "
+    "commas between the objects: python3 -c 'import ast, csv, json, sys; csv.field_size_limit("
+    '10**8); [print(json.dumps({k: ast.literal_eval(v) if v[:2] in ("[{", "[]") else v for k, v in '
+    'row.items()})) for row in csv.DictReader(open(sys.argv[1], newline=""))]\' OLD.csv > NEW.jsonl'
+)
 
 
 def detect_format(row: JsonObject) -> str:
-    """The first format whose required keys the row has; a null counts as missing.
+    """The first format whose required keys the row has.
 
     Raises:
         BadRow: the row fits no format.
     """
     for name, keys in FORMAT_KEYS.items():
         is_other = name == "conversational" and not isinstance(row.get("prompt"), list)
-        if not is_other and all(row.get(key) is not None for key in keys):
+        if not is_other and {*keys} <= row.keys():
             return name
-    formats = "; ".join(dict.fromkeys(" + ".join(keys) for keys in FORMAT_KEYS.values()))
     cure = (
         "columns: {our key: key in the file} of a source renames keys, which in CSV are the first "
         "line of the file, separated by commas (.tsv: by tabs)"
     )
-    if "chosen" in row:
-        cure = (
-            "of a pair, one answer can be trained on: jq -c '{prompt, completion: .chosen}' "
-            "OLD.jsonl > NEW.jsonl, or {messages: .chosen} where it is a list"
-        )
     raise BadRow(
         "no row format",
-        f"a row with the keys {', '.join(sorted(row))} is no row format ({formats}); {cure}",
+        f"a row with the keys {', '.join(sorted(row))} is no row format (messages; conversations; "
+        "prompt + completion; instruction + output; text); "
+        + (_cure(["chosen"], set(), is_row=True) if "chosen" in row else cure),
     )
 
 
@@ -104,7 +142,7 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
     kind = source.format
     required = FORMAT_KEYS[kind]
     for key in required:
-        if row.get(key) is None:
+        if key not in row:
             raise BadRow(
                 "missing key",
                 f"key {key!r} is missing, which {kind} rows need; rows of another format belong "
@@ -121,12 +159,12 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
             for number, message in enumerate(_objects(row, key), start=1):
                 try:
                     turn = _message(message, source.columns, config)
+                    if key == "prompt" and turn["role"] == "assistant":
+                        turn["weight"] = 0  # as in TRL: only the completion carries loss
+                    _add(turn, turns)
                 except BadRow as error:
                     problem = f"message {number} of {key!r}: {error}"
                     raise BadRow(error.reason, problem) from error
-                if key == "prompt" and turn["role"] == "assistant":
-                    turn["weight"] = 0  # as in TRL: only the completion carries loss
-                turns.append(turn)
     else:
         *prompts, answer = (_string(row, key) for key in required)
         if not answer.strip():
@@ -141,12 +179,33 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
     if "system" in row:
         turns.insert(0, {"role": "system", "content": _string(row, "system")})
     found = {"messages": turns}
-    if "tools" in row:
-        found["tools"] = _objects(row, "tools")
-        for tool in found["tools"]:
+    if tools := "tools" in row and _objects(row, "tools"):
+        found["tools"] = tools
+        for tool in tools:
             if not isinstance(tool.get("function", {}), dict):
                 raise BadRow("wrong type", "the function of a tool is not an object")
     return found
+
+
+def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
+    """Append a turn. Calls after an answer or a call are part of it: as a turn of their own, they
+    would teach the model to stop before them.
+    """
+    last = turns[-1] if turns else {}
+    if "tool_calls" not in turn or last.get("role") != "assistant":
+        turns.append(turn)
+    elif (
+        turn["content"]
+        or turn.keys() > {"role", "content", "tool_calls"}
+        or last.get("weight") == 0
+    ):
+        raise BadRow(
+            "answers in a row",
+            "it calls tools directly after the assistant's last turn; write both as one turn, or "
+            "the tool's result between them",
+        )
+    else:
+        last.setdefault("tool_calls", []).extend(turn["tool_calls"])
 
 
 def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -> JsonObject:
@@ -159,21 +218,27 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
             f"it has the keys {', '.join(message)} but needs one for role and one for content; "
             "columns: {role: KEY, content: KEY} of the source names the file's",
         )
+    content = turn.get("content")
     turn = _known(turn, MESSAGE_KEYS, config)
     given = str(turn.get("role"))
+    # for jq: the values of the keys that may have it
+    roles = f".role, .from, .{_jq(columns.get('role', 'role'))}"
     role = ROLES.get(given.lower())
     if role is None:
         raise BadRow(
             "unknown role",
-            f"its role {given!r} is none of {', '.join(ROLES)}; to rename it: jq -c '(.. | objects "
-            f'| .role, .from | select(. == {json.dumps(given)})) = "assistant"\' OLD.jsonl > '
-            "NEW.jsonl",
+            f"its role {given!r} is none of {', '.join(ROLES)}; find out whether the user, a tool "
+            "or the assistant speaks, who alone is trained on, and write that in place of "
+            f"ROLE: jq -c '(.[] | arrays[] | objects | {roles} | select(. == {_jq(given)})) = "
+            '"ROLE"\' OLD.jsonl > NEW.jsonl',
         )
     if role == "function_call":
         role = "assistant"
         # as ShareGPT has calls: in JSON, in place of the content
         turn["tool_calls"] = turn.pop("content", None)
-    turn = {**turn, "role": role, "content": _content(turn.get("content", ""), config)}
+    turn = {**turn, "role": role, "content": _content(turn, config)}
+    if role != "assistant" and not turn["content"] and content != "":
+        raise BadRow("missing key", f"the {role} has no content; leave out the row, or write it")
     if "tool_calls" in turn:
         turn["tool_calls"] = [_tool_call(call, config) for call in _objects(turn, "tool_calls")]
     elif role == "assistant" and not turn["content"].strip():
@@ -188,22 +253,24 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
             raise BadRow(
                 "wrong type",
                 f"{key} is {json.dumps(weight)}, but only turns of the assistant can be trained "
-                "on, with a weight of 0 or 1, or false or true; correct it, or name it in "
-                f"data.ignore_keys: [{key}]",
+                "on, with a weight of 0 or 1, or false or true; to write 0: jq -c '(.[] | arrays[] "
+                f"| objects | select([{roles}] | index({_jq(given)})) | .{key} | select(. == "
+                f"{_jq(weight)})) = 0' OLD.jsonl > NEW.jsonl",
             )
     if weights and role == "assistant":
         turn["weight"] = int(all(weights.values()))
     return turn
 
 
-def _content(content: Any, config: DataConfig) -> str:
+def _content(turn: JsonObject, config: DataConfig) -> str:
     """The content of a message as text; the texts of a list of parts are concatenated."""
+    content = turn.get("content", "")
     if isinstance(content, str):
         return content
     texts = []
-    for part in _objects({"content": content}, "content"):
+    for part in _objects(turn, "content"):
         # whose only key may be this one, as of the {type: image} of rows for vision
-        if part.get("type", "text") != "text":
+        if part.get("type", "text") not in TEXT_PARTS:
             raise BadRow("not text", "its content has a part that is not text")
         texts.append(_string(_known(part, {"type", "text"}, config), "text"))
     return "".join(texts)
@@ -224,7 +291,7 @@ def parsed(value: Any) -> Any:
     """The value of a string that contains a JSON object or list; anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except (ValueError, RecursionError):
             return value
     return value
@@ -246,23 +313,26 @@ def _known(
         and (key in known or key.lower() not in METADATA)
     }
     if extra := sorted(found.keys() - known):
-        raise BadRow("unknown key", _cure(extra, is_row))
+        raise BadRow("unknown key", _cure(extra, known, is_row))
     return found
 
 
-def _cure(extra: list[str], is_row: bool) -> str:
+def _cure(extra: list[str], known: set[str], is_row: bool) -> str:
     """What to do about unknown keys."""
-    if asks := LOSS_KEYS.intersection(extra):
-        key = min(asks)
-        if not is_row:
-            return f"{key} asks for another loss; write it as the turn's weight, 0 or 1"
-        return (
-            f"{key} asks for another loss, and without it every answer would be learned; keep the "
-            f"rows whose answers are to be: jq -c 'select(.{key} == true or .{key} == 1) | "
-            f"del(.{key})' OLD.jsonl > NEW.jsonl"
-        )
+    for key in extra:
+        for mark, command in MARKS.items():
+            # the label of a text is its class
+            if re.fullmatch(mark, key) and (key[:5], known) != ("label", {"text"}):
+                command = (command if is_row else AS_WEIGHT).replace("KEY", f".{_jq(key)}")
+                return (
+                    f"{key} may say what is not to be trained on; keep what is, or give turns a "
+                    f"weight, 0 or 1: jq -c '{command}' OLD.jsonl > NEW.jsonl"
+                )
     names = ", ".join(extra)
-    cure = f"{names} would not be trained on; data.ignore_keys: [{names}] leaves that out"
+    cure = (
+        f"{names}: not known here, so look at what it means; data.ignore_keys: [{names}] trains on "
+        "the rest alone"
+    )
     if is_row:
         cure += ", columns: {our key: key in the file} of the source renames keys"
     if {"system", "tools"} & {*extra}:
@@ -270,17 +340,23 @@ def _cure(extra: list[str], is_row: bool) -> str:
     return cure
 
 
+def _jq(value: Any) -> str:
+    """A value in the language of jq, within the quotes of a shell."""
+    return json.dumps(value).replace("'", "\\u0027")
+
+
 def _string(found: JsonObject, key: str) -> str:
     value = found.get(key, "")
     if not isinstance(value, str):
-        raise BadRow("wrong type", f"{key!r} is not a string")
+        raise BadRow("wrong type", f"{key!r} is not a string; {ONE_ROW_EACH}")
     return value
 
 
 def _objects(found: JsonObject, key: str) -> list[JsonObject]:
-    """A list of objects, or one object, which may be JSON in a string."""
+    """A list of objects, or one object, which may be JSON in strings."""
     value = parsed(found.get(key))
-    value = [value] if isinstance(value, dict) else value
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise BadRow("wrong type", f"{key!r} is not a list of objects, nor that as JSON")
+    value = [*map(parsed, value)] if isinstance(value, list) else [value]
+    if not all(isinstance(v, dict) for v in value):
+        cure = PYTHON_CELL if isinstance(found.get(key), str) else ONE_ROW_EACH
+        raise BadRow("wrong type", f"{key!r} is not a list of objects, nor that as JSON; {cure}")
     return value

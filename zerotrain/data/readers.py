@@ -25,10 +25,55 @@ BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # of a JSON list
 ROWS_AT_ONCE = 100  # decoded from Parquet at a time
 
 
+JsonObject = dict[str, Any]
+"""A row, message, tool call or tool, parsed."""
 Row = tuple[int, str]
 """The line of a row in the file, from 1, or for files without lines its number; and its JSON, in
 which bytes that are not UTF-8 are surrogates. A row that is too long is cut, but still too long.
 """
+
+
+class BadRow(Exception):
+    """A row that cannot be used. `reason` is one of a few short texts, by which skipped rows are
+    counted; the message has the details.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON, and leave out keys whose value is null: tables give each object of a column all
+    keys of that column. NaN, which JSON lacks, is read as null.
+
+    Raises:
+        BadRow: an object has a key twice, or the text is not UTF-8.
+        ValueError: it is not JSON.
+        RecursionError: it is too deep.
+    """
+    value = json.loads(text, object_pairs_hook=_object, parse_constant=lambda _: None)
+    try:
+        # Python's parser accepts half a surrogate pair, which no tokenizer can encode.
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            "not UTF-8",
+            "not UTF-8, or a character was split by \\u escapes; `iconv -f LATIN1 -t UTF-8 OLD > "
+            "NEW` converts a Latin-1 file",
+        ) from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
+    """An object of JSON, without nulls."""
+    found = {}
+    for key, value in pairs:
+        if key in found:
+            raise BadRow("doubled key", f"the key {key!r} occurs twice in an object")
+        if value is not None:
+            found[key] = value
+    return found
 
 
 def reader_of(file: str) -> "Reader | None":
@@ -193,12 +238,14 @@ def _plain(value: "pyarrow.Scalar") -> Any:
     if not value.is_valid:
         return None
     if isinstance(value, pyarrow.StructScalar):
-        return {key: inner for key, inner in value.items() if inner.is_valid}
-    if isinstance(value, pyarrow.ListScalar):  # also a map, as pairs
+        return _object([(key, inner) for key, inner in value.items() if inner.is_valid])
+    if isinstance(value, pyarrow.ListScalar):  # also a map
         if len(value) > MAX_LIST_VALUES:
             return " " * MAX_ROW_CHARACTERS
-        return list(value)
+        return _object(list(value)) if isinstance(value, pyarrow.MapScalar) else list(value)
     plain = value.as_py()
+    if isinstance(value, pyarrow.JsonScalar) and len(plain) <= MAX_ROW_CHARACTERS:
+        return parse_json(plain)
     if isinstance(plain, bytes):
         return plain.decode()
     return plain if isinstance(plain, str | int | float) else str(plain)  # dates, decimals

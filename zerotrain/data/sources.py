@@ -4,7 +4,6 @@ zerotrain/data/readers.py reads the files, zerotrain/data/messages.py converts t
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,9 @@ from zerotrain.data.readers import (
     COMPRESSIONS,
     MAX_ROW_CHARACTERS,
     READERS,
+    BadRow,
+    JsonObject,
+    parse_json,
     reader_of,
     rows_of,
 )
@@ -26,13 +28,22 @@ if TYPE_CHECKING:
     from zerotrain.config.schema import Source
 
 MESSAGE_COLUMNS = ("role", "content")  # keys of each message that columns can rename
+OPTIONAL_COLUMNS = ("input", "system", "tools")  # keys that rows of a format may lack
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
 
-
-JsonObject = dict[str, Any]
-"""A row, message, tool call or tool, parsed."""
+# Texts that are not JSON, as regular expressions: what to do about them. The last one matches all.
+NOT_JSON = {
+    r"\[?\{'": "it is Python's text: `python3 -c 'import ast, fileinput, json; [print(json.dumps("
+    "ast.literal_eval(line))) for line in fileinput.input() if line.strip()]' OLD > NEW`",
+    r"\[": "each row must be whole, on a line of its own, as `jq -c '.[]' OLD > NEW` writes it",
+    r".*(\}\s*,|,\s*[\]}]+)$": "remove the comma at its end: `sed "
+    r"'s/,[[:space:]]*\([]}]*\)[[:space:]]*$/\1/' OLD > NEW`",
+    r"\{(.*,)?$|.*\}\s*\{": "each row must be whole, on a line of its own, as `jq -c . OLD > NEW` "
+    "writes it",
+    "": "a row is a JSON object on one line",
+}
 
 
 class RawRow(NamedTuple):
@@ -45,16 +56,6 @@ class RawRow(NamedTuple):
     """JSON, unparsed. Bytes that are not UTF-8 are surrogates; a row that is too long is cut, but
     still too long.
     """
-
-
-class BadRow(ValueError):
-    """A row that cannot be used. `reason` is one of a few short texts, by which skipped rows are
-    counted; the message has the details.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,28 +177,25 @@ def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] =
     if len(raw.text) > MAX_ROW_CHARACTERS:
         raise BadRow("over the limit of a row", f"it has over {MAX_ROW_CHARACTERS:,} characters")
     try:
-        row = json.loads(raw.text)
-        # Python's parser accepts half a surrogate pair, which no tokenizer can encode.
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(
-            "not UTF-8",
-            "not UTF-8, or a character was split by \\u escapes; `iconv -f LATIN1 -t UTF-8 OLD > "
-            "NEW` converts a Latin-1 file",
-        ) from error
+        row = parse_json(raw.text)
     except (ValueError, RecursionError) as error:
-        cure = "a row is a JSON object on one line"
-        if split := {"{": ".", "[": "'.[]'"}.get(raw.text[:1]):
-            cure = f"each row must be complete on one line, as `jq -c {split} OLD > NEW` writes it"
+        cure = next(cure for start, cure in NOT_JSON.items() if re.match(start, raw.text))
         raise BadRow("not JSON", f"not JSON ({error}); {cure}") from error
     if not isinstance(row, dict):
         raise BadRow("not an object", "a row must be a JSON object")
     # before keys are renamed: ignore_keys are as in the file, and make way for renamed ones
     for key in ignore_keys:
         row.pop(key, None)
+    keys = ", ".join(sorted(row))
     for known, given in columns.items():
-        if given not in row or known in MESSAGE_COLUMNS:
+        if known in MESSAGE_COLUMNS or (given not in row and known in {*row, *OPTIONAL_COLUMNS}):
             continue
+        if given not in row:
+            raise BadRow(
+                "missing key",
+                f"it has no value for {given!r}, which columns of the source names for {known}; it "
+                f"has {keys}",
+            )
         if known in row:
             raise BadRow(
                 "doubled key",

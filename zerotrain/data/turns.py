@@ -36,6 +36,11 @@ INCOMPLETE = (
     "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key that it never "
     "writes, or model.chat_template",
 )
+DEVELOPER_CURE = (
+    "its role to system, if the template has no developer: jq -c '(.[] | arrays[] | objects | "
+    '.role, .from | select(. == "developer")) = "system"\' OLD.jsonl > NEW.jsonl, or '
+    "model.chat_template"
+)
 NO_END_MARK = (
     "without an end mark",
     "model.chat_template to a copy that writes {{ eos_token }} after it",
@@ -374,6 +379,8 @@ class Layout:
         self, number: int, problem: str, reason_and_cure: tuple[str, str] = NOT_LOCATED
     ) -> BadRow:
         reason, cure = reason_and_cure
+        if self.messages[number]["role"] == "developer":
+            cure = DEVELOPER_CURE
         return BadRow(
             reason,
             f"message {number + 1} ({self.messages[number]['role']}) {problem} in the text that "
