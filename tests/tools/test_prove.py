@@ -9,6 +9,7 @@ import pytest
 from harness.inputs import write_rows
 
 import zerotrain.data.loader
+import zerotrain.data.readers
 import zerotrain.data.tokenize
 from zerotrain.runtime.errors import UserError
 
@@ -77,6 +78,26 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
     monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", spoiled)
     code, out = prove("data", config)
     assert code == 1 and "REFUTED" in out and "answers.jsonl:1: " in out and said in out
+
+
+def test_nulls_that_a_table_adds_are_no_arguments(prove, tiny_config, tmp_path, monkeypatch):
+    call = {"name": "add", "arguments": {"a": 1, "b": None}}
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [call]}]
+    rows = write_rows(tmp_path / "nulls.jsonl", [{"messages": turns}] * 12)
+    template = tmp_path / "calls.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    config = tiny_config(
+        data__train_sources=[str(rows)], data__eval_sources=None, model__chat_template=str(template)
+    )
+    code, out = prove("data", config)
+    assert code == 0, out
+    monkeypatch.setattr(zerotrain.data.readers, "_object", dict)  # keeps them
+    code, out = prove("data", config, "--data.cache_dir", tmp_path / "other")
+    assert code == 1 and "nulls.jsonl:1: " in out
 
 
 def test_rows_that_cannot_be_compared_prove_nothing(prove, tiny_config, capsys):

@@ -16,7 +16,7 @@ import numpy as np
 
 from zerotrain.data.sources import BadRow
 from zerotrain.data.tokenize import TokenizedRows
-from zerotrain.data.turns import FIXED_DATE, Template
+from zerotrain.data.turns import FIXED_DATE, Template, with_arguments_as_text
 from zerotrain.tools.source_rows import canonical_rows, supervised_answers
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def check_answers(
         first_tokens, last_tokens: of each answer, decoded.
         render: maps messages, and whether to add the generation prompt, to a text as decoded.
     """
-    messages = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
     problems = []
     for n, (i, first, last) in enumerate(zip(answers, first_tokens, last_tokens, strict=True)):
         before = "".join(texts[: 2 * n + 1])
@@ -158,6 +157,11 @@ def prove_rows(
         first_tokens = [*map(decode, ids[edges[::2]])]
         last_tokens = [*map(decode, ids[edges[1::2] - 1])]
         ends.update(last_tokens)
+        # a key with a null is as good as none, whatever the reader made of it
+        row = json.loads(
+            json.dumps(row),
+            object_hook=lambda found: {k: v for k, v in found.items() if v is not None},
+        )
         messages = row.get("messages") or [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
@@ -167,6 +171,13 @@ def prove_rows(
         wrong = check_contents(messages, answers, texts, config.data.supervise, decoded)
         if "messages" in row and not wrong and len(answers) == len(last_tokens):
             render = partial(written, row.get("tools"))
+            messages = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
+            whole = []
+            for form in (messages, with_arguments_as_text(messages)):
+                with contextlib.suppress(BadRow):
+                    whole.append(render(form, False))
+            if decode(ids) not in whole:
+                problems.append(f"{place}: it is not what the template writes for it without nulls")
             with contextlib.suppress(BadRow):  # the template refuses the beginning of the row
                 wrong = check_answers(messages, answers, texts, first_tokens, last_tokens, render)
                 compared_answers += len(answers)
