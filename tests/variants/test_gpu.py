@@ -50,8 +50,14 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
     change_blocks(model.train(), ModelConfig("x", **options), 0)
     batch = micro_batch(packed)
     batch = batch.each(torch.Tensor.pin_memory) if device == "cuda" else batch
-    loss = SupervisedLoss(model)(model, batch).cross_entropy
+    supervised = SupervisedLoss(model)
+    is_cuda = device == "cuda"
+    if is_cuda and packed and not options.get("compile"):
+        torch.cuda.set_sync_debug_mode("error")  # A micro-step waits for no value of the GPU.
+    loss = supervised(model, batch).cross_entropy
     loss.backward()
+    if is_cuda:
+        torch.cuda.set_sync_debug_mode("default")
     return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
 
 
