@@ -25,8 +25,10 @@ from pathlib import Path
 
 from zerotrain.config.parse import check_start, parse_command_line
 from zerotrain.runtime.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunFailed, exit_on_error
+from zerotrain.runtime.preemption import follow_launcher
 
 if __name__ == "__main__":  # --help, and a mistake, need not wait for the imports below
+    follow_launcher()
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
     gc.disable()  # collections would take a sixth of the imports' time
 

@@ -133,14 +133,16 @@ def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_pa
     )  # fmt: skip
     nodes = Nodes(hosts, config, tmp_path)
 
-    # Kubernetes: SIGTERM to the second pod. Both save and exit with 75, and JobSet starts both.
+    # Kubernetes: SIGTERM to the second pod, many times. Both save and exit with 75, and JobSet
+    # starts both.
     one_rank = [*WORDS]
     one_rank[one_rank.index("--ranks_per_node") + 1] = "1"
     variables = {v["name"]: v["value"] for v in CONTAINER["env"] if "value" in v}
     pods = nodes.start(one_rank, [variables, variables])
     folder = nodes.disk / Path(option("--output_dir")).relative_to("/mnt/train")
     wait_until(lambda: [*folder.glob("checkpoints/*/COMPLETE")], pods[0], nodes.log)
-    hosts.run(2, "pkill -TERM -f '^[^ ]*python -u -m zerotrain.launch.node'")
+    pattern = "'^[^ ]*python -u -m zerotrain.launch.node'"  # until none is left
+    hosts.run(2, f"while pkill -TERM -f {pattern}; do sleep 0.05; done")
     assert [pod.wait(240) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
     resumed = forks.finish(config, "--output_dir", folder, ranks=2)  # quicker to start
     assert "resuming from" in resumed.output, resumed.output

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
 from harness.inputs import strategy, write_rows
-from harness.processes import run, start, wait_until
+from harness.processes import environment, start, wait_until
 from harness.runs import determined, is_saving, logged, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -87,15 +89,30 @@ def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_conf
     assert not left_running()
 
 
-@pytest.mark.parametrize("seconds, code", [(0, 75), (99, 143)])
-def test_a_signal_after_the_loop_changes_nothing_unless_the_rank_hangs(seconds, code):
-    """Another rank's has ended the loop, and this rank has saved."""
+@pytest.mark.parametrize(
+    "number, seconds, code",
+    [
+        (signal.SIGTERM, 0, 75),
+        (signal.SIGUSR1, 0, 75),
+        (signal.SIGINT, 0, 75),
+        (signal.SIGTERM, 99, 143),
+    ],
+)
+def test_no_signal_after_the_loop_changes_the_code_unless_the_rank_hangs(number, seconds, code):
+    """Another rank's has ended the loop, and this rank has saved. Python's own shutdown is long."""
     program = (
-        "import os, sys, time; from zerotrain.runtime.preemption import PreemptionHandler\n"
-        "with PreemptionHandler(1).deferred(): pass\n"
-        f"os.kill(os.getpid(), 15); time.sleep({seconds}); sys.exit(75)"
+        "import sys, time; from zerotrain.runtime.preemption import PreemptionHandler\n"
+        "class Slow:\n    def __del__(self): sleep(1)\n"
+        "slow, sleep = Slow(), time.sleep\n"
+        f"with PreemptionHandler(1).deferred(): pass\nprint(flush=True); sleep({seconds})\n"
+        "sys.exit(75)"
     )
-    assert run([sys.executable, "-c", program]).code == code
+    rank = subprocess.Popen([sys.executable, "-c", program], env=environment(), stdout=-1)
+    rank.stdout.readline()
+    while rank.poll() is None:
+        rank.send_signal(number)
+        time.sleep(0.02)
+    assert rank.returncode == code
 
 
 def is_waiting(pid):
@@ -130,6 +147,16 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
 # Launchers
 
 
+def ranks_in(lines):
+    """The processes among those of `left_running` that a launcher has given a rank."""
+    ranks = []
+    for line in lines:
+        with suppress(psutil.Error):
+            process = psutil.Process(int(line.split()[0]))
+            ranks += [process] if "RANK" in process.environ() else []
+    return ranks
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, tmp_path, launcher):
@@ -137,8 +164,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, 
     folder = tmp_path / "run"
     started = start(tiny_config(train__steps=100_000), ranks=2, launcher=launcher)
     wait_until(lambda: logged(folder, "train"), started)
-    processes = [psutil.Process(int(line.split()[0])) for line in left_running()]
-    ranks = [process for process in processes if "RANK" in process.environ()]
+    ranks = ranks_in(left_running())
     assert len(ranks) == 2
     [parent] = {rank.ppid() for rank in ranks}
     os.kill(parent, signal.SIGKILL)
@@ -149,3 +175,37 @@ def test_ranks_whose_launcher_is_killed_save_and_end(left_running, tiny_config, 
     assert checkpoint_problem(saved) is None
     assert saved.name == f"step_{len(logged(folder, 'train')):08d}"
     assert not (folder / "run.lock").exists()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("victim", ["deepspeed", "deepspeed's launcher", "torchrun"])
+def test_ranks_whose_launcher_is_killed_while_they_import_end(
+    left_running, tiny_config, tmp_path, victim
+):
+    started = start(tiny_config(), ranks=2, launcher=victim.split("'")[0])
+    ranks = wait_until(lambda: ranks_in(left_running())[1:], started)
+    os.kill(ranks[0].ppid() if "'" in victim else started.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while left_running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left_running() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "launcher, line",
+    [("deepspeed", "exits with return code = 75"), ("torchrun", "exitcode  : 75 ")],
+)
+def test_a_launcher_gets_75_however_many_signals_a_rank_gets(
+    left_running, tiny_config, tmp_path, launcher, line
+):
+    log = tmp_path / "log"
+    config = tiny_config(train__steps=100_000)
+    started = start(config, ranks=2, launcher=launcher, stdout=log.open("w"))
+    wait_until(lambda: logged(tmp_path / "run", "train"), started)
+    rank = ranks_in(left_running())[0]
+    while started.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            rank.terminate()
+        time.sleep(0.02)
+    assert line in log.read_text()

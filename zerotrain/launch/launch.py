@@ -205,8 +205,11 @@ class Attempt:
         self.failures.append((kind, len(self.failures), code, cause))
 
     def forward_signal(self, number: int) -> None:
-        """The ranks save and exit after the first signal, and are killed by the second."""
-        name = "SIGTERM" if self.stop_signal is None else "SIGKILL"
+        """The ranks save and exit after the first signal, and are killed by a second Ctrl-C. A
+        scheduler may send SIGTERM more than once.
+        """
+        is_second = self.stop_signal is not None
+        name = "SIGKILL" if is_second and number == signal.SIGINT else "SIGTERM"
         self.stop_signal = number
         if self.has_started:
             print(f"launch: {signal.Signals(number).name}: sending {name} to all ranks")
@@ -312,7 +315,10 @@ def main() -> int:
         help="wait this long for all hosts before a restart without some of them (120)",
     )
     arguments = parser.parse_args()
-    return launch(job_of(arguments), arguments.max_restarts, arguments.restart_wait_seconds).code
+    job = job_of(arguments)
+    for number in FORWARDED:  # after launch(), which receives them: the exit code is final
+        signal.signal(number, signal.SIG_IGN)
+    return launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
 
 
 if __name__ == "__main__":

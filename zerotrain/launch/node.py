@@ -16,6 +16,7 @@ has failed.
 """
 
 import argparse
+import atexit
 import ctypes
 import json
 import os
@@ -220,6 +221,7 @@ def main() -> int:
     requests = queue.SimpleQueue()
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: requests.put(signal.Signals(number).name))
+        atexit.register(signal.signal, number, signal.SIG_IGN)  # the default again by then
     if len(sys.argv) == 1:
         say(greeting())
         # unbuffered, because a buffer would hide later lines

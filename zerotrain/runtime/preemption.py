@@ -2,6 +2,7 @@
 what is left of a launcher that was killed.
 """
 
+import atexit
 import ctypes
 import os
 import signal
@@ -17,12 +18,7 @@ import psutil
 from zerotrain.runtime.errors import rank_prefix
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# parts of their command lines
-DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
-LAUNCHERS = (DEEPSPEED_LAUNCHER, "torchrun", "torch.distributed.run", "torch/distributed/run.py")
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-RUNNER_POLL_SECONDS = 1.0
-DEEPSPEED_KILL_SECONDS = 30.0  # deepspeed/launcher/launch.py, terminate_process_tree
 # for `finally` blocks, of which W&B's takes up to 10 s; DeepSpeed's launcher waits longer
 TIDY_SECONDS = 20.0
 
@@ -38,8 +34,7 @@ class PreemptionHandler:
     therefore waits for the first signal too, and ends the process when the grace period is over.
 
     Args:
-        grace_seconds: how long the loop may take to save and exit; less under DeepSpeed's
-            launcher, which kills.
+        grace_seconds: how long the loop may take to save and exit.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -52,8 +47,9 @@ class PreemptionHandler:
         signal.set_wakeup_fd(self._notice.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._receive)
+            # Python restores the default handlers while it shuts down, but not for ignored signals
+            atexit.register(signal.signal, number, signal.SIG_IGN)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
-        self._follow_launcher()
 
     def _receive(self, number: int, frame: object) -> None:
         """Ctrl-C ends the process even in the loop. What a launcher sends on top of a signal does
@@ -84,39 +80,41 @@ class PreemptionHandler:
         arrives, and the process exits with the code of the run, or after the grace period.
         """
         self._deferred = True
-        try:
-            yield
-        except BaseException:
-            self._deferred = False
-            raise
+        yield
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _follow_launcher(self) -> None:
-        """End with the launcher, torchrun's or DeepSpeed's, that has started this rank: if it is
-        killed, the rank gets SIGTERM, as at a preemption. And terminate DeepSpeed's launcher when
-        its parent, the runner, has ended.
 
-        A user or a scheduler stops the runner. On SIGTERM it exits without stopping the launcher
-        that it started, which would continue to train unattended. The launcher stops its ranks on
-        SIGTERM, and kills them DEEPSPEED_KILL_SECONDS later.
-        """
-        launcher = psutil.Process().parent()
-        command = " ".join(launcher.cmdline()) if launcher else ""
-        if not any(name in command for name in LAUNCHERS):
-            return
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != launcher.pid:  # it was killed before that
-            os.kill(os.getpid(), signal.SIGTERM)
-        if DEEPSPEED_LAUNCHER not in command:
-            return
-        self.grace_seconds = min(self.grace_seconds, DEEPSPEED_KILL_SECONDS)
-        runner = launcher.ppid()
+def follow_launcher() -> None:
+    """End with the launcher, torchrun's or DeepSpeed's, that has started this rank: if it is
+    killed, the rank gets SIGTERM, as at a preemption. And terminate DeepSpeed's launcher when its
+    parent, the runner, has ended.
 
-        def watch() -> None:
-            while launcher.is_running():
-                # not by waiting for the runner: one that has ended may stay a zombie
-                if launcher.ppid() != runner:
-                    launcher.terminate()
-                    return
-                time.sleep(RUNNER_POLL_SECONDS)
+    A user or a scheduler stops the runner. On SIGTERM it exits without stopping the launcher that
+    it started, which would continue to train unattended. The launcher stops its ranks on SIGTERM,
+    and kills them 30 s later.
+    """
+    has_runner = "CROSS_SIZE" in os.environ  # a variable of DeepSpeed's launcher alone
+    if not has_runner and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    rank = psutil.Process()
+    launcher = psutil.Process(rank.ppid())
+    runner = launcher.ppid()
+    if is_orphan(rank):  # the launcher was killed before that
+        sys.exit(128 + signal.SIGTERM)
 
-        threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+    def watch() -> None:
+        while launcher.is_running():
+            # not by waiting for the runner: one that has ended may stay a zombie
+            if launcher.ppid() != runner or is_orphan(launcher):
+                launcher.terminate()
+                return
+            time.sleep(1)
+
+    if has_runner:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def is_orphan(process: psutil.Process) -> bool:
+    """Whether its parent has ended and init has it. In a container, init may be a launcher."""
+    return process.ppid() == 1 and "python" not in psutil.Process(1).cmdline()[0]

@@ -1,7 +1,6 @@
 """The process group: this process's rank and device, and the timeouts of its groups."""
 
 import os
-import shutil
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,10 +133,9 @@ def find_ninja() -> None:
     """Put ninja on the PATH, which compiles DeepSpeed's optimizers: pip has installed it beside
     Python, in an environment that need not be activated.
     """
-    if shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join(
-            [os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]
-        )
+    os.environ["PATH"] = os.pathsep.join(
+        [os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]
+    )
 
 
 def apply_timeout(timeout_seconds: float, ranks: Ranks) -> None:
