@@ -19,7 +19,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -156,8 +156,9 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
         run.hang_watch.close()
         run.metrics.close(exit_code)
         if run.ranks.is_first:
-            last = max(list_complete(run.saver.folder), default="none")
-            print(f"{ending}; last checkpoint: {last}")
+            with suppress(OSError):  # the folder is out of reach
+                last = max(list_complete(run.saver.folder), default="none")
+                print(f"{ending}; last checkpoint: {last}")
     return exit_code
 
 

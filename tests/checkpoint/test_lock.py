@@ -23,9 +23,9 @@ def short_lease(monkeypatch):
     monkeypatch.setattr(lock, "LEASE_SECONDS", LEASE_SECONDS)
 
 
-def of_another_host(path):
+def of_another_host(path, lease_seconds=LEASE_SECONDS):
     """A lock as a process of another host writes it, about which nobody can know here."""
-    lines = ("pid=77", "host=elsewhere", "mode=lease", "token=ab", f"duration={LEASE_SECONDS}")
+    lines = ("pid=77", "host=elsewhere", "mode=lease", "token=ab", f"duration={lease_seconds}")
     path.write_text("\n".join(("filelock/2", *lines, "")))
 
 
@@ -62,6 +62,39 @@ def test_a_process_that_no_longer_exists_on_this_host_is_not_waited_for(tmp_path
         assert f"pid={os.getpid()}\n" in path.read_text()
         assert time.monotonic() - began < LEASE_SECONDS
     assert not path.exists()
+
+
+def test_an_empty_lock_is_taken_over_and_what_is_none_is_one_line(tmp_path):
+    """A power cut leaves an empty one. Another version of this program has another lease."""
+    path = tmp_path / "run.lock"
+    path.touch()
+    with lock.RunLock(tmp_path):
+        assert f"pid={os.getpid()}\n" in path.read_text()
+    for make in (lambda: of_another_host(path, 7.0), lambda: (path.unlink(), path.mkdir())):
+        make()
+        with pytest.raises(UserError, match=f"remove {path}"), lock.RunLock(tmp_path):
+            pass
+
+
+HOLD = """
+import pathlib, sys, threading
+from zerotrain.checkpoint.lock import RunLock
+folder = pathlib.Path(sys.argv[1])
+lock = RunLock(folder)
+with lock:
+    folder.chmod(0)
+    threading.Timer(2, folder.chmod, [0o700]).start()
+    assert not lock.is_lost()
+    lock.check()
+    (folder / "written").touch()
+"""
+
+
+def test_a_folder_that_cannot_be_searched_for_two_seconds_is_waited_for(tmp_path):
+    as_user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root may search it
+    command = [*as_user * (not os.geteuid()), sys.executable, "-c", HOLD, tmp_path]
+    subprocess.run(command, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["written"]
 
 
 def test_a_run_that_has_lost_its_lock_fails_so_that_it_is_started_again(tmp_path):

@@ -87,6 +87,9 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     assert all(file.read_text() == "mine" for file in [*mine, target])
     assert (kept_elsewhere / "COMPLETE").exists() and (folder / ".step_00000009.tmp").is_symlink()
     assert not draft.is_symlink() and not (folder / "step_00000001").is_symlink()
+    draft.mkdir()  # of a killed save: it goes although the next run has nothing to save
+    forks.finish(config)
+    assert not draft.exists()
 
 
 def test_a_new_folder_deletes_nothing_and_is_whole_or_missing(tmp_path, monkeypatch):

@@ -1,14 +1,17 @@
 """One run at a time in an output folder; a dead run does not hold it forever."""
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from filelock import SoftFileLease, Timeout
+from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from zerotrain.checkpoint.run_folder import LOCK
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
 
 LEASE_SECONDS = 20.0  # a shared disk may be slow to show a refreshed lock to another host
+OUT_OF_REACH_SECONDS = 30  # after which a save fails
 
 
 class RunLock(SoftFileLease):
@@ -37,13 +40,17 @@ class RunLock(SoftFileLease):
         )
 
     def __enter__(self) -> None:
-        """Raises UserError: another run uses the folder."""
+        """Raises UserError: another run uses the folder, or what is there is no lock of a run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(self.lock_file):
             print(f"{self.lock_file}: waiting for {self._holder()} to end")
         try:
             super().__enter__()
-        except Timeout:
+        except (Timeout, LeaseSettingsMismatch, IsADirectoryError) as error:
+            if self.owner is None and isinstance(error, Timeout):
+                # empty, as a power cut leaves it: filelock takes over only what names its owner
+                self.break_lock()
+                return self.__enter__()
             raise UserError(
                 f"output_dir {self.folder} is in use by another run ({self._holder()}); choose "
                 f"another output_dir, or stop that run; if there is none, remove {self.lock_file}"
@@ -56,17 +63,25 @@ class RunLock(SoftFileLease):
         if self.token is None:
             return False
         owner = self.owner
-        if owner is None:  # removed, unless the folder is out of reach for a moment
-            return os.path.lexists(self.folder) and not os.path.lexists(self.lock_file)
-        return owner.token != self.token
+        if owner is not None:
+            return owner.token != self.token
+        with suppress(OSError):  # the folder is out of reach for a moment
+            return self.folder / LOCK not in self.folder.iterdir()  # removed
+        return False
 
     def check(self) -> None:
-        """Raise EnvironmentFailure if the lock is lost."""
-        if self.is_lost():
-            raise EnvironmentFailure(
-                f"output_dir {self.folder} now belongs to another run ({self._holder()}): this one "
-                f"was stopped for over {LEASE_SECONDS:.0f} s; nothing more is written"
-            )
+        """Raise EnvironmentFailure if the lock is lost. A folder that is out of reach, as while a
+        file server restarts, is waited for.
+        """
+        for _ in range(OUT_OF_REACH_SECONDS):
+            if self.is_lost():
+                raise EnvironmentFailure(
+                    f"output_dir {self.folder} now belongs to another run ({self._holder()}): this "
+                    f"one was stopped for over {LEASE_SECONDS:.0f} s; nothing more is written"
+                )
+            if self.token is None or os.path.lexists(self.lock_file):
+                return
+            time.sleep(1)
 
     def _holder(self) -> str:
         owner = self.owner

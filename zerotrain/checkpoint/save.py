@@ -55,8 +55,6 @@ from zerotrain.runtime.ranks import Ranks
 
 T = TypeVar("T")
 
-OUT_OF_REACH_SECONDS = 30  # after which a save fails
-
 
 def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write a rank's file and return its FileEntry, as JSON."""
@@ -101,6 +99,11 @@ class Saver:
     """The folder that becomes it."""
     _owns_disk: bool = False
     """Whether this rank has created that folder on its disk."""
+
+    def __post_init__(self) -> None:
+        if self.ranks.local_rank == 0:  # one rank of each disk
+            for path in list_temporary(self.folder):
+                remove(path)
 
     @property
     def folder(self) -> Path:
@@ -201,10 +204,6 @@ class Saver:
     def _create(self) -> None:
         draft = self._draft
         if self.ranks.is_first:  # the other ranks create it on a disk of their own
-            for _ in range(OUT_OF_REACH_SECONDS):  # as while a file server restarts
-                if os.path.lexists(self.lock.folder):
-                    break
-                time.sleep(1)
             # without its parents: an output_dir that is still away is not made a second time
             self.folder.mkdir(exist_ok=True)
         try:
@@ -217,8 +216,6 @@ class Saver:
                 f"WARNING: {socket.gethostname()} does not share {self.folder} with rank 0: it "
                 "keeps the files of its own ranks, and other nodes need them to resume elsewhere"
             )
-        for path in self._leftovers():  # now, since this save may need their room
-            remove(path)
         model = self.engine.module
         model.config.save_pretrained(draft / "model")
         if model.can_generate():
@@ -256,7 +253,7 @@ class Saver:
             except OSError as error:  # the new one is complete
                 print(f"WARNING: {path} cannot be removed: {describe(error)}")
         # listed now, while the lock is held; removed in threads, since 5 GB take a second
-        self._threads.map(remove, self._leftovers())
+        self._threads.map(remove, list_temporary(self.folder))
 
     def _hide(self, checkpoint: Path) -> None:
         """Rename a checkpoint before it is removed, so that an interrupted removal does not leave
@@ -270,7 +267,3 @@ class Saver:
         self.lock.check()
         with suppress(FileNotFoundError):
             checkpoint.rename(temporary_name(checkpoint))
-
-    def _leftovers(self) -> list[Path]:
-        """What _hide has renamed, and what interrupted runs have left."""
-        return [path for path in list_temporary(self.folder) if path != self._draft]
