@@ -26,7 +26,7 @@ from zerotrain.model.probes import (
     check_packing,
     ordinary_tokens,
 )
-from zerotrain.runtime.errors import UserError, rank_prefix
+from zerotrain.runtime.errors import EXIT_FAILURE, UserError, rank_prefix
 from zerotrain.runtime.process_group import apply_timeout
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
@@ -34,7 +34,7 @@ from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import parameter_groups, reset_update_count
 from zerotrain.training.setup import Setup
 
-LOCK_SECONDS = 30.0
+LOCK_SECONDS = 30.0  # until locks are named; 60 times that later the run ends
 MAX_GRAPHS = 64  # of one function: training or not, one example or several, kinds of layers
 
 
@@ -43,12 +43,17 @@ def name_locks() -> None:
     one, for which DeepSpeed would wait in silence.
     """
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in cache.rglob("lock"):
+    locks = [*cache.rglob("lock")]
+    for lock in locks:
         print(
             f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
             "does that (a compiler would run), remove the file",
             file=sys.stderr,
         )
+    is_built = threading.current_thread().finished.wait(60 * LOCK_SECONDS)  # the timer's
+    if not is_built and any(map(Path.exists, locks)):
+        print("error: an operator is still being compiled; run: rm -f", *locks, file=sys.stderr)
+        os._exit(EXIT_FAILURE)
 
 
 def build_engine(
