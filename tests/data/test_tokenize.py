@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -179,6 +181,14 @@ def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer,
     monkeypatch.setattr("zerotrain.data.tokenize.MIN_POOL_BATCHES", 2)
     two = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "two"))
     assert one.meta["content"] == two.meta["content"] and two.folder != one.folder
+
+
+def test_a_disk_without_locks_works(tmp_path, sample_tokenizer, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert len(build(tmp_path, sample_tokenizer, [SHORT])) == 1
 
 
 def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):

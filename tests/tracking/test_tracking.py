@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pwd
 import re
 import signal
 import socket
@@ -112,6 +113,13 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
     assert read_metrics(folder)[-1]["step"] - rows[-1]["step"] in (0, 1)
     [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert "exit" in {record["type"] for record in records_of(file)}
+
+
+def test_without_a_home_tracking_is_refused(tiny_config, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", dict().__getitem__)  # nor an entry for the user
+    with pytest.raises(UserError, match="set HOME"):
+        WandbSink(read_config(tiny_config(tracking__wandb="offline")), "id")
 
 
 @pytest.mark.parametrize("answers", ["refuses", "is silent"])

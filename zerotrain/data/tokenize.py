@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, count, islice
@@ -162,7 +163,9 @@ def tokenize_sources(
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             # the first of the processes that ask; the others wait, and then find the cache
-            with FileLock(f"{target}.lock"):
+            with ExitStack() as stack:
+                with suppress(OSError):  # on a disk without locks the others do not wait
+                    stack.enter_context(FileLock(f"{target}.lock"))
                 if not target.exists():
                     draft.mkdir()
                     _build_cache(given, tokenizer, config, draft)

@@ -72,10 +72,14 @@ class WandbSink:
                     ),
                 )
                 break
-            except (wandb.errors.Error, ValueError, OSError) as error:
+            # RuntimeError: there is no home
+            except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
                 problem = describe(error)
                 if attempt == "offline":
-                    raise UserError(f"tracking: W&B refuses to start: {problem}") from error
+                    raise UserError(
+                        f"tracking: W&B refuses to start: {problem}; set HOME to a folder if it is "
+                        "not set, or --tracking.wandb disabled"
+                    ) from error
                 print(f"W&B: tracking is offline; `wandb sync` uploads it ({problem})")
                 wandb.teardown()
         # W&B numbers the rows itself: it would drop those of steps that it has had already
