@@ -198,7 +198,10 @@ def test_an_address_that_cannot_be_resolved_is_a_failure_unless_it_is_not_needed
 ):
     monkeypatch.setattr(node, "RESOLVE_SECONDS", 0)
     with pytest.raises(EnvironmentFailure, match=r"nosuch\.invalid"):
-        node.interface_towards("nosuch.invalid", queue.SimpleQueue())
+        node.interface_towards("nosuch.invalid", requests := queue.SimpleQueue())
+    requests.put("SIGTERM")
+    with pytest.raises(SystemExit, match="143"):
+        node.interface_towards("nosuch.invalid", requests)
     options = [*OPTIONS, "--ranks_per_node=1", "--master_addr=nosuch.invalid"]
     script = tmp_path / "nothing.py"
     script.touch()

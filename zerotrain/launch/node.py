@@ -166,7 +166,7 @@ def kill_descendants() -> None:
 
 def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
     """The network interface that the kernel uses for traffic to an address; nothing is sent. A name
-    that cannot be resolved is tried again for RESOLVE_SECONDS, or until there is a request.
+    that cannot be resolved is tried again for RESOLVE_SECONDS; a request ends this process.
 
     Raises:
         EnvironmentFailure: the name does not resolve, or there is no route.
@@ -182,7 +182,9 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
             break
         except OSError as error:
             problem = f"--master_addr {address}: {describe(error)}"
-        if time.monotonic() > deadline or not requests.empty():
+        if not requests.empty():
+            sys.exit(128 + signal.Signals.__members__.get(requests.get(), signal.SIGTERM))
+        if time.monotonic() > deadline:
             raise EnvironmentFailure(problem)
         if problem != printed:
             print(f"waiting for {problem}")

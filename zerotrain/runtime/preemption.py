@@ -97,24 +97,20 @@ def follow_launcher() -> None:
     if not has_runner and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    rank = psutil.Process()
-    launcher = psutil.Process(rank.ppid())
+    launcher = psutil.Process(os.getppid())
     runner = launcher.ppid()
-    if is_orphan(rank):  # the launcher was killed before that
+    # Where one was killed before that, its child is init's. In a container init may be a launcher.
+    is_orphan = 1 in (launcher.pid, has_runner and runner)
+    if is_orphan and "python" not in psutil.Process(1).cmdline()[0]:
         sys.exit(128 + signal.SIGTERM)
 
     def watch() -> None:
         while launcher.is_running():
             # not by waiting for the runner: one that has ended may stay a zombie
-            if launcher.ppid() != runner or is_orphan(launcher):
+            if launcher.ppid() != runner:
                 launcher.terminate()
                 return
             time.sleep(1)
 
     if has_runner:
         threading.Thread(target=watch, daemon=True).start()
-
-
-def is_orphan(process: psutil.Process) -> bool:
-    """Whether its parent has ended and init has it. In a container, init may be a launcher."""
-    return process.ppid() == 1 and "python" not in psutil.Process(1).cmdline()[0]
