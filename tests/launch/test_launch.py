@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import namespaces
 import numpy as np
@@ -113,10 +114,32 @@ def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
     for added in (*(f"{name}=x" for name in secrets), "URI=https://me:x@host", "NOT_THERE"):
         with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):
             environment_of_job(here, [added])
-    file.write_text("A=1\ns3cret, the rest of a value\n")
-    with pytest.raises(UserError, match=str(file)) as error:
-        environment_of_job(here, [], [file])
-    assert "s3cret" not in str(error.value)
+
+
+ENV_LINES = ["NCCL_DEBUG=INFO", "export A=b", " A = b ", "A=b=c d", "A=^docker0,lo", "A=",
+             "A=~/*;y&z|(w)", "A={1,2}!", "A=/tmp/%p.log"]  # fmt: skip
+NO_ENV_LINES = ['A="eth0"', "A='INFO'", 'A="two words"', "A=/opt/lib:$HOME", "A=b # c",
+                "A=#b", "A=`id`", "A=\\", "A=%h", "A=%n", "A=%%p", "a-b=c", "s3cret"]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [*ENV_LINES, *NO_ENV_LINES])
+def test_a_line_of_deepspeed_env_means_what_it_means_to_deepspeed_or_is_refused(tmp_path, line):
+    """The value that DeepSpeed's runner gives to the shell of each host."""
+    from deepspeed.launcher.runner import PDSHRunner
+
+    file = tmp_path / "env"
+    file.write_text(f"B=1\n{line}\n")
+    if line in NO_ENV_LINES:
+        with pytest.raises(UserError, match=f"{file}:2: .*--env NAME") as error:
+            environment_of_job({}, [], [file])
+        assert "s3cret" not in str(error.value)
+        return
+    PDSHRunner.add_export(runner := SimpleNamespace(exports={}), *line.split("=", maxsplit=1))
+    [(name, value)] = runner.exports.items()
+    name = name.removeprefix("export ")
+    shell = f'export {name}={value}; printf %s "${name}"'
+    seen = subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout
+    assert environment_of_job({}, [], [file]) == {"B": "1", name: seen}
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):

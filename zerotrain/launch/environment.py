@@ -14,6 +14,12 @@ PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "OMP_",
     "HF_", "WANDB_", "DS_",
 )  # fmt: skip
+ENV_LINE = re.compile(
+    r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*((?:[^\"'`$\\#%]|%(?![hnu%]))*)", re.ASCII
+)
+"""A line of `.deepspeed_env` whose value is text to `deepspeed` too. Its remote shell expands or
+removes the other characters, and pdsh replaces %h, %n, %u and %%.
+"""
 # The node wrapper sets the devices of each host.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
 SECRET_NAME = re.compile(
@@ -46,13 +52,17 @@ def environment_of_job(
     job = {n: v for n, v in here.items() if n.startswith(PREFIXES) and n not in NEVER_SENT}
     for path in files:
         for number, line in enumerate(read_text(str(path)).splitlines(), start=1):
-            text = line.strip().removeprefix("export ")
+            text = line.strip()
             if not text or text.startswith("#"):
                 continue
-            name, equals, value = text.partition("=")
-            if not equals or not name.isidentifier():
-                raise UserError(f"{path}:{number}: not a line of the form NAME=VALUE")
-            job[name] = value
+            match = ENV_LINE.fullmatch(text)
+            if match is None:
+                raise UserError(
+                    f"{path}:{number}: not a line NAME=VALUE, or the value has a quote, $, `, \\, "
+                    "# or %, which are not plain text to `deepspeed`; write the value itself, or "
+                    "remove the line, set NAME in the environment and give --env NAME"
+                )
+            job[match[1]] = match[2]
     for item in added:
         name, equals, value = item.partition("=")
         if not name.isidentifier() or name in NEVER_SENT:
