@@ -16,7 +16,8 @@ from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.state import Progress, RunIdentity
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.data.loader import load_steps
-from zerotrain.runtime.process_group import ALONE, process_group
+from zerotrain.runtime.process_group import process_group
+from zerotrain.runtime.rank_env import rank_variables
 from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
 from zerotrain.training.setup import load_plans, open_run_on_all_ranks
@@ -26,7 +27,7 @@ from zerotrain.training.setup import load_plans, open_run_on_all_ranks
 def one_rank():
     """The process group of this process alone, once: DeepSpeed keeps groups that were destroyed."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ALONE, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        for name, value in {**rank_variables({}), "GLOO_SOCKET_IFNAME": "lo"}.items():
             patch.setenv(name, value)
         with process_group() as ranks:
             yield ranks

@@ -1,6 +1,7 @@
 """scripts/slurm.sbatch on a real slurmctld with two slurmd.    pytest tests/launch/test_slurm.py"""
 
 import re
+import sys
 from contextlib import suppress
 
 import psutil
@@ -52,9 +53,19 @@ def ranks_of_job(folder) -> dict[int, tuple[psutil.Process, str]]:
         with suppress(psutil.Error):
             if str(folder) in " ".join(process.cmdline()):
                 variables = process.environ()
-                if ranks := rank_variables(variables):
+                ranks = rank_variables(variables)
+                if ranks["WORLD_SIZE"] != "1":
                     found[int(ranks["RANK"])] = (process, variables["SLURMD_NODENAME"])
     return found
+
+
+def test_a_shell_of_salloc_is_one_rank_and_srun_starts_all(slurm):
+    code = "from zerotrain.runtime import rank_env; print(*rank_env.rank_variables().values())"
+    salloc = ["salloc", "--quiet", f"--chdir={REPO}", "--nodes=2", "--ntasks-per-node=2", "srun"]
+    ranks = [sys.executable, "-c", code]
+    assert slurm.run(*salloc, "--interactive", "--preserve-env", *ranks) == "0 0 1 1"
+    lines = slurm.run(*salloc, *ranks).splitlines()
+    assert sorted(lines) == ["0 0 4 2", "1 1 4 2", "2 0 4 2", "3 1 4 2"]
 
 
 def test_a_preempted_job_requeues_itself(forks, slurm, submit, tiny_config, tmp_path):

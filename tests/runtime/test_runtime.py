@@ -48,4 +48,14 @@ def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(forks, tiny_config,
             RANK="0" if taken else "1", WORLD_SIZE="2",
             MASTER_PORT=str(busy.getsockname()[1]) if taken else free_port(),
         )  # fmt: skip
-    assert "cannot meet the others at MASTER_ADDR" in finished.output
+    assert "SLURM_NTASKS is 2" in finished.output and "MASTER_ADDR" in finished.output
+
+
+def test_a_shell_of_slurm_is_one_rank_or_names_the_ranks_that_it_waits_for(forks, tiny_config):
+    """As `salloc` opens it, and `srun --pty --ntasks 16`, where nobody starts the other ranks."""
+    shell = {"RANK": "", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
+    forks.finish(tiny_config(), "--dry_run", SLURM_STEP_NUM_TASKS="1", **shell)
+    waiting = forks.start(tiny_config(), SLURM_STEP_NUM_TASKS="16", **shell)
+    waiting.until(lambda: "SLURM_NTASKS is 16" in waiting.log.read_text())
+    waiting.kill(0)
+    waiting.wait(-9)

@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 def rank_prefix() -> str:
     """ "[rank 12 @ host-3] ", which begins a line about this rank; "" if it is the only one."""
     ranks = rank_variables()
-    if ranks.get("WORLD_SIZE", "1") == "1":
+    if ranks["WORLD_SIZE"] == "1":
         return ""
     return f"[rank {ranks['RANK']} @ {socket.gethostname()}] "
 
@@ -123,7 +123,7 @@ def _report(mistake: UserError) -> None:
     ranks = rank_variables()
     line = f"error: {mistake}"
     is_agreed = isinstance(mistake, AgreedError)
-    if ranks.get("RANK", "0") != "0":
+    if ranks["RANK"] != "0":
         line = rank_prefix() + line
         if is_agreed or ranks["LOCAL_RANK"] != "0":
             time.sleep(3)

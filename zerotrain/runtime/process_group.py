@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,13 +13,19 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, describe
+from zerotrain.runtime.errors import (
+    AgreedError,
+    EnvironmentFailure,
+    UserError,
+    describe,
+    rank_prefix,
+)
 from zerotrain.runtime.preemption import PreemptionHandler
 from zerotrain.runtime.rank_env import rank_variables
 from zerotrain.runtime.ranks import Ranks
 
+QUIET_SECONDS = 10  # of waiting for other ranks
 CONTROL_TIMEOUT = timedelta(days=1)  # of Ranks.control
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as NAMES
 
 
 @contextmanager
@@ -40,7 +47,7 @@ def process_group(
         UserError: another world size, no GPU for this rank, or no address of a rendezvous.
         EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
     """
-    variables = rank_variables() or ALONE
+    variables = rank_variables()
     os.environ.update(variables)
     rank, local_rank, world_size, local_ranks = map(int, variables.values())
     if expected_ranks not in (None, world_size):
@@ -105,16 +112,25 @@ def _join(backend: str, timeout: timedelta) -> None:
         UserError: there is no address to meet at.
         EnvironmentFailure: the ranks do not meet within the timeout, or the port is busy.
     """
+    others = (
+        f"the other ranks (WORLD_SIZE or SLURM_NTASKS is {os.environ['WORLD_SIZE']}; in a shell of "
+        "srun, SLURM_STEP_NUM_TASKS=1 before the command runs one rank)"
+    )
+    notice = threading.Timer(QUIET_SECONDS, print, [f"{rank_prefix()}waiting for {others}"])
+    if os.environ["LOCAL_RANK"] == "0":
+        notice.start()
     try:
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout)
     except (ValueError, dist.DistNetworkError) as error:
         # a variable that is not set, or a port that is busy and a first rank that is late
         kind = UserError if isinstance(error, ValueError) else EnvironmentFailure
         raise kind(
-            "cannot meet the others at MASTER_ADDR and MASTER_PORT, which launchers set: "
+            f"cannot meet {others} at MASTER_ADDR and MASTER_PORT, which launchers set: "
             f"{describe(error)[:200]}; if another run uses the port, choose another one with the "
             "launcher's --master_port"
         ) from error
+    finally:
+        notice.cancel()
 
 
 def check_devices(local_rank: int, visible: int) -> None:

@@ -13,7 +13,7 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 def print_line(text: str) -> None:
     """Print a line on standard error if this is rank 0."""
-    if rank_variables().get("RANK", "0") == "0":
+    if rank_variables()["RANK"] == "0":
         print(text, file=sys.stderr)
 
 

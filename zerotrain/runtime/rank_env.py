@@ -8,7 +8,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 def rank_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """NAMES and their values for a process, by the variables of deepspeed, torchrun, mpirun or
-    srun; empty if no launcher has started it.
+    srun; of the only rank if no launcher has started it.
     """
     get = environment.get
     if get("RANK") and get("WORLD_SIZE"):
@@ -17,10 +17,11 @@ def rank_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str
     elif get("OMPI_COMM_WORLD_RANK"):
         names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
         values = (environment[f"OMPI_COMM_WORLD_{name}"] for name in names)
-    elif get("SLURM_PROCID") and get("SLURM_STEP_ID", "").isdigit():
-        tasks = environment["SLURM_NTASKS"]
+    elif get("SLURM_PROCID") and get("SLURM_STEP_NUM_TASKS"):
+        # In the shell that salloc opens, a step of one task, SLURM_NTASKS counts the job's tasks.
+        tasks = environment["SLURM_STEP_NUM_TASKS"]
         local_size = -(-int(tasks) // int(get("SLURM_STEP_NUM_NODES", "1")))
         values = get("SLURM_PROCID"), environment["SLURM_LOCALID"], tasks, str(local_size)
     else:
-        return {}
+        values = "0", "0", "1", "1"
     return dict(zip(NAMES, values, strict=True))
