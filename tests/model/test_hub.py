@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -60,13 +62,31 @@ def test_a_tokenizer_in_which_rust_panics_is_one_line(tiny_model, tmp_path):
         load_pretrained(AutoTokenizer.from_pretrained, str(folder), "model.tokenizer")
 
 
-def test_without_network_a_missing_model_is_named_without_a_long_wait(tiny_config):
-    """Its folder is missing too, so it may be a hub id, whose client would try for 23 s."""
-    config = tiny_config(model__tokenizer="models/tinny")
-    hub = ["HF_HUB_OFFLINE=0", f"HF_ENDPOINT=http://127.0.0.1:{free_port()}"]
-    done = run(["env", *hub, sys.executable, "train.py", "--config", config])
-    assert "model.tokenizer: cannot load models/tinny: there is no such folder" in done.error
-    assert "Retrying in 2s" not in done.output
+@pytest.mark.parametrize(
+    "changes, answer, code",
+    [
+        ({"model__tokenizer": "org/nothing"}, None, 1),
+        ({"model__tokenizer": "org/nothing"}, 404, 2),
+        ({"data__train_sources": [{"hub": "org/nothing"}]}, 503, 1),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_a_failure_and_no_mistake(tiny_config, changes, answer, code):
+    """So launchers start the run again. Without network the model's client would try for 23 s."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(answer)
+
+        do_GET = do_HEAD
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port if answer else free_port()
+        hub = ["HF_HUB_OFFLINE=0", f"HF_ENDPOINT=http://127.0.0.1:{port}"]
+        done = run(["env", *hub, sys.executable, "train.py", "--config", tiny_config(**changes)])
+        server.shutdown()
+    assert done.code == code and "cannot load org/nothing" in done.error, done.output
+    assert answer or "Retrying in 2s" not in done.output
 
 
 def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_config, hub, forks):

@@ -6,7 +6,7 @@ import time
 import pytest
 from harness.processes import free_port
 
-from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.errors import EnvironmentFailure
 from zerotrain.runtime.process_group import check_devices
 from zerotrain.runtime.seeding import rng_state, set_rng_state
 
@@ -24,7 +24,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config
 
 def test_a_rank_without_a_gpu_is_one_line():
     check_devices(0, visible=1)
-    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs"):
+    with pytest.raises(EnvironmentFailure, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs"):
         check_devices(1, visible=1)
 
 

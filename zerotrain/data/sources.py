@@ -7,8 +7,13 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from huggingface_hub import is_offline_mode
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.utils import http_backoff
 
 from zerotrain.data.readers import (
     COMPRESSIONS,
@@ -20,7 +25,7 @@ from zerotrain.data.readers import (
     reader_of,
     rows_of,
 )
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -110,6 +115,26 @@ def fingerprint(source: "Source") -> list[Any]:
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
+@cache
+def is_hub_silent() -> bool:
+    """Whether the hub does not answer within seconds, or is overloaded. It is asked once: without
+    network, loading would repeat each of its requests for half a minute.
+    """
+    try:
+        answer = http_backoff("HEAD", ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
+        return answer.status_code >= 429  # too many requests, or an error of its own
+    except Exception:  # of the network, or HF_HUB_OFFLINE
+        return True
+
+
+def hub_error() -> type[UserError]:
+    """The error to raise after loading from the hub has failed: EnvironmentFailure if the hub does
+    not answer now and the user has not set HF_HUB_OFFLINE.
+    """
+    is_hub_silent.cache_clear()  # it may have answered before
+    return EnvironmentFailure if is_hub_silent() and not is_offline_mode() else UserError
+
+
 def _from_hub(source: "Source") -> "Dataset":
     import datasets
 
@@ -118,7 +143,7 @@ def _from_hub(source: "Source") -> "Dataset":
             source.hub, source.subset, split=source.split, revision=source.revision
         )
     except Exception as error:  # hub, network and file formats each raise their own
-        raise UserError(
+        raise hub_error()(
             f"cannot load {name_of(source)} from the hub: {describe(error)}; without network, give "
             "a file or folder as its path"
         ) from error

@@ -4,15 +4,12 @@ the files of the hub that were loaded.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import xxhash
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT
-from huggingface_hub.utils import http_backoff
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -24,7 +21,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from typing_extensions import TypedDict  # pydantic needs it on Python 3.11
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.sources import loaded_commit
+from zerotrain.data.sources import hub_error, is_hub_silent, loaded_commit
 from zerotrain.runtime.errors import UserError, describe
 
 # of each file
@@ -57,6 +54,7 @@ def load_pretrained(
 
     Raises:
         UserError: loading failed.
+        EnvironmentFailure: loading from the hub failed, and the hub does not answer.
     """
     name, revision = split_revision(source)
     place = f"{key and f'{key}: '}cannot load {source}"
@@ -80,21 +78,11 @@ def load_pretrained(
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "
             reason += "--model.trust_remote_code true"
+        kind = UserError
         if not is_here:
+            kind = hub_error()
             reason = f"there is no such folder, and {reason}"
-        raise UserError(f"{place}: {reason}") from error
-
-
-@cache
-def is_hub_silent() -> bool:
-    """Whether the hub does not answer within seconds. It is asked once: without network, loading
-    would repeat each of its requests for half a minute.
-    """
-    try:
-        http_backoff("HEAD", ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
-    except Exception:  # of the network, or HF_HUB_OFFLINE
-        return True
-    return False
+        raise kind(f"{place}: {reason}") from error
 
 
 def split_revision(source: str) -> tuple[str, str | None]:

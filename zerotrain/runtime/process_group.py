@@ -13,13 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.accelerator import get_accelerator
 
-from zerotrain.runtime.errors import (
-    AgreedError,
-    EnvironmentFailure,
-    UserError,
-    describe,
-    rank_prefix,
-)
+from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, describe
 from zerotrain.runtime.preemption import PreemptionHandler
 from zerotrain.runtime.rank_env import rank_variables
 from zerotrain.runtime.ranks import Ranks
@@ -44,8 +38,9 @@ def process_group(
         expected_ranks: world size that the user has asked for.
 
     Raises:
-        UserError: another world size, no GPU for this rank, or no address of a rendezvous.
-        EnvironmentFailure: the ranks do not meet within `timeout_seconds`, or the port is busy.
+        UserError: another world size, or no address of a rendezvous.
+        EnvironmentFailure: no GPU for this rank, the ranks do not meet within `timeout_seconds`, or
+            the port is busy.
     """
     variables = rank_variables()
     os.environ.update(variables)
@@ -88,7 +83,7 @@ def _choose_device(local_rank: int) -> torch.device:
     """The device of this rank, which DeepSpeed's accelerator uses from now on.
 
     Raises:
-        UserError: there is no GPU for it.
+        EnvironmentFailure: there is no GPU for it.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -116,7 +111,7 @@ def _join(backend: str, timeout: timedelta) -> None:
         f"the other ranks (WORLD_SIZE or SLURM_NTASKS is {os.environ['WORLD_SIZE']}; in a shell of "
         "srun, SLURM_STEP_NUM_TASKS=1 before the command runs one rank)"
     )
-    notice = threading.Timer(QUIET_SECONDS, print, [f"{rank_prefix()}waiting for {others}"])
+    notice = threading.Timer(QUIET_SECONDS, print, [f"waiting for {others}"])
     if os.environ["LOCAL_RANK"] == "0":
         notice.start()
     try:
@@ -134,14 +129,14 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def check_devices(local_rank: int, visible: int) -> None:
-    """Raises UserError: this rank has no GPU. DeepSpeed takes LOCAL_RANK as an index into those
-    that the process sees.
+    """Raises EnvironmentFailure: this rank has no GPU, which may have failed. DeepSpeed takes
+    LOCAL_RANK as an index into those that the process sees.
     """
     if local_rank >= visible:
-        raise UserError(
+        raise EnvironmentFailure(
             f"LOCAL_RANK is {local_rank}, but the rank sees {visible} GPUs: each rank has to see "
-            "those of all ranks of its node; under srun, use --gpus-per-node, and on CPUs "
-            "DS_ACCELERATOR=cpu"
+            "those of all ranks of its node (`nvidia-smi` lists them unless one has failed); under "
+            "srun, use --gpus-per-node, and on CPUs DS_ACCELERATOR=cpu"
         )
 
 

@@ -17,11 +17,10 @@ def rank_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str
     elif get("OMPI_COMM_WORLD_RANK"):
         names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
         values = (environment[f"OMPI_COMM_WORLD_{name}"] for name in names)
-    elif get("SLURM_PROCID") and get("SLURM_STEP_NUM_TASKS"):
+    elif tasks := get("SLURM_STEP_NUM_TASKS"):
         # In the shell that salloc opens, a step of one task, SLURM_NTASKS counts the job's tasks.
-        tasks = environment["SLURM_STEP_NUM_TASKS"]
         local_size = -(-int(tasks) // int(get("SLURM_STEP_NUM_NODES", "1")))
-        values = get("SLURM_PROCID"), environment["SLURM_LOCALID"], tasks, str(local_size)
+        values = get("SLURM_PROCID", "0"), environment["SLURM_LOCALID"], tasks, str(local_size)
     else:
         values = "0", "0", "1", "1"
     return dict(zip(NAMES, values, strict=True))
