@@ -232,6 +232,28 @@ def test_an_address_that_cannot_be_resolved_is_a_failure_unless_it_is_not_needed
     assert finished.code == 0, finished.output
 
 
+PRINTED = {  # Python code of a rank: exit code, printed line
+    "for x in ('x', '[]', '{\"failed\": 1}', '[' * 9000): print('zerotrain.launch.node: ' + x)":
+        (0, "here: zerotrain.launch.node: []\n"),
+    "for _ in range(300): os.write(1, b'x' * (1 << 20))": (0, "here: xxx"),
+    "os.kill(os.getppid(), 9)": (1, "launch: here is lost"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", PRINTED)
+def test_what_a_rank_prints_neither_crashes_launch_sh_nor_fills_its_memory(tmp_path, code):
+    """And a host whose ssh is killed is lost. A stand-in for ssh runs the command here."""
+    script, hostfile, ssh = (tmp_path / name for name in ("rank.py", "hostfile", "ssh"))
+    script.write_text(f"import os\n{code}\n")
+    hostfile.write_text("here slots=1\n")
+    ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    limited = ["bash", "-c", 'ulimit -v 500000; PATH="$0:$PATH" exec "$@"', tmp_path]
+    done = run([*limited, LAUNCH, "--hostfile", hostfile, "--", script])
+    expected, line = PRINTED[code]
+    assert done.code == expected and line in done.output, done.output[-2000:]
+
+
 # --------------------------------------------------------------------------------------------------
 # Real hosts
 

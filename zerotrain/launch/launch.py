@@ -32,6 +32,8 @@ from zerotrain.runtime.errors import (
 
 CONNECT_SECONDS = 20
 PING_SECONDS = 1.0
+MAX_LINE_BYTES = 1 << 16
+MAX_WAITING_LINES = 1000  # of each host, to be printed
 ERROR = re.compile(r"(?:\[rank \d+ @ [^]]*\] )?(error: .+|[A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 
 
@@ -54,6 +56,7 @@ class Connection:
         self.greeting: dict | None = None
         self.last_line = ""
         self.last_error = ""
+        self.room = threading.Semaphore(MAX_WAITING_LINES)
         self.process = subprocess.Popen(
             remote_command(job, host, "zerotrain.launch.node"),
             stdin=subprocess.PIPE,
@@ -64,8 +67,11 @@ class Connection:
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
     def _read(self, events: queue.SimpleQueue) -> None:
-        for line in self.process.stdout:
+        # in pieces: a rank may print gigabytes without a line end
+        for line in iter(lambda: self.process.stdout.readline(MAX_LINE_BYTES), b""):
+            self.room.acquire()
             events.put((self, line.decode(errors="replace").rstrip("\r\n")))
+        self.room.acquire()
         events.put((self, None))
 
     def send(self, text: str) -> None:
@@ -77,6 +83,19 @@ class Connection:
         """Close the wrapper's input, so that it ends its ranks."""
         with suppress(OSError):
             self.process.stdin.close()
+
+
+def event_of(line: str) -> dict | None:
+    """What a node wrapper says in a line, None for any other line: a rank may print EVENT too."""
+    if line.startswith(EVENT):
+        with suppress(ValueError, RecursionError):
+            match json.loads(line.removeprefix(EVENT)):
+                case (
+                    {"failed": str(), "code": int()}
+                    | {"client": str(), "server": str(), "port": int()}
+                ) as event:
+                    return event
+    return None
 
 
 class Attempt:
@@ -173,9 +192,11 @@ class Attempt:
             return
         if source is None:
             self.forward_signal(value)
-        elif source not in self.running or value == "":
+            return
+        source.room.release()
+        if source not in self.running or value == "":
             return  # of an earlier start, or nothing
-        elif value is None:
+        if value is None:
             self.running.discard(source)
             code = source.process.wait()
             if source.greeting is None:
@@ -184,12 +205,14 @@ class Attempt:
                     "login without a password (ssh -o BatchMode=yes), and code and .venv at the "
                     "same paths as here"
                 )
-            if code == 255:
+            if code == 255 or code < 0:  # ssh itself was killed
                 what = "is lost: its ssh connection has ended, or its node wrapper was killed"
                 self.fail(0, EXIT_FAILURE, f"{source.host} {what}")
             elif code not in (0, EXIT_PREEMPTED):
                 self.fail(2, code, f"{source.host}: {source.last_line}")
-        elif not value.startswith(EVENT):
+        elif event := event_of(value):
+            self.handle_said(source, event)
+        else:
             source.last_line = value
             if error := ERROR.match(value):
                 source.last_error = f": {error[1][:500]}"
@@ -198,8 +221,6 @@ class Attempt:
                 if error[1].startswith("error: "):
                     self.mistakes.add(source.last_error)
             print(f"{source.host}: {value}")
-        else:
-            self.handle_said(source, json.loads(value.removeprefix(EVENT)))
 
     def fail(self, kind: int, code: int, cause: str) -> None:
         self.failures.append((kind, len(self.failures), code, cause))
