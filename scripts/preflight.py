@@ -36,8 +36,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     job = job_of(arguments)
-    _, findings = check_hosts(job)
-    table = pd.DataFrame("ok", index=[*job.hosts], columns=[*CHECKS])
+    reports, findings = check_hosts(job)
+    table = pd.DataFrame("-", index=[*job.hosts], columns=[*CHECKS])  # not checked
+    for host, report in reports.items():
+        table.loc[host, report.get("checked", [])] = "ok"
     for finding in findings:
         table.loc[finding.host, finding.check] = finding.level
     print(table.to_string())

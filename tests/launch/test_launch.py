@@ -149,6 +149,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     for command, named in (
         ([LAUNCH, *hostfile, "--", "--config", "x"], "-- train.py --config x"),
         ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "-- train.py --config x"),
+        ([LAUNCH], "--hostfile is missing"),
         ([LAUNCH, *hostfile, *script, "--distributed.world_size", "16"], "add up to 1"),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),

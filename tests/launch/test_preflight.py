@@ -6,6 +6,7 @@ import sys
 
 import namespaces
 import pytest
+from harness.processes import run
 from harness.repository import REPO, SAMPLE
 from namespaces import needs_hosts
 
@@ -58,6 +59,14 @@ def test_slow_pairs_are_named_also_if_most_are_slow(capsys):
     assert capsys.readouterr().out.count("warning: ") == 2
 
 
+def test_what_was_not_checked_is_not_ok(tmp_path):
+    (tmp_path / "hostfile").write_text("nosuch.invalid slots=1\n")
+    preflight = [sys.executable, "-m", "scripts.preflight", "--hostfile", tmp_path / "hostfile"]
+    done = run([*preflight, "--", "scripts/preflight.py"])
+    assert done.code == 1 and done.output.split()[10:21] == ["nosuch.invalid", "FAIL", *["-"] * 9]
+    assert done.output.count("ssh:") == 1, done.output
+
+
 @needs_hosts
 def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, tmp_path):
     """Over ssh: other code, other rows, no run folder. Without them, the job on all ranks; and a
@@ -92,6 +101,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
         assert measured in good.output, good.output
     other_script = preflight("--hosts_only", command=["scripts/preflight.py"])
     assert other_script.code == 0, other_script.output
+    assert other_script.output.split()[10:17] == ["node-1", *["ok"] * 5, "-"]  # config
     node_1, no_answers = f"{namespaces.TAG}1", f"blackhole {namespaces.PREFIX}.2"
     namespaces.sh(f"ip -n {node_1} route add {no_answers}")
     try:

@@ -65,8 +65,8 @@ def report_of(job: Job, host: str) -> dict[str, Any]:
     if not mark:
         last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         why = (
-            f"{last[-1]}; needs `ssh -o BatchMode=yes {host}` without a password, and code and "
-            ".venv at the same paths as here"
+            f"{last[-1].removeprefix('ssh: ')}; needs `ssh -o BatchMode=yes {host}` without a "
+            "password, and code and .venv at the same paths as here"
         )
         return {"problems": [("ssh", why)]}
     report = json.loads(text)

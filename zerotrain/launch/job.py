@@ -102,11 +102,15 @@ def job_of(arguments: argparse.Namespace) -> Job:
         UserError: the command, the hostfile, an option or the run config is wrong.
     """
     command = arguments.command
-    if not arguments.hostfile or not command or not Path(command[0]).is_file():
-        rest = " ".join(command if "".join(command).startswith("-") else command[1:])
+    script, *rest = command or [""]
+    if script.startswith("-"):
+        script, rest = "", command
+    if not arguments.hostfile or not Path(script).is_file():
+        problem = f"there is no script {script}" if script else "the script is missing"
         raise UserError(
-            f"--hostfile is {arguments.hostfile}, and the script is {' '.join(command[:1])}: both "
-            f"have to exist, as in `--hostfile hostfile -- train.py {rest or '--config FILE'}`"
+            f"{problem if arguments.hostfile else '--hostfile is missing'}; give both, as in "
+            f"`--hostfile hostfile -- train.py {' '.join(rest) or '--config recipes/demo.yaml'}` "
+            "with a copy of hostfile.example"
         )
     hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None

@@ -147,7 +147,8 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
 
     Returns:
         `problems` of the host itself; `same`, what all hosts should have in common, by check and
-        name; and the name of the newest `checkpoint`.
+        name; the names of the checks that were possible (`checked`); and the name of the newest
+        `checkpoint`.
     """
     devices = gpus()
     facts = {
@@ -166,7 +167,8 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
         "gpus": {"models": ", ".join(sorted({gpu["name"] for gpu in devices})) or "missing"},
     }
     problems = [*machine_problems(facts)]
-    found = {"same": same, "problems": problems, "checkpoint": None}
+    checked = ["ssh", "versions", "code", "clock", "gpus", "limits"]
+    found = {"same": same, "problems": problems, "checked": checked, "checkpoint": None}
     if argv is None:
         return found
     try:
@@ -187,6 +189,8 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
     model = [file for file in Path(config.model.name_or_path).glob("*") if file.is_file()]
     same["model"] = fingerprints(model)
     same["data"] = fingerprints(rows)
+    # what is on the hub has no files to compare
+    checked += ["disk", *filter(same.get, ("config", "model", "data"))]
     folder = Path(config.output_dir).absolute()
     problems += disk_problems(folder)
     if saved := list_complete(checkpoints_folder(folder)):
