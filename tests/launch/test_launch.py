@@ -110,8 +110,15 @@ def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
         "JWT",
         "MYPASS",
         "SLACK_WEBHOOK",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "DB_PW",
+        "AUTHORIZATION",
+        "CREDS",
     )
-    for added in (*(f"{name}=x" for name in secrets), "URI=https://me:x@host", "NOT_THERE"):
+    texts = ("https://me:x@host", "https://host/?api_key=x", "AccountKey=x", "nvapi-123456789",
+             "ya29.a0AfH6SMBx", "-----BEGIN PRIVATE KEY-----")  # fmt: skip
+    given = (*(f"{name}=x" for name in secrets), *(f"A={text}" for text in texts))
+    for added in (*given, "NOT_THERE"):
         with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):
             environment_of_job(here, [added])
 

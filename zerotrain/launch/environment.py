@@ -23,16 +23,19 @@ removes the other characters, and pdsh replaces %h, %n, %u and %%.
 # The node wrapper sets the devices of each host.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
 SECRET_NAME = re.compile(
-    r"(^|[_-])(PAT|SAS)S?($|[_-])|(KEY|PASS|PWD|AUTH|COOKIE|JWT|WEBHOOK|DSN)S?($|[_-])"
-    r"|APIKEY|TOKEN(?!I)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL",
+    r"(^|[_-])(PAT|SAS|PW)S?($|[_-])|(KEY|PASS|PWD|AUTH|COOKIE|JWT|WEBHOOK|DSN|CRED)S?($|[_-])"
+    r"|APIKEY|TOKEN(?!I)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|AUTHORIZATION|CONNECTION_?STRING",
     re.IGNORECASE,
 )
 SECRET_TEXT = re.compile(
     r"(?<=://)[^\s/]+(?=@)|(?<=[Bb]earer )\S+|(?<=[Bb]asic )[\w+/=]{8,}"
-    r"|\b(?:hf_|npm_|gsk_|sk[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza)[\w-]{8,}"
-    r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
+    r"|\b(?:hf_|npm_|gsk_|sk[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza"
+    r"|nvapi-|ya29\.)[\w-]{8,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
+    r"|(?i:key|token|secret|password|pwd|sig)=\S|-----BEGIN"
 )
-"""What is a secret wherever it is: in a URI or a header, or by how its issuer begins it."""
+"""The known forms of a secret in a value: in a URI, a header or a file of keys, after a name, or by
+how its issuer begins it.
+"""
 
 
 def environment_of_job(
