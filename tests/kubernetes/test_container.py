@@ -70,6 +70,8 @@ def test_what_the_dockerfile_copies_exists():
     for sources in re.findall(r"^COPY (?:--\S+ )?(.+) \S+$", text, re.MULTILINE):
         for source in sources.split():
             assert (REPO / source).exists(), source
+    assert {".env", "*.env", "/ssh/"} <= {*(REPO / ".gitignore").read_text().splitlines()}
+    assert "pip install --no-deps" in text, "torch's dependencies come from the lock, by hash"
     assert text.rindex("\nUSER ") > text.rindex("\nRUN "), "it runs as the user that it ends with"
 
 

@@ -23,9 +23,9 @@ from zerotrain.runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE
 
 pytest_plugins = ["namespaces"]
 DEPLOY = REPO / "deploy"
-CLAIM, JOB_SET = (
+CLAIM, JOB_SET, POLICY = (
     yaml.safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text())
-    for name in ("storage", "jobset")
+    for name in ("storage", "jobset", "network")
 )
 MODELS = {
     "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
@@ -71,6 +71,10 @@ def test_the_pods_have_what_training_needs_and_no_rights_that_it_does_not():
     assert option("--ranks_per_node") == str(gpus)
     name = JOB_SET["metadata"]["name"]
     assert option("--master_addr") == f"{name}-node-0-0.{name}"
+    assert not CONTAINER["image"].endswith(":latest"), "a tag that changes"
+    pods = {"podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}}
+    ingress = [{"from": [pods]}]  # and from nobody else
+    assert POLICY["spec"] == {**pods, "policyTypes": ["Ingress"], "ingress": ingress}
 
 
 def test_exit_codes_lead_to_a_restart_or_not():

@@ -17,6 +17,8 @@ def test_actions_are_pinned_by_commit_and_every_file_that_is_run_exists():
         for action in re.findall(r"uses: (\S+)", text):
             assert re.search(r"@[0-9a-f]{40}$", action), f"{workflow.name}: {action}"
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+        kept_out = text.count("persist-credentials: false")
+        assert text.count("actions/checkout@") == kept_out, "its token stays in .git/config"
         for name in re.findall(r"(?<![\w/])(?:scripts|tests)/[\w/]+\.\w+", text):
             assert (REPO / name).is_file(), f"{workflow.name}: {name}"
 
