@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.model.load import load_model_config
-from zerotrain.runtime.errors import UserError, exit_on_error
+from zerotrain.runtime.errors import UserError, describe, exit_on_error
 from zerotrain.runtime.files import read_text, replace_text
 from zerotrain.runtime.machine import GIB
 from zerotrain.tools.estimate import (
@@ -46,7 +46,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 REPO = Path(__file__).resolve().parent.parent
-IN_RECIPE = re.compile(r"^#   cluster +(\d+) nodes? x (\d+) GPUs? of (\d+) GB", re.MULTILINE)
+LARGEST = 1e15  # of what an option may say, so that no sum of a plan is infinite
+IN_RECIPE = re.compile(
+    r"^#   cluster +(\d{1,6}) nodes? x (\d{1,6}) GPUs? of (\d{1,6}) GB", re.MULTILINE
+)
 
 
 def main() -> None:
@@ -72,8 +75,8 @@ def main() -> None:
     config = parse_command_line(["--config", args.config, *rest], "python -m scripts.plan").config
     cluster = choose_cluster(args)
     for name, value in {**vars(args), **asdict(cluster.rates)}.items():
-        if isinstance(value, int | float) and value <= 0:
-            raise UserError(f"--{name} {value:g}: must be more than 0")
+        if isinstance(value, int | float) and not 0 < value < LARGEST:
+            raise UserError(f"--{name} {value}: must be more than 0 and less than {LARGEST:g}")
     show(make_workload(config, args.mean_tokens, args.rows), cluster, args.price, args.chart)
 
 
@@ -83,7 +86,7 @@ def choose_cluster(args: argparse.Namespace) -> GpuCluster:
     try:
         links = json.loads(read_text(args.links)) if args.links else {}
         assumed = Rates(**rates | {name: float(rate) for name, rate in links.items()})
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, OverflowError) as error:
         raise UserError(f"{args.links}: not what preflight --links writes") from error
     nodes, gpus, gib = cluster_in(read_text(args.config))
     gpu = find_gpu(args.gpu or f"a100-{gib}gb")
@@ -264,7 +267,10 @@ def draw(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         for name in ("hours", "cost")
         if "-" not in (values := [row[name] for row in rows])
     ]
-    replace_text(file, page("Nodes and their fastest DeepSpeed configs", "".join(charts)))
+    try:
+        replace_text(file, page("Nodes and their fastest DeepSpeed configs", "".join(charts)))
+    except OSError as error:
+        raise UserError(f"--chart: cannot write {file}: {describe(error)}") from None
     print(f"chart: {file}")
 
 

@@ -219,8 +219,10 @@ def test_the_command_reads_links_and_rows(forks, tiny_config, tmp_path):
     other = forks.script(*command, *impossible)
     assert other.code == 0 and "not possible: ds_configs/zero1_autotp.json" in other.output
     assert "\nuse: ds_configs/" in other.output
+    links.write_text(json.dumps({"network_gb_per_s": 10**400}))
     mistakes = (
-        ["--gpu", "fast-80gb"], ["--links", chart], ["--mean_tokens", -5], ["--nodes", 0],
+        ["--gpu", "fast-80gb"], ["--links", chart], ["--links", links], ["--mean_tokens", -5],
+        ["--nodes", 0], ["--nodes", 10**400], ["--price", "nan"], ["--chart", tmp_path],
     )  # fmt: skip
     for wrong in mistakes:
         refused = forks.script(*command, *wrong)

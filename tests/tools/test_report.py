@@ -15,7 +15,7 @@ import pytest
 
 from scripts import compare_runs, report
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.report import MAX_POINTS, read_run, report_page, thin
+from zerotrain.tools.report import MAX_POINTS, MAX_SERIES, read_run, report_page, thin
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror=alert(1)> {{7*7}}"
@@ -120,6 +120,26 @@ def test_an_incomplete_run_is_drawn_and_says_what_is_missing(tmp_path, case):
     assert problem in report_page([tmp_path])
     if case == "broken lines":
         assert read_run(tmp_path).series["loss"].tolist() == [2.0]
+
+
+def test_memory_and_time_do_not_follow_from_what_a_stranger_has_written(tmp_path):
+    """Keys of its own in each step, many events, a nested one, and configs of many lines."""
+    runs = []
+    for name in "ab":
+        runs.append(write_run(tmp_path / name, 3))
+        lines = [f"{name}{i}: 1" for i in range(20_000)]
+        (runs[-1] / "resolved_config.yaml").write_text("\n".join(lines))
+        with (runs[-1] / "metrics.jsonl").open("a") as file:
+            for step in range(4, 304):
+                keys = {f"{kind}{step}_{i}": 1 for kind in ("loss/", "x") for i in range(20)}
+                file.write(json.dumps({"kind": "train", "step": step, **keys}) + "\n")
+                file.write(json.dumps({"kind": "event", "step": step, "text": step}) + "\n")
+            file.write('{"kind": "event", "step": 9, "text": ' + "[" * 700 + "]" * 700 + "}\n")
+    run = read_run(runs[0])
+    assert len(run.series) == MAX_SERIES and "x4_0" not in run.series
+    page = report_page(runs)
+    assert "50 series" in page and "<b>302</b><br>incidents" in page
+    assert "+b1999: 1" not in page and "+b1990: 1" in page
 
 
 def test_what_cannot_be_drawn_is_refused(draw, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import stat
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from zerotrain.runtime.errors import UserError, describe
@@ -32,16 +33,17 @@ def sync_tree(folder: Path) -> None:
         sync_folder(path)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file at once: readers see the old text or the new one. A link in its place is
-    replaced, and the file that it points to remains as it is.
+def replace_text(path: Path, text: str | Iterable[str]) -> None:
+    """Write a text file, from a text or its parts, in one step: readers see the old text or the new
+    one. A link in its place is replaced, and the file that it points to remains as it is.
 
     Raises:
         OSError: it cannot be written; the old file remains.
     """
     draft = temporary_name(path)  # beside it: a rename within one disk is atomic
     try:
-        draft.write_text(text, encoding="utf-8")
+        with draft.open("w", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -104,7 +104,7 @@ def find_gpu(text: str) -> Gpu:
     entries = [entry for entry in MEMORY_TB_PER_S if entry.rpartition(" ")[0] in given]
     if peak is None or not entries:
         raise UserError(f"--gpu {text}: give one of {', '.join(MEMORY_TB_PER_S)}, as in h100-80gb")
-    sizes = re.findall(r"\b(\d+)(?:gb)?\b", given)  # GB, if any
+    sizes = re.findall(r"\b(\d{1,6})(?:gb)?\b", given)  # GB, if any
     best = max(entries, key=lambda entry: entry.rpartition(" ")[2] in sizes)
     name, _, gib = best.rpartition(" ")
     return Gpu(name, int((sizes or [gib])[-1]), peak, 1e12 * MEMORY_TB_PER_S[best])

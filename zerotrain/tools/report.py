@@ -4,13 +4,15 @@ untrusted: they are escaped, and nothing is loaded from elsewhere.
 
 import difflib
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from html import escape
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
@@ -22,7 +24,7 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import MAX_TEXT_BYTES
-from zerotrain.tracking.metrics import read_metrics
+from zerotrain.tracking.metrics import metrics_lines, parse_record
 
 # readable on white and on black
 COLORS = ("#3b82d6", "#e07b39", "#2f9e6e", "#a05fc4", "#c8a02c", "#d3525c")
@@ -30,6 +32,9 @@ GRAY = "#7b828c"
 FAINT = "rgba(128,128,128,0.25)"
 MAX_POINTS = 2000  # drawn of a series
 MAX_RECORDS = 50  # of a table, the last ones
+MAX_SERIES = 50  # of a run
+MAX_KEY_LENGTH = 200  # of a series
+MAX_VALUES = 1 << 25  # of all series of a run: 512 MiB
 FIRST_CHARTS = {"Learning rate": ("lr",), "Gradient norm, before clipping": ("grad_norm",)}
 OTHER_CHARTS = {  # heading: keys of metrics.jsonl
     "Tokens/s of all ranks, without padding": ("tokens_per_s",),
@@ -47,6 +52,13 @@ OTHER_CHARTS = {  # heading: keys of metrics.jsonl
 }  # fmt: skip
 
 
+DRAWN = {"loss", "time"}.union(*FIRST_CHARTS.values(), *OTHER_CHARTS.values())
+"""Keys of what is drawn, or what comes before a "/" in them."""
+# They may be a stranger's, and take 24 times as much memory as their lines have bytes.
+KEPT = {"start": (50, 1 << 18), "event": (50, 1 << 18), "generations": (6, 1 << 22)}
+"""By kind, how many of the last records are shown, and the bytes of the longest line of one."""
+
+
 @dataclass(frozen=True)
 class RunRecords:
     """A run that is still training, has ended, or died at any moment."""
@@ -54,10 +66,12 @@ class RunRecords:
     name: str
     prefix: str
     """The name, for what is drawn together with other runs."""
-    series: pd.DataFrame
-    """What the records of steps and evaluations hold, over steps; NaN where a step has none."""
-    records: dict[str, list[dict[str, Any]]]
-    """Other lines of metrics.jsonl by kind. Only `step` is checked."""
+    series: dict[str, pd.Series]
+    """What is drawn of the records of steps and evaluations, over steps, without NaN."""
+    records: dict[str, deque[dict[str, Any]]]
+    """The last records of other kinds. Only `kind` and `step` are checked."""
+    counts: Counter[str]
+    """How many records there are of each kind."""
     configs: str
     problems: list[str]
     """What is missing or cannot be read."""
@@ -65,36 +79,55 @@ class RunRecords:
     @property
     def held_out(self) -> dict[str, pd.Series]:
         """The losses of the held-out sets by the sets' names."""
-        losses = self.series.filter(regex="^loss/")
-        return {key[5:].replace("_", " "): losses[key].dropna() for key in losses}
+        return {
+            key[5:].replace("_", " "): losses
+            for key, losses in self.series.items()
+            if key.startswith("loss/")
+        }
 
 
 def read_run(folder: Path, prefix: str = "") -> RunRecords:
-    """What a run has recorded, and its resolved configs.
+    """What a run has recorded, and its resolved configs. Memory is bounded by the number of series
+    and of values, whatever the file holds.
 
     Raises:
         UserError: the folder is not a run folder.
     """
-    lines = read_metrics(folder, None)
+    # the steps and the values of each series
+    columns = {key: (array("q"), array("d")) for key in ("loss", "time", "tokens_per_s")}
+    records = {kind: deque(maxlen=count) for kind, (count, _) in KEPT.items()}
+    counts = Counter()
+    left = MAX_VALUES
+    is_cut = False
+    for line in metrics_lines(folder):
+        record = parse_record(line)
+        kind = record["kind"] if record else ""
+        if record is None or len(line) > KEPT.get(kind, (0, len(line)))[1]:
+            counts["unreadable"] += 1
+        elif kind in KEPT:
+            counts[kind] += 1
+            records[kind].append(record)
+        for key, value in values_of(kind, record):
+            if len(columns) < MAX_SERIES and len(key) <= MAX_KEY_LENGTH:
+                columns.setdefault(key, (array("q"), array("d")))
+            if left and key in columns:
+                steps, values = columns[key]
+                steps.append(record["step"])
+                values.append(value)
+                left -= 1
+            else:
+                is_cut = True
+    series = {
+        key: pd.Series(values, steps, dtype=float).groupby(level=0).last()
+        for key, (steps, values) in columns.items()
+    }
     problems = []
-    unreadable = len((folder / METRICS).read_bytes().splitlines()) - len(lines)
-    if unreadable:
-        problems.append(f"{METRICS}: {unreadable:,} lines cannot be read")
-    records = defaultdict(list)  # by kind
-    for record in lines:
-        records[str(record["kind"])].append(record)
-    measured = [*records["train"], *records["eval"]]
-    for record in records["ranks"]:
-        ranks = [rank for rank in listed(record.get("ranks")) if isinstance(rank, dict)]
-        for key in ("compute_seconds", "data_seconds"):
-            seconds = pd.Series([number(rank.get(key)) for rank in ranks], dtype=float)
-            of_ranks = seconds.agg(["median", "max"]).add_prefix(f"{key} of ranks/")
-            measured.append({"step": record["step"], **of_ranks})
-    frame = pd.DataFrame(measured, index=[record["step"] for record in measured], dtype=object)
-    frame = frame.map(number).groupby(level=0).last().dropna(axis="columns", how="all")
-    if "loss" not in frame:
+    if counts["unreadable"]:
+        problems.append(f"{METRICS}: {counts['unreadable']:,} lines cannot be read")
+    if is_cut:
+        problems.append(f"{METRICS}: only {MAX_SERIES} series and {MAX_VALUES:,} values are drawn")
+    if series["loss"].empty:
         problems.append("no step is recorded: the run ended, or still is, before its first")
-    frame = frame.reindex(columns=dict.fromkeys(["loss", "time", "tokens_per_s", *frame]))
     configs = ""
     for name in (RESOLVED_CONFIG, RESOLVED_DS_CONFIG):
         try:
@@ -102,7 +135,22 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
             configs += f"# {name}\n{(folder / name).read_text(errors='replace')}\n"
         except (OSError, ValueError) as error:
             problems.append(describe(error))
-    return RunRecords(str(folder), prefix, frame, records, configs, problems)
+    return RunRecords(str(folder), prefix, series, records, counts, configs, problems)
+
+
+def values_of(kind: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The values of a record that are drawn, by the names of their series."""
+    if kind in ("train", "eval"):
+        for key, value in record.items():
+            if key.partition("/")[0] in DRAWN and not math.isnan(value := number(value)):
+                yield key, value
+    elif kind == "ranks":
+        ranks = [rank for rank in listed(record.get("ranks")) if isinstance(rank, dict)]
+        for key in ("compute_seconds", "data_seconds"):
+            seconds = [number(rank.get(key)) for rank in ranks]
+            if seconds and not math.isnan(sum(seconds)):
+                yield f"{key} of ranks/median", median(seconds)
+                yield f"{key} of ranks/max", max(seconds)
 
 
 def report_page(folders: Sequence[Path]) -> str:
@@ -117,13 +165,14 @@ def report_page(folders: Sequence[Path]) -> str:
     body.append(folded("Speed and memory", charts(runs, OTHER_CHARTS)))
     for run in runs:
         sections = {"Incidents": table(run.records["event"], "step", "text")}
-        for record in run.records["generations"][-6:]:
-            answers = table(record.get("rows"), "prompt", "expected", "answer", "score")
+        for record in run.records["generations"]:
+            answers = table(listed(record.get("rows")), "prompt", "expected", "answer", "score")
             sections[f"Answers at step {record['step']:,}: {record.get('set')}"] = answers
         sections["Starts"] = table(run.records["start"], "step", "world_size", "ranks")
         sections["Configs"] = f"<pre>{escape(run.configs)}</pre>"
         if run is not runs[0]:
-            texts = (runs[0].configs.splitlines(), run.configs.splitlines())
+            # comparing takes the square of the lines
+            texts = (each.configs.splitlines()[:MAX_POINTS] for each in (runs[0], run))
             lines = escape("\n".join(difflib.unified_diff(*texts, n=0, lineterm="")))
             sections["Configs"] = f"<pre>Differences from {escape(runs[0].name)}:\n{lines}</pre>"
         body += [folded(run.prefix + title, text) for title, text in sections.items()]
@@ -139,7 +188,7 @@ def page(title: str, body: str) -> str:
 
 def sentence(run: RunRecords) -> str:
     """How the run went."""
-    loss = run.series["loss"].dropna()
+    loss = run.series["loss"]
     if loss.empty:
         return "No step is finished."
     text = f"{loss.index[-1]:,} steps"
@@ -161,8 +210,8 @@ def figures(run: RunRecords) -> dict[str, str]:
         f"time, h:min:s, until {datetime.fromtimestamp(ended, UTC):%F %H:%M} UTC": str(
             timedelta(seconds=round(ended - began))
         ),
-        "restarts": f"{max(0, len(run.records['start']) - 1):,}",
-        "incidents": f"{len(run.records['event']):,}",
+        "restarts": f"{max(0, run.counts['start'] - 1):,}",
+        "incidents": f"{run.counts['event']:,}",
     }
 
 
@@ -174,7 +223,7 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
     """Each run's loss, its held-out losses as points, and in front of them the smoothed loss."""
     traces = []
     for color, run in zip(cycle(COLORS), runs, strict=False):
-        loss = run.series["loss"].dropna()
+        loss = run.series["loss"]
         smooth = loss.rolling(1 + 2 * (len(loss) // 100), center=True, min_periods=1).mean()
         line = {"mode": "lines", "line_color": color}
         traces.append((f"{run.prefix}training, each step", loss, {**line, "opacity": 0.35}))
@@ -183,7 +232,7 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
             style = {"mode": "markers", "marker": points}
             traces.append((f"{run.prefix}held out: {name}", held, style))
         traces.append((f"{run.prefix}training, smoothed", smooth, {**line, "line_width": 3}))
-    restarts = [start["step"] for run in runs for start in run.records["start"][1:]]
+    restarts = [start["step"] for run in runs for start in [*run.records["start"]][1:]]
     dashed = "; a restart is a dashed line" * bool(restarts)
     figure = drawn(traces, height=480).update_yaxes(type="log")
     for step in restarts[-20:]:
@@ -196,10 +245,10 @@ def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> st
     sections = []
     for heading, keys in wanted.items():
         traces = [
-            (run.prefix + label(key), values.dropna(), {"mode": "lines"})
+            (run.prefix + label(key), values, {"mode": "lines"})
             for run in runs
             for key, values in run.series.items()
-            if key.partition("/")[0] in keys
+            if key.partition("/")[0] in keys and len(values)
         ]
         if traces:
             figure = drawn(traces, height=215).update_yaxes(rangemode="tozero")
@@ -252,11 +301,11 @@ def folded(title: str, body: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
-def table(records: Any, *columns: str) -> str:
+def table(records: Iterable[Any], *columns: str) -> str:
     """The last records as a table, or nothing if there are none."""
     rows = [
         "".join(f"<td>{escape(shown(record.get(column)))}</td>" for column in columns)
-        for record in listed(records)[-MAX_RECORDS:]
+        for record in [*records][-MAX_RECORDS:]
         if isinstance(record, dict)
     ]
     head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in columns)
@@ -271,7 +320,7 @@ def shown(value: Any) -> str:
     """A value of a record as a reader expects it: without quotes and brackets."""
     if isinstance(value, dict):
         return ", ".join(f"{count} x {name}" for name, count in value.items())
-    return ", ".join(map(shown, value)) if isinstance(value, list) else str(value or "")
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value or "")
 
 
 def number(value: Any) -> float:

@@ -1,8 +1,9 @@
 """What a run reports: records, each passed to every sink, and metrics.jsonl, which has them all."""
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import replace_text
 
 BUFFER_BYTES = 1 << 24
-MAX_METRICS_BYTES = 1 << 32  # read whole into memory: millions of steps; 200,000 of 4,096 ranks
+MAX_METRICS_BYTES = 1 << 32  # Millions of steps; 200,000 of 4,096 ranks.
+MAX_LINE_BYTES = 1 << 24  # A step of 65,536 ranks.
 
 
 class Metrics:
@@ -64,9 +66,10 @@ class JsonlSink:
 
     def __init__(self, first_step: int, lock: RunLock) -> None:
         path = lock.folder / METRICS
-        records = read_metrics(lock.folder, None) if first_step and path.exists() else []
+        lines = metrics_lines(lock.folder, math.inf) if first_step and path.exists() else []
+        records = filter(None, map(parse_record, lines))
         kept = (json.dumps(record) + "\n" for record in records if record["step"] <= first_step)
-        replace_text(path, "".join(kept))
+        replace_text(path, kept)
         # what could not be flushed stays in the buffer, and goes out with the next record
         self._file = path.open("ab", buffering=BUFFER_BYTES)
         self._lock = lock
@@ -81,27 +84,42 @@ class JsonlSink:
         self._file.close()
 
 
-def read_metrics(run_folder: str | Path, kind: str | None = "train") -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, oldest first: of one kind, or with None all. Each has
-    `kind` and `step`; other values may be NaN or infinite. Lines that are no records are left out,
-    such as one that a killed run has begun.
+def read_metrics(run_folder: str | Path, kind: str = "train") -> list[dict[str, Any]]:
+    """The records of one kind in a run's metrics.jsonl, oldest first. Each has `kind` and `step`;
+    other values may be NaN or infinite. Lines that are no records are left out.
 
     Raises:
         UserError: the folder has no metrics.jsonl that can be read.
     """
+    records = filter(None, map(parse_record, metrics_lines(run_folder)))
+    return [record for record in records if record["kind"] == kind]
+
+
+def metrics_lines(run_folder: str | Path, max_bytes: float = MAX_METRICS_BYTES) -> Iterator[bytes]:
+    """The lines of a run's metrics.jsonl but the empty ones, read one at a time. A line that is too
+    long comes in pieces.
+
+    Raises:
+        UserError: as read_metrics.
+    """
     try:
-        stat_inside(Path(run_folder), METRICS, MAX_METRICS_BYTES)  # it may be a stranger's
-        lines = Path(run_folder, METRICS).read_bytes().splitlines()
+        stat_inside(Path(run_folder), METRICS, max_bytes)  # it may be a stranger's
+        with Path(run_folder, METRICS).open("rb", BUFFER_BYTES) as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.isspace():
+                    yield line
     except (OSError, ValueError) as error:
         raise UserError(
             f"{run_folder}: not a run folder ({describe(error)}); give output_dir of a run"
         ) from None
-    records = []
-    for line in lines:
-        with suppress(ValueError, LookupError, TypeError, RecursionError):
-            record = json.loads(line)
-            # not isinstance: true is an int
-            is_step = type(record["step"]) is int and 0 <= record["step"] < 1 << 53
-            if is_step and kind in (None, record["kind"]):
-                records.append(record)
-    return records
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, or None if it has none, such as one that a killed run has begun."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        record = json.loads(line)
+        # not isinstance: true is an int
+        is_step = type(record["step"]) is int and 0 <= record["step"] < 1 << 53
+        if is_step and isinstance(record["kind"], str):
+            return record
+    return None
