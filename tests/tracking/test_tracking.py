@@ -15,6 +15,7 @@ import psutil
 import pytest
 from harness.inputs import read_config
 from harness.processes import NEEDS_ROOT, mounted, start, wait_until
+from harness.repository import REPO
 from harness.runs import logged, read_metrics
 
 from zerotrain.checkpoint.lock import RunLock
@@ -126,7 +127,12 @@ def test_without_a_home_tracking_is_refused(tiny_config, monkeypatch):
 def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
     tiny_config, tmp_path, monkeypatch, capsys, answers
 ):
-    """Tracking is offline after INIT_SECONDS, here 1 s for each attempt, and has every step."""
+    """Tracking is offline after INIT_SECONDS, here 1 s for each attempt, and has every step. With
+    the switches in SECURITY.md, the machine is not in its files.
+    """
+    switches = re.findall(r"`(WANDB_\w+)=(\w+)`", (REPO / "SECURITY.md").read_text())
+    for name, value in switches * (answers == "refuses"):
+        monkeypatch.setenv(name, value)
     folder = tmp_path / "run"
     folder.mkdir()
     config = read_config(tiny_config(tracking__wandb="online"))
@@ -154,6 +160,11 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
         wandb_sink.wandb.teardown()
     [(name, rows)] = starts_of(folder)
     assert name == "earlier" and [row["step"] for row in rows] == [3, 4, 4, 4]
+    kinds = {
+        record["type"] for record in records_of(next(folder.rglob("offline-run-*/run-*.wandb")))
+    }
+    assert ("environment" in kinds) == (answers == "is silent")
+    assert any(folder.rglob("offline-run-*/files/requirements.txt")) == (answers == "is silent")
     assert rows[1]["train/loss"] == 0.25 and rows[2]["event/skipped_step"] == 1
     [file] = folder.rglob("media/html/**/*.html")
     assert "&lt;/script&gt;" in file.read_text()

@@ -52,7 +52,8 @@ def train_plainly(
     """Train in fp32 on the CPU with AdamW and a linear schedule.
 
     Args:
-        prepare: is called with the model; what it returns is trained.
+        prepare: is called with the model; what it returns is trained. With nn.Module.double, the
+            loop is in float64.
         eps: AdamW's.
     """
     train = config.train
@@ -122,7 +123,7 @@ def mean_loss(model: nn.Module, rows: list[Row], backward: bool = False) -> floa
     total = 0.0 if rows else float("nan")
     for ids, mask in rows:
         with torch.set_grad_enabled(backward):
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
             wanted = mask[0, 1:]
             loss = F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum") / count
         if backward:
