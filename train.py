@@ -193,7 +193,7 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
     run.saver.finish()  # an asynchronous save: a run ends when its checkpoint is complete
     if is_last and not is_evaluation_due(run, progress):
         return progress, "finished"
-    return progress, "stopped" if stopped else "preempted"
+    return progress, f"stopped by {run.config.output_dir}/{STOP}" if stopped else "preempted"
 
 
 def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -> Progress:

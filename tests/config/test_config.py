@@ -23,7 +23,7 @@ from zerotrain.config.ds_config import (
     resolve_ds_config,
 )
 from zerotrain.config.parse import check_start, dump_config, parse_command_line
-from zerotrain.config.schema import config_keys
+from zerotrain.config.schema import Config, config_keys, settings_of
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
 from zerotrain.training.optimizer import scaled_learning_rate, warmup_steps
@@ -85,18 +85,27 @@ def test_a_file_may_have_a_base(tiny_config, tmp_path):
 MISTAKES = (  # a key, its value, and part of the problem
     ("train.learning_rat", 1, "mean train.learning_rate?"),
     ("model.revision", "main", "mean model.name_or_path ID@REVISION?"),
-    ("train.learning_rate", "fast", 'number, got "fast"'),
+    ("train.lr", 1, "mean train.learning_rate?"),
+    ("model.torch_dtype", "bfloat16", "mean train.precision?"),
+    ("train.stepz", None, "unknown key"),
+    ("train.learning_rate", "fast", "number, got fast"),
+    ("train.learning_rate", "0", "greater than 0, got 0"),
+    ("model.lora", True, "or lora: {}"),
     ("data.on_too_long", "cut", "'split'"),
     ("train.epochs", None, "exactly one"),
     ("train.lr_scaling", "sqrt", "reference_global"),
     ("data.train_sources", [{"path": "a", "hub": "b/c"}], "either path or hub"),
     ("data.train_sources", [{"path": "a", "spilt": "b"}], "did you mean split?"),
+    ("data.train_sources", [{"path": "a", "weight": 2}], "repeat: 2}]?"),
+    ("data.train_sources", ["a", {"path": "b", "repeat": -1}], "item 2: repeat: it has to be"),
+    ("data.train_sources", "a", "as in [PATH]"),
+    ("data.eval_sources", "a", "as in [PATH]"),
     ("data.train_sources", [], "at least 1"),
     ("data.eval_sources", [{"path": "a", "repeat": 2}], "eval_sources take no repeat"),
     ("data.eval_fraction", 0.1, "not both"),
-    ("data.eval_sources", {"a b": ["a"]}, "pattern"),
+    ("data.eval_sources", {"a b": ["a"]}, "use letters"),
     ("trian", {"seed": 1}, "did you mean train?"),
-    ("train.adam_betas", [0.9], "value 2 of the list is missing"),
+    ("train.adam_betas", [0.9], "item 2: a value is missing"),
     ("learning_rate", 1, "mean train.learning_rate?"),
     ("model.trainable", ["("], "trainable: (: missing )"),
 )
@@ -118,17 +127,24 @@ def test_mistakes_on_the_command_line(tiny_config, tmp_path):
     for flags, key, problem in (
         (["--train.sedd", "3"], "train.sedd", "did you mean train.seed?"),
         (["--deepspeed_config", "ds_configs/zero2.json"], "deepspeed_config", "mean ds_config?"),
-        (["--train.seed", "x"], "train.seed", "integer"),
+        (["--train.seed", "x"], "train.seed", "whole number"),
         (["--train.seed"], "--train.seed", "needs a value"),
         (["--train.steps", "5"], "train", "exactly one"),
         (["--train.seed.x", "5"], "train.seed", "integer"),
         (["--", "5"], "--", "expected --section.key VALUE"),
-        (["--model", "x"], "model", "dictionary"),
+        (["--model", "x"], "model", "name_or_path: PATH"),
+        (["--dry-run"], "--dry-run", "mean dry_run?"),
+        (["--bf16"], "--bf16", "mean train.precision?"),
+        (["--train", "{seed:null}"], "train: not YAML", "seed:null"),
         (["--data.train_sources", "[a"], "data.train_sources", "not YAML"),
     ):
         said = complaint(path, *flags)
         assert said.startswith(f"command line: {key}") and problem in said, said
-    assert "no --config FILE" in complaint([], of=parse_command_line)
+    assert parse(path, "--model.lora", "{}", "--data.eval_sources", "[b]").model.lora.r == 16
+    for flags in ([], ["--config", str(path), "--config=b.yaml"]):
+        assert "--config FILE has to be given once" in complaint(flags, of=parse_command_line)
+    path = tiny_config(checkpoint__keep_best=True, data__eval_sources=None)
+    assert "data.eval_fraction" in complaint(path)
     assert "cannot read" in complaint(tmp_path)
     path.write_text("train: {seed: 1}")
     assert complaint(path).startswith(f"{path}: ")
@@ -139,6 +155,8 @@ def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
     for changes, problem in (
         ({"checkpoint__resume": "no"}, "checkpoint.resume: no such folder: no"),
         ({"output_dir": str(tmp_path / "file" / "run")}, "output_dir: cannot write"),
+        ({"output_dir": "$NOWHERE/run"}, "is not set"),
+        ({"output_dir": "$HOME/run"}, f"write {os.environ['HOME']}/run"),
     ):
         assert problem in complaint(parse(tiny_config(**changes)), of=check_start)
     config = parse(tiny_config(train__global_batch_size=3))
@@ -158,7 +176,7 @@ def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
         "output_dir: !!python/object/apply:os.system [ls]": "output_dir: ",
         "output_dir: a\noutput_dir: b": "output_dir: occurs twice",
         "? [a]\n: b": "unknown key",
-        "output_dir: a\ntrain:\n": "train: it is empty",
+        "output_dir: a\ntrain:\n": "train: it has keys",
         "tracking: {class_path: evil.Evil}": "tracking.class_path: unknown key",
     }.items():
         path.write_text(text)
@@ -200,6 +218,12 @@ def test_help_has_every_setting_and_imports_no_torch():
     assert finished.code == 0 and "IMPORTED []" in finished.output, finished.output
     assert all(f"  --{key}  " in finished.output for key in config_keys())
     assert "--train.seed  default 42\n      Seeds weight" in finished.output
+    for section, name, key in settings_of(Config):
+        text = finished.output.partition(f"--{key}  ")[2].partition("  --")[0]
+        for value in re.findall(r"(?:\[|, )'([\w-]+)'", str(section.__annotations__[name])):
+            assert value in text, key
+    piped = run(["bash", "-c", f"{sys.executable} train.py --help | head -1"])
+    assert piped.output.startswith("usage") and "Error" not in piped.output
     assert "class " not in finished.output
     assert len(config_keys()) <= 80
 
@@ -328,7 +352,8 @@ REFUSED = {  # part of the message -> values of the file
 
 
 @pytest.mark.parametrize("problem", REFUSED)
-def test_what_would_train_wrongly_is_one_line(resolved, problem):
+def test_what_would_train_wrongly_is_one_line(resolved, monkeypatch, problem):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
     said = complaint(REFUSED[problem], of=resolved)
     assert "ds.json: " in said and problem in said, said
 

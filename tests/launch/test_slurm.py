@@ -121,7 +121,7 @@ def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_c
     assert third.wait() == ("COMPLETED", "0:0")
     assert second.facts()["JobState"] == "COMPLETED"
     assert f"step_{left:08d}: step {left}\n" in second.log.read_text()
-    stopped = int(re.search(r"stopped: step (\d+)", second.log.read_text())[1])
+    stopped = int(re.search(r"stopped by .*: step (\d+)", second.log.read_text())[1])
     assert left < stopped and steps_of(run) == list(range(1, stopped + 1))
     assert "step" not in third.log.read_text(), "nothing is left to do"
     assert not ranks_of_job(run)

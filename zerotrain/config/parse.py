@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import re
-import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,38 @@ from zerotrain.runtime.files import read_text
 COMMAND_LINE = "command line"
 NULL = "tag:yaml.org,2002:null"
 DRY_RUN = "--dry_run"
-RENAMED = {
-    "deepspeed": "ds_config",
-    "per_device_train_batch_size": "data.micro_batch_tokens",
-    "model.revision": "model.name_or_path ID@REVISION",
-    "data.columns": "data.train_sources [{path: FILE, columns: {...}}]",
+OTHER_NAMES = """
+    activation_checkpointing gradient_checkpointing: model.activation_checkpointing
+    amp bf16 dtype fp16 torch_dtype: train.precision
+    columns: data.train_sources [{path: FILE, columns: {...}}]
+    comet report_to wandb: tracking.wandb
+    cutoff_len max_seq_length sequence_len: data.max_length
+    deepspeed: ds_config
+    dry-run dryrun: dry_run
+    gradient_accumulation_steps train_batch_size: train.global_batch_size
+    lr: train.learning_rate
+    lr_scheduler lr_scheduler_type: train.lr_schedule
+    max_grad_norm: train.gradient_clipping
+    max_steps: train.steps
+    num_epochs num_train_epochs: train.epochs
+    per_device_train_batch_size: data.micro_batch_tokens
+    revision: model.name_or_path ID@REVISION
+    warmup_ratio warmup_steps: train.warmup_examples
+    weight: data.train_sources [{path: FILE, repeat: 2}]
+"""
+"""Names in transformers' Trainer, DeepSpeed and other tools, and the keys that do the same here."""
+PLAIN_WORDS = {
+    "missing": "a value is missing",
+    "bool_parsing": "it has to be true or false",
+    "float_parsing": "it has to be a number",
+    "int_parsing": "it has to be a whole number",
+    "int_from_float": "it has to be a whole number",
+    "dataclass_type": "it has keys of its own, as in model: {name_or_path: PATH} or lora: {}",
+    "dict_type": "it has to be a mapping, as in {KEY: VALUE}",
+    "list_type": "it has to be a list, as in [PATH]",
+    "string_pattern_mismatch": "use letters, digits, _, . and - only",
 }
-"""Keys of transformers' Trainer and of older configs, and what does the same here."""
+"""Kinds of pydantic's errors, and the sentences that take the place of its own."""
 USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run]
 
 --dry_run prints the start-up table and stops before any weights are loaded; nothing is written.
@@ -61,18 +86,21 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
         SystemExit: 0, after `--help`.
     """
     if "--help" in argv or "-h" in argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
         print(USAGE.format(prog), settings_table(), sep="\n")
         sys.exit(0)
     flags = list(_flags(argv))
     files = [value for name, value in flags if name == "config"]
-    if not files:
-        raise UserError("no --config FILE is given, such as --config recipes/demo.yaml")
+    if len(files) != 1:
+        raise UserError(
+            f"--config FILE has to be given once, such as --config recipes/demo.yaml, and is given "
+            f"{len(files)} times; a file can name another one as its base"
+        )
     settings = {}
-    places = {"": files[-1]}  # where each key was given last
-    for file in files:
-        for values, own_places in _with_bases(file):
-            settings = _merge(settings, values, Config)
-            places |= own_places
+    places = {"": files[0]}  # where each key was given last
+    for values, own_places in _with_bases(files[0]):
+        settings = _merge(settings, values, Config)
+        places |= own_places
     for key, text in flags:
         if key != "config":
             value = text
@@ -99,7 +127,6 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
 
 def settings_table() -> str:
     """Of each setting a line with key and default, and its meaning below."""
-    columns = min(100, shutil.get_terminal_size().columns)
     lines = []
     for section, name, key in settings_of(Config):
         field = section.__pydantic_fields__[name]
@@ -107,7 +134,7 @@ def settings_table() -> str:
         if not field.is_required():
             default = f"default {json.dumps(field.get_default(call_default_factory=True))}"
         lines.append(f"  --{key}  {default}")
-        lines += [f"      {line}" for line in textwrap.wrap(field.description, columns - 6)]
+        lines += [f"      {line}" for line in textwrap.wrap(field.description, 74)]
     return "\n".join(lines)
 
 
@@ -137,6 +164,10 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         values = {}
         for key, value in node.value:
             name = str(key.value)
+            if ":" in key.value:
+                raise yaml.YAMLError(
+                    f"{name}, in line {key.start_mark.line + 1}: write a space after the colon"
+                )
             if name in values:
                 raise yaml.YAMLError(
                     f"{name}: occurs twice, in line {key.start_mark.line + 1} again; remove one"
@@ -163,6 +194,8 @@ def check_start(config: Config) -> None:
     resume = config.checkpoint.resume
     if config.output_dir.startswith("~") or "$" in config.output_dir:
         meant = os.path.expandvars(Path(config.output_dir).expanduser())
+        if "$" in meant:
+            meant = "the folder itself: that variable is not set"
         raise UserError(
             f"output_dir: {config.output_dir}: ~ and variables are not expanded here; write {meant}"
         )
@@ -193,7 +226,9 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not equals:
             value = next(arguments, "--")
             if value.startswith("--"):
-                raise UserError(f"{COMMAND_LINE}: --{name} needs a value")
+                raise UserError(
+                    f"{COMMAND_LINE}: --{name} needs a value{likely(name, config_keys())}"
+                )
         if name != "local_rank":
             yield name, value
 
@@ -230,7 +265,7 @@ def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> d
         if nested and isinstance(value, dict):
             before = merged.get(name)
             merged[name] = _merge(before if isinstance(before, dict) else {}, value, nested)
-        elif value is None and not nested:
+        elif value is None and name in kinds and not nested:
             merged.pop(name, None)
         else:
             merged[name] = value
@@ -242,34 +277,31 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
     names = config_keys()
     first = min(error.errors(), key=lambda e: e["type"] == "missing")  # an unknown key first
     path = ".".join(map(str, first["loc"]))
-    # without the places in a list, and without pydantic's names of the types that a key takes
-    key = next((name for name in names if f"{path}.".startswith(f"{name}.")), path)
-    place = key
+    key = place = next((name for name in names if f"{path}.".startswith(f"{name}.")), path)
     while place not in places:
         place = place.rpartition(".")[0]
-    problem = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        problem = "a value is missing"
-        if path != key:
-            problem = f"value {first['loc'][-1] + 1} of the list is missing"
-    elif first["type"] == "unexpected_keyword_argument":
-        name = key
-        if key in names:  # a list of sources
-            name = str(first["loc"][-1])
-            names = config_keys(Source)
-        problem = f"unknown key {name}; remove it{likely(name, names)}"
-    elif first["input"] is None:
-        problem = "it is empty; give a value, or remove it"
-    elif first["type"] != "value_error":
-        problem += f", got {json.dumps(first['input'], default=str)[:100]}"
-    return ": ".join(filter(None, (places[place], key, problem)))
+    parts = first["loc"][key.count(".") + 1 :]
+    # pydantic also has the names of the types that a key takes
+    within = [f"item {p + 1}" if isinstance(p, int) else p for p in parts if "[" not in str(p)]
+    problem = first["msg"].removeprefix("Value error, ").replace("Input should", "it has to")
+    problem = PLAIN_WORDS.get(first["type"], problem)
+    if first["type"] == "unexpected_keyword_argument":
+        problem = f"unknown key; remove it{likely(path, [*names, *config_keys(Source)])}"
+    elif first["type"] not in ("missing", "value_error"):
+        problem += f", got {json.dumps(first['input'], default=str)[:100]}".replace('"', "")
+    return ": ".join(filter(None, (places[place], key, *within, problem)))
 
 
 def likely(name: str, names: Sequence[str]) -> str:
-    """What the user may have meant by an unknown key, for a message: the same word in a section, or
-    the most similar key or section.
+    """Return what the user may have meant by an unknown key, for a message: the same word in a
+    section, or the most similar key or section; "" for a name that is known.
     """
+    if name in names:
+        return ""
+    word = name.rpartition(".")[2]
+    other = re.search(rf"(?m)^[^:]*\b{re.escape(word)}\b[^:\n]*: (.*)", OTHER_NAMES)
+    if other:
+        return f", or did you mean {other[1]}?"
+    names = [*names, *{key.partition(".")[0] for key in names}]
     same_word = {key.rpartition(".")[2]: key for key in names}
-    sections = {key.partition(".")[0] for key in names}
-    meant = (same_word | RENAMED).get(name, name)
-    return similar(meant, [*names, *sections, *RENAMED.values()])
+    return similar(same_word.get(word, word), names) or similar(name, names)

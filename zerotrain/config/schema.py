@@ -164,7 +164,7 @@ def _as_source(given: Any) -> Any:
 
 def _as_sets(given: Any) -> Any:
     """A list of sources is one held-out set without a name; an empty one is none."""
-    return {HELD_OUT: given} if given and isinstance(given, list) else given or {}
+    return {HELD_OUT: given} if given and not isinstance(given, dict) else given or {}
 
 
 Sources = Annotated[list[Annotated[Source, BeforeValidator(_as_source)]], Field(min_length=1)]
@@ -191,13 +191,15 @@ class DataConfig(Section):
     as_chat: bool = False
     """Render prompt/completion and instruction rows as one user and one assistant turn."""
     supervise: Literal["answers", "last", "all"] = "answers"
-    """Which tokens are supervised: all assistant turns (or the completion), only the last of them,
-    or every token.
+    """Which tokens are supervised. answers: all assistant turns, or the completion; last: only the
+    last of them; all: every token.
     """
     max_length: Annotated[int, Field(ge=2, le=MAX_INT)] = 2048
     """Longest example, in tokens."""
     on_too_long: Literal["truncate", "split", "drop"] = "truncate"
-    """What to do with a row of more than max_length tokens; such rows are counted and reported."""
+    """truncate, split or drop a row of more than max_length tokens; such rows are counted and
+    reported.
+    """
     batching: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: a micro-batch is padded examples of similar length; packed: examples concatenated
     without padding; auto: packed if the model can attend within each example alone, on CUDA in bf16
@@ -221,7 +223,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """Optimization, in units of examples (or tokens) and optimizer steps."""
 
-    learning_rate: NonNegativeFloat
+    learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate at the reference global batch, before scaling."""
     global_batch_size: PositiveInt | None = None
     """Most examples per optimizer step, over all ranks; an epoch is split into steps of equal size.
@@ -236,7 +238,9 @@ class TrainConfig(Section):
     steps: PositiveInt | None = None
     """Optimizer steps. Give epochs or steps."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """learning_rate * (mean global batch / reference global batch) ** p, p = 0, 0.5 or 1."""
+    """learning_rate * (mean global batch / reference global batch) ** p. none: p = 0; sqrt: 0.5;
+    linear: 1.
+    """
     reference_global_batch: PositiveInt | None = None
     """The global batch that learning_rate was tuned for, in the unit of the global batch; needed by
     sqrt and linear.
@@ -252,7 +256,9 @@ class TrainConfig(Section):
         "cosine_with_min_lr",
         "warmup_stable_decay",
     ] = "cosine"
-    """Name of a schedule of transformers' get_scheduler."""
+    """A schedule of transformers: constant, constant_with_warmup, linear, cosine,
+    cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay.
+    """
     lr_schedule_args: dict[str, ScheduleArgument] = field(default_factory=dict)
     """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
     warmup_examples: NonNegativeInt = 0
@@ -265,7 +271,9 @@ class TrainConfig(Section):
     gradient_clipping: NonNegativeFloat = 1.0
     """Maximum global L2 norm of the gradient; 0 turns clipping off."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Compute precision; auto: bf16 on GPUs that support it, else fp16; fp32 on CPU."""
+    """Compute precision: fp32, bf16 or fp16; auto: bf16 on GPUs that support it, else fp16; fp32 on
+    CPU.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seeds weight initialization and the step plan; dropout uses a hash of seed and rank."""
 
@@ -351,7 +359,7 @@ class TrackingConfig(Section):
     """Weights & Biases; metrics.jsonl in output_dir is written in any case."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
-    """offline writes a folder that `wandb sync` uploads later."""
+    """online, offline (a folder that `wandb sync` uploads later) or disabled."""
     project: str = "deepspeed-zero"
     """W&B project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name the team, the run and its tags."""
 
@@ -391,6 +399,8 @@ class Config(Section):
     def __post_init__(self) -> None:
         if self.eval.generate and self.data.supervise == "all":
             raise ValueError("eval.generate needs data.supervise answers or last")
+        if self.checkpoint.keep_best and not (self.data.eval_sources or self.data.eval_fraction):
+            raise ValueError("checkpoint.keep_best needs data.eval_sources or data.eval_fraction")
 
 
 def section_of(kind: Any) -> type | None:

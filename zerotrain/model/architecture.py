@@ -83,7 +83,7 @@ def check_model_fits(
     if isinstance(positions, int) and 0 < positions < max_length:
         raise UserError(
             f"data.max_length: {max_length:,} exceeds the model's "
-            f"max_position_embeddings ({positions:,})"
+            f"max_position_embeddings ({positions:,}); set it to at most {positions}"
         )
     if text.model_type == "prophetnet":
         raise UserError(

@@ -61,7 +61,7 @@ def load_pretrained(
     is_here = Path(name).is_dir()
     # the owner of a hub id is no folder here; its hub may have a model of that name
     if "/" in name and Path(name).parent.is_dir() and not is_here:
-        raise UserError(f"{place}: there is no such folder")
+        raise UserError(f"{place}: there is no such folder in {Path.cwd()}")
     try:
         return load(
             name,
@@ -81,7 +81,7 @@ def load_pretrained(
         kind = UserError
         if not is_here:
             kind = hub_error()
-            reason = f"there is no such folder, and {reason}"
+            reason = f"there is no such folder in {Path.cwd()}, and {reason}"
         raise kind(f"{place}: {reason}") from error
 
 
