@@ -306,11 +306,17 @@ def test_files_that_are_no_ds_config(tiny_config, tmp_path):
         ("ds.json", '{"a": 1,}', "nor commas after the last"),
         ("accelerate.yaml", "deepspeed_config: {zero_stage: 3}", "the one of ds_configs/"),
         ("recipe.yaml", "output_dir: x", "a recipe is given with --config"),
+        ("zero2", "zero_optimization: {stage: 2}", "convert YAML with"),
     ):
         (tmp_path / name).write_text(text)
         config = parse(tiny_config(ds_config=str(tmp_path / name)))
         said = complaint(config, Machine(1, 1), 32, of=resolve_ds_config)
         assert problem in said and str(tmp_path / name) in said
+    command = re.search(r"python -c .*?> ds\.json", said)[0].replace("python", sys.executable)
+    assert run(["bash", "-c", command], cwd=tmp_path).code == 0
+    assert (tmp_path / "ds.json").read_text() == '{"zero_optimization": {"stage": 2}}\n'
+    (tmp_path / name).unlink()
+    assert "ds_configs/zero2.json" in complaint(config, Machine(1, 1), 32, of=resolve_ds_config)
 
 
 REFUSED = {  # part of the message -> values of the file
@@ -329,6 +335,15 @@ REFUSED = {  # part of the message -> values of the file
     "checkpoint.load_universal: ": {"checkpoint.load_universal": 1},
     "quux: ": {"quux": 1},
     "amp: ": {"amp.enabled": True},
+    "wandb: unknown, or not supported here; remove it, or did you mean tracking.wandb?":
+        {"wandb": {"enabled": True, "project": "x"}},
+    "comet: unknown, or not supported here; remove it, or did you mean tracking.wandb?":
+        {"comet": {}},
+    "mean overlap_comm?": {"zero_optimization.overlap_com": True},
+    'stage is "auto"': {"zero_optimization.stage": "auto"},
+    "steps_per_print is": {"steps_per_print": "abc"},
+    "bias_correction: ": {"optimizer": {"params": {"torch_adam": True, "bias_correction": True}}},
+    "import of tensorboard": {"tensorboard.enabled": True},
     "tensor_parallel.preset_model: ": {"tensor_parallel.preset_model": "llama"},
     # what would train wrongly
     **{f"{path} is 0.5: {why}": {path: 0.5} for path, (_, why) in SUPPORTED_VALUES.items()},

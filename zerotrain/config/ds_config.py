@@ -17,10 +17,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
+from zerotrain.config.parse import likely
 from zerotrain.config.schema import Config
-from zerotrain.runtime.errors import UserError, describe, similar
+from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import Machine
 
@@ -34,16 +36,16 @@ SCHEDULERS = {
 # are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
 KEYS = {
     "": """
-        aio bf16 checkpoint comet comms_logger communication_data_type compile csv_monitor
+        aio bf16 checkpoint comms_logger communication_data_type compile csv_monitor
         data_types disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps
         gradient_clipping gradient_predivide_factor log_level memory_breakdown optimizer
         prescale_gradients sequence_parallel_size steps_per_print tensor_parallel tensorboard
-        timers train_micro_batch_size_per_gpu wandb wall_clock_breakdown
+        timers train_micro_batch_size_per_gpu wall_clock_breakdown
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
         """,
     "optimizer": "type legacy_fusion params",
     "optimizer.params": """
-        adam_w_mode betas bias_correction eps foreach fused lr max_grad_norm torch_adam weight_decay
+        adam_w_mode betas eps foreach fused lr max_grad_norm torch_adam weight_decay
         """,
     "checkpoint": "checkpoint_serialization tag_validation parallel_write",
     "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
@@ -57,6 +59,7 @@ OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.off
 # The only values that train correctly and can be resumed from, and what others would do.
 SUPPORTED_VALUES = {
     "zero_optimization.compute_grad_norm": (True, "infinite gradients would be applied"),
+    "zero_optimization.legacy_stage1": (False, "DeepSpeed has removed it"),
     "zero_optimization.cpu_offload": (False, "offload_optimizer has taken its place"),
     "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
     "zero_optimization.offload_optimizer.ratio": (1, "what stays on the GPU would not be trained"),
@@ -77,7 +80,6 @@ AT_STAGE_3 = {
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.zero_hpz_partition_size": 1,
 }
-EPSILON = 1e-8  # of AdamW, where optimizer.params.eps does not set another
 
 
 def resolve_ds_config(
@@ -112,7 +114,7 @@ def resolve_ds_config(
         train = replace(config.train, precision=[*stated, machine.precision][0])
         config = replace(config, train=train)
     _fill_from_run(merged, config)
-    _fill_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
+    merged = _with_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
     for problem in _problems(merged, config):
         raise UserError(f"{file}: {problem}")
     return config, merged
@@ -197,14 +199,17 @@ def read_ds_config(file: str) -> dict[str, Any]:
     """
     try:
         raw = json.loads(
-            read_text(file, "ds_config: "), object_pairs_hook=dict_raise_error_on_duplicate_keys
+            read_text(file, "ds_config, a file such as ds_configs/zero2.json: "),
+            object_pairs_hook=dict_raise_error_on_duplicate_keys,
         )
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{file}: not JSON, which has neither comments nor commas after the last value: "
-            f"{describe(error)}; a recipe is given with --config; of a config of accelerate, give "
-            "the file that its deepspeed_config_file names, or the one of ds_configs/ with its "
-            "zero_stage and offload devices"
+            f"{describe(error)}; convert YAML with python -c 'import json, sys, yaml; "
+            f"print(json.dumps(yaml.safe_load(sys.stdin)))' < {file} > ds.json; a recipe is given "
+            "with --config; of a config of accelerate, give the file that its "
+            "deepspeed_config_file names, or the one of ds_configs/ with its zero_stage and "
+            "offload devices"
         ) from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
@@ -263,32 +268,35 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
     del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
 
 
-def _fill_defaults(
+def _with_defaults(
     merged: dict[str, Any], output_dir: str, local_ranks: int, hidden_size: int
-) -> None:
-    """Fill in what is "auto" and no setting of the run config, and give the run a folder of its own
-    for NVMe: DeepSpeed's files have the same names in every run.
+) -> dict[str, Any]:
+    """Return the config without "auto": Hugging Face's sizes, or DeepSpeed's default. And give the
+    run a folder of its own for NVMe: DeepSpeed's files have the same names in every run.
     """
     defaults = {
-        "eps": EPSILON,
+        "stage": "auto",  # refused below: Trainer and accelerate differ
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
         "zero_hpz_partition_size": local_ranks,
-        "stage3_gather_16bit_weights_on_model_save": False,  # no weights are saved that way
     }
-    zero = merged["zero_optimization"]
-    for block in (zero, merged["optimizer"]["params"]):
-        for name in defaults.keys() & block:
-            if block[name] == "auto":  # what is left out stays DeepSpeed's own default
-                block[name] = defaults[name]
     run = Path(output_dir).absolute()
     for name in ("offload_optimizer", "offload_param"):
-        block = zero.get(name) or {}
+        block = merged["zero_optimization"].get(name) or {}
         folder = block.get("nvme_path")
         if isinstance(folder, str) and str(run) not in folder:
             own = run / "nvme" if folder == "auto" else Path(folder, *run.parts[1:])
             block["nvme_path"] = str(own)
+
+    return json.loads(
+        json.dumps(merged),
+        object_hook=lambda block: {
+            name: defaults[name] if value == "auto" else value
+            for name, value in block.items()
+            if value != "auto" or name in defaults
+        },
+    )
 
 
 def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
@@ -310,13 +318,12 @@ def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
         for name in _at(merged, block):
             if name not in text.split():
                 path = f"{block}.{name}".removeprefix(".")
-                yield (
-                    f"{path}: unknown, or not supported here; remove it"
-                    f"{similar(name, text.split())}"
-                )
+                hint = likely(name, text.split())
+                yield f"{path}: unknown, or not supported here; remove it{hint}"
+    numbers = merged.keys() - {"communication_data_type", "log_level"}
     for path, value in _leaves(merged):
-        if value == "auto":
-            yield f'{path} is "auto", but the run config has no value for it'
+        if path in numbers and isinstance(value, str):
+            yield f"{path} is {json.dumps(value)}; use a number, true or false"
         only, why = SUPPORTED_VALUES.get(path, (value, ""))
         if value != only:
             yield f"{path} is {json.dumps(value)}: {why}; remove it"
@@ -342,14 +349,17 @@ def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
             "model.quantization; use a stage from 0 to 2, or LoRA without quantization"
         )
     try:
-        DeepSpeedConfig(copy.deepcopy(merged))  # it changes what it is given
+        parsed = DeepSpeedConfig(copy.deepcopy(merged))  # it changes what it is given
+        if parsed.monitor_config.tensorboard.enabled:
+            import tensorboard  # noqa: F401 - by DeepSpeed, when the run has begun
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))  # in its block
         path = next((path for path, _ in _leaves(merged) if path.endswith(f".{key}")), key)
-        yield f"{path}: {first['msg']}, got {json.dumps(first['input'])}; change or remove it"
+        hint = likely(key, [*DeepSpeedZeroConfig.model_fields])
+        yield f"{path}: {first['msg']}, got {json.dumps(first['input'])}; change or remove it{hint}"
     except Exception as error:  # its own errors and assertions, all of them about `merged`
-        yield f"DeepSpeed refuses it: {describe(error)}"
+        yield f"DeepSpeed refuses it: {describe(error)}; change or remove that key"
 
 
 def _at(merged: dict[str, Any], path: str) -> dict[str, Any]:
