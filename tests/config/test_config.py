@@ -16,7 +16,6 @@ from harness.repository import REPO
 
 from zerotrain.config.ds_config import (
     KEYS,
-    SCHEDULERS,
     SUPPORTED_VALUES,
     check_machine,
     check_ranks,
@@ -284,10 +283,17 @@ def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
     assert len(folders) == 4 and sum(folder.startswith("/disk/") for folder in folders) == 2
 
 
-def test_a_scheduler_of_trainer_may_name_the_schedule_of_the_run(resolved):
-    for schedule, name in SCHEDULERS.items():
-        block = {"type": name, "params": {"warmup_num_steps": "auto"}}
-        assert "scheduler" not in resolved({"scheduler": block}, train__lr_schedule=schedule)[1]
+def test_trainers_auto_is_taken_over(resolved):
+    block = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "linear"}}
+    zero = {"stage": 3, "stage3_max_live_parameters": "auto", "offload_param": {"device": "auto"}}
+    values = {"scheduler": block, "zero_optimization": zero, "steps_per_print": "auto"}
+    for named in (None, "constant_with_warmup"):
+        config, merged = resolved(values, train__lr_schedule=named)
+        assert config.train.lr_schedule == "WarmupLR"
+        assert config.train.lr_schedule_args == {"warmup_type": "linear"}
+    assert merged["zero_optimization"] == {"stage": 3, "offload_param": {}}
+    assert not {"scheduler", "steps_per_print"} & merged.keys()
+    assert resolved({}, train__lr_schedule=None)[0].train.lr_schedule == "cosine"
 
 
 def test_precision_is_that_of_either_config(resolved, monkeypatch):
@@ -325,8 +331,7 @@ REFUSED = {  # part of the message -> values of the file
     "gradient_accumulation_steps is 4, but": {"gradient_accumulation_steps": 4},
     "gradient_clipping is 1.0, but train.gradient_clipping": {"gradient_clipping": 1.0},
     "params.lr is 1e-05, but train.learning_rate": {"optimizer.params.lr": 1e-5},
-    'make it {"type": "WarmupDecayLR"': {"scheduler.type": "WarmupCosineLR"},
-    '_steps": 9': {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
+    'type is "WarmupLR", but train.lr_schedule is linear': {"scheduler.type": "WarmupLR"},
     "optimizer.params.foo: unknown": {"optimizer.params.foo": 1},
     # unknown keys at every level
     "did you mean zero_optimization?": {"zero_optimisation.stage": 1},

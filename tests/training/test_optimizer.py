@@ -5,8 +5,11 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
+from deepspeed.runtime import lr_schedules
 
 from zerotrain.config.schema import TrainConfig
+from zerotrain.runtime.errors import UserError
 from zerotrain.training.optimizer import make_schedule
 
 TRAIN = TrainConfig(global_batch_size=10, learning_rate=1e-3, steps=20, warmup_examples=40)
@@ -43,6 +46,21 @@ def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch():
     )  # fmt: skip
     found = make_schedule(train, SimpleNamespace(mean_batch=900, mean_examples=10))
     assert found.warmup_steps == 4 and found.peak == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("name, own", [
+    ("WarmupLR", {}), ("WarmupDecayLR", {"warmup_max_lr": 1e-3, "total_num_steps": 20}),
+    ("WarmupCosineLR", {"total_num_steps": 20}),
+])  # fmt: skip
+def test_a_scheduler_of_deepspeed_has_the_rates_that_it_has_under_trainer(name, own):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    theirs = getattr(lr_schedules, name)(optimizer, warmup_num_steps=4, **own)
+    ours = schedule(name)
+    for step in range(20):
+        assert ours.rate(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        theirs.step()
+    with pytest.raises(UserError, match="warmup_num_steps"):  # train.warmup_examples has it
+        schedule(name, arguments={"warmup_num_steps": 4})
 
 
 def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():

@@ -26,7 +26,8 @@ from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import Machine
 
-# Schedules of train.lr_schedule, and the schedulers of DeepSpeed that are the same.
+# DeepSpeed's schedulers by the names that transformers' pages give them. The warm-up differs:
+# DeepSpeed's begins with two updates at a rate of 0, and is logarithmic by default.
 SCHEDULERS = {
     "constant_with_warmup": "WarmupLR",
     "linear": "WarmupDecayLR",
@@ -101,18 +102,25 @@ def resolve_ds_config(
     """
     file = config.ds_config
     merged = read_ds_config(file)
-    scheduler = merged.pop("scheduler")
-    kind = SCHEDULERS.get(config.train.lr_schedule)
-    same = {"type": kind, "params": dict.fromkeys(scheduler["params"], "auto")}
-    if scheduler not in ({"params": {}}, same):
-        raise UserError(
-            f"{file}: scheduler is {json.dumps(scheduler)}; remove it, or, for train.lr_schedule "
-            f"{config.train.lr_schedule}, make it {json.dumps(same)}"
-        )
-    if config.train.precision == "auto":
+    train = config.train
+    chosen = {}
+    if train.precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
-        train = replace(config.train, precision=[*stated, machine.precision][0])
-        config = replace(config, train=train)
+        chosen["precision"] = [*stated, machine.precision][0]
+    scheduler = merged["scheduler"]
+    named = train.lr_schedule
+    if named == "auto" or scheduler.get("type") in (named, SCHEDULERS.get(named, named)):
+        # as Trainer, which fills in what is "auto"; the last_batch_iteration -1 is a new run's
+        own = {n: value for n, value in scheduler["params"].items() if value not in ("auto", -1)}
+        kind = scheduler.get("type", "cosine")
+        chosen |= {"lr_schedule": kind, "lr_schedule_args": train.lr_schedule_args | own}
+    try:
+        config = replace(config, train=replace(train, **chosen))
+    except ValidationError as error:
+        raise UserError(
+            f"{file}: scheduler: {json.dumps(scheduler)} is not supported; use WarmupLR, "
+            "WarmupDecayLR or WarmupCosineLR, or remove it and choose a train.lr_schedule"
+        ) from error
     _fill_from_run(merged, config)
     merged = _with_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
     for problem in _problems(merged, config):
@@ -243,6 +251,7 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
         values.append((f"{name}.enabled", precision == name, f"the run's precision is {precision}"))
     # train.py sets the scaled and scheduled rate before each step
     for path, key in (
+        ("scheduler.type", "lr_schedule"),
         ("train_batch_size", config.train.global_batch_key),
         ("gradient_clipping", "gradient_clipping"),
         ("optimizer.params.lr", "learning_rate"),
@@ -262,9 +271,11 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
         if stated not in ("auto", value):
             raise UserError(
                 f"{config.ds_config}: {path} is {json.dumps(stated)}, but {source}; set it to "
-                '"auto" in the file, or change one of the two'
+                '"auto" in the file, or change one of the two (train.lr_schedule and '
+                "train.precision can be auto, too)"
             )
         block[name] = value
+    del merged["scheduler"]  # zerotrain/training/optimizer.py has it
     del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
 
 

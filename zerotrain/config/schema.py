@@ -246,6 +246,7 @@ class TrainConfig(Section):
     sqrt and linear.
     """
     lr_schedule: Literal[
+        "auto",
         "constant",
         "constant_with_warmup",
         "linear",
@@ -255,9 +256,13 @@ class TrainConfig(Section):
         "inverse_sqrt",
         "cosine_with_min_lr",
         "warmup_stable_decay",
-    ] = "cosine"
-    """A schedule of transformers: constant, constant_with_warmup, linear, cosine,
-    cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay.
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+    ] = "auto"
+    """auto: the scheduler of ds_config, or cosine if it has none. Of transformers: constant,
+    constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt,
+    cosine_with_min_lr, warmup_stable_decay. Of DeepSpeed: WarmupLR, WarmupDecayLR, WarmupCosineLR.
     """
     lr_schedule_args: dict[str, ScheduleArgument] = field(default_factory=dict)
     """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
@@ -289,7 +294,7 @@ class TrainConfig(Section):
             )
         if self.lr_schedule == "constant" and self.warmup_examples:
             raise ValueError("lr_schedule constant has no warm-up; use constant_with_warmup")
-        if self.lr_schedule.startswith("constant") and self.lr_schedule_args:
+        if self.lr_schedule.startswith(("constant", "auto")) and self.lr_schedule_args:
             raise ValueError(f"lr_schedule {self.lr_schedule} takes no lr_schedule_args")
 
     @property

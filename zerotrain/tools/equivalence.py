@@ -89,6 +89,7 @@ def prove_equivalence(
         copy = work / f"{stem}.json"
         content = read_ds_config(ds_config)
         content["optimizer"]["params"]["eps"] = EPSILON
+        del content["scheduler"]  # the plain loop's schedule is linear
         copy.write_text(json.dumps(content), encoding="utf-8")
         for data, world in cases:
             folder = work / f"{stem}_{data.batching}_{world}"

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime import lr_schedules
 from torch import nn
 
 from zerotrain.config.schema import TrainConfig
@@ -84,22 +86,42 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     steps = train.steps or train.epochs * plan.steps_per_epoch - plan.step_shift
     peak = scaled_learning_rate(train, plan.mean_batch)
     warmup = warmup_steps(train, plan.mean_examples)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
+    of_deepspeed = vars(lr_schedules).get(train.lr_schedule)
     # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
-    # of w warm-up steps runs at k/w of the peak.
-    shift = (1 if warmup else 0) + (plan.step_shift if train.steps is None else 0)
+    # of w warm-up steps runs at k/w of the peak. DeepSpeed's schedulers are kept as they are.
+    shift = 1 if warmup and not of_deepspeed else 0
+    shift += plan.step_shift if train.steps is None else 0
     try:
-        [factor] = get_scheduler(
-            train.lr_schedule,
-            torch.optim.SGD([torch.zeros(1)], lr=peak),
-            num_warmup_steps=warmup,
-            num_training_steps=steps + shift,
-            scheduler_specific_kwargs=train.lr_schedule_args,
-        ).lr_lambdas
+        if of_deepspeed:
+            known = {  # what Trainer fills in
+                "warmup_max_lr": peak,
+                "warmup_num_steps": max(1, warmup),
+                "total_num_steps": steps + shift,
+                "last_batch_iteration": 0,  # else it warns that it has not begun
+            }
+            taken = known.keys() & signature(of_deepspeed).parameters
+            own = {name: known[name] for name in taken}
+            scheduler = of_deepspeed(optimizer, **own, **train.lr_schedule_args)
+
+            def factor(step: int) -> float:
+                # It moves on after each update, the first one included: two have its first rate.
+                scheduler.step(max(0, step - 1))
+                return optimizer.param_groups[0]["lr"] / peak
+
+        else:
+            [factor] = get_scheduler(
+                train.lr_schedule,
+                optimizer,
+                num_warmup_steps=warmup,
+                num_training_steps=steps + shift,
+                scheduler_specific_kwargs=train.lr_schedule_args,
+            ).lr_lambdas
         for step in (0, warmup, steps - 1):
             factor(step + shift)  # to check it
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(
             f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
-            f"{describe(error)}"
+            f'{describe(error)}; of a scheduler in ds_config, set what train decides to "auto"'
         ) from error
     return Schedule(peak, warmup, steps, lambda step: peak * factor(step + shift))
