@@ -223,6 +223,14 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path, monkeypat
 
 
 def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
-    """In a run whose warm-up is as long as it, which is said."""
-    finished = forks.finish(tiny_config(train__steps=2), module="without_trackers")
-    assert "WARNING: few steps" in finished.output
+    """In a run whose warm-up is longer than it, which is said, and how it is mended."""
+    config = tiny_config(train__epochs=2, train__warmup_examples=5000, tracking__wandb="online")
+    for variable in ({"WANDB_DISABLED": "true"}, {"WANDB_MODE": "disabled"}):
+        finished = forks.finish(
+            config, "--train.epochs", "1", module="without_trackers", **variable
+        )
+    warning = re.search("few steps.*", finished.output)[0]
+    flags = re.findall(r"(--train\.\w+) (\w+)", warning)
+    for cure in (flags[:-1], flags):
+        again = forks.finish(config, *sum(cure, ()), "--output_dir", "x", "--dry_run").output
+        assert "few steps" not in again and "100 = " in again

@@ -364,7 +364,9 @@ class TrackingConfig(Section):
     """Weights & Biases; metrics.jsonl in output_dir is written in any case."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
-    """online, offline (a folder that `wandb sync` uploads later) or disabled."""
+    """online, offline (a folder that `wandb sync` uploads later) or disabled; WANDB_MODE=disabled
+    and WANDB_DISABLED=true disable it, too.
+    """
     project: str = "deepspeed-zero"
     """W&B project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name the team, the run and its tags."""
 

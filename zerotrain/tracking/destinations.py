@@ -3,6 +3,7 @@
 Another destination is a class with the methods log and close and a line in open_metrics.
 """
 
+import os
 import socket
 from collections import Counter
 
@@ -31,7 +32,9 @@ def open_metrics(
 
     def open_sinks() -> None:
         metrics.sinks += [ConsoleSink(start.step, total_steps), JsonlSink(start.step, lock)]
-        if config.tracking.wandb != "disabled":
+        environment = f"{os.environ.get('WANDB_MODE')} {os.environ.get('WANDB_DISABLED')}"
+        said = f"{config.tracking.wandb} {environment}".lower().split()
+        if not {"disabled", "true", "1"} & {*said}:
             # imported here, because W&B takes a second and may be disabled
             from zerotrain.tracking.wandb import WandbSink
 

@@ -52,8 +52,16 @@ def startup_table(
     }
     # own rows are often few, and the defaults are for many: the loss would hardly move
     if steps < max(FEW_STEPS, schedule.warmup_steps):
+        enough = max(steps, 2 * FEW_STEPS)
+        # as many examples as now, or more where each rank needs one in every step
+        batch = max(plan.budget.world_size, int(plan.mean_batch * steps / enough))
+        warmup = min(train.warmup_examples, int(plan.mean_examples * steps / 10))
         rows["WARNING: few steps"] = (
-            "lower train.global_batch_size or train.warmup_examples, or raise train.epochs"
+            f"{steps:,}, with a warm-up of {schedule.warmup_steps:,}: the rate reaches "
+            f"{max(map(schedule.rate, range(steps))) / schedule.peak:.1%} of its peak; for "
+            f"{enough:,} steps, set --train.epochs null --train.steps {enough} "
+            f"--train.warmup_examples {warmup} ({plan.epochs_at(enough):,.2g} epochs, or "
+            f"{enough * batch / plan.epoch_size:,.2g} at --train.{train.global_batch_key} {batch})"
         )
     return rows
 
