@@ -1,5 +1,6 @@
 """Where a run starts: fresh, with the weights of a checkpoint, or resumed from one."""
 
+import json
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,7 +138,7 @@ def start_from(checkpoint: Path, config: Config, identity: RunIdentity, fresh: S
         now = identity.settings["model.lora"]
         if was and now and was != now:
             raise UserError(
-                f"checkpoint.weights_only: {checkpoint} has adapters with model.lora {was}; keep "
+                f"checkpoint.weights_only: {checkpoint} has model.lora: {json.dumps(was)}; keep "
                 "it, or export the checkpoint and train the export"
             )
         return replace(fresh, checkpoint=checkpoint, weights_only=True)
@@ -169,16 +170,19 @@ def check_resumable(
         "start a new run in another output_dir (from its weights: --checkpoint.weights_only true "
         f"--checkpoint.resume {checkpoint})"
     )
+    # a hash of the tokenized examples: the same steps would have others
+    has_same_data = (saved.plan.version, saved.plan.content) == (now.plan.version, now.plan.content)
     for key, was in saved.settings.items():
         is_planned = key in FOLLOWS_PLAN
         fix = "set --checkpoint.allow_plan_change true for the new one" if is_planned else weights
-        if was != now.settings.get(key) and not (allow_plan_change and is_planned):
+        # the mean batch, which scales the rate, follows from the data: then that is the cause
+        may_differ = is_planned and (allow_plan_change or not has_same_data)
+        if was != now.settings.get(key) and not may_differ:
             raise UserError(
-                f"{checkpoint}: {key} was {was}, this run's is {now.settings.get(key)}; resume "
-                f"with the old one, or {fix}"
+                f"{checkpoint}: {key} was {json.dumps(was)}, this run's is "
+                f"{json.dumps(now.settings.get(key))}; resume with the old one, or {fix}"
             )
-    # a hash of the tokenized examples: the same steps would have others
-    if (saved.plan.version, saved.plan.content) != (now.plan.version, now.plan.content):
+    if not has_same_data:
         raise UserError(
             f"{checkpoint}: the training data, or how often it is repeated, has changed since; "
             f"{weights}"

@@ -45,6 +45,7 @@ class RunIdentity:
             precision=train.precision,
             # also what the plan's record has: a refusal names the key that was changed
             settings={
+                "data.eval_fraction": setup.config.data.eval_fraction,
                 "train.seed": record.seed,
                 "train.global_batch_size": record.global_batch_size,
                 "train.global_batch_tokens": record.global_batch_tokens,
