@@ -86,7 +86,8 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     run_folder = tmp_path / "run"
     (run_folder / "stop").touch()
     flags = "--checkpoint.weights_only", "true", "--ds_config"
-    forks.finish(config, *flags, strategy(tmp_path, "zero3"), ranks=3)
+    stopped = forks.finish(config, *flags, strategy(tmp_path, "zero3"), ranks=3)
+    assert f"stopped by {run_folder}/stop: step 1," in stopped.output
     again = forks.finish(config, *flags, strategy(tmp_path, "zero0"))
     assert f"resuming from {run_folder}/checkpoints/step_00000001: step 1\n" in again.output
     evals = [read_metrics(f, "eval")[i] for f, i in ((tmp_path / "first", -1), (run_folder, 0))]

@@ -6,7 +6,7 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 MAX_INT = 2**40  # what is larger would overflow somewhere
@@ -223,7 +223,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """Optimization, in units of examples (or tokens) and optimizer steps."""
 
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: PositiveFloat
     """Peak learning rate at the reference global batch, before scaling."""
     global_batch_size: PositiveInt | None = None
     """Most examples per optimizer step, over all ranks; an epoch is split into steps of equal size.
