@@ -4,7 +4,10 @@ what a folder of somebody else cannot do.    pytest tests/commands/test_export.p
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import peft
 import psutil
@@ -12,14 +15,23 @@ import pytest
 import torch
 import yaml
 from engine_logits import TOKENS
-from harness.inputs import chat, copy_with_code, save_tiny_llama, strategy, write_rows
-from safetensors.torch import load_file
+from harness.inputs import (
+    SMALL_SIZES,
+    chat,
+    copy_with_code,
+    save_tiny_llama,
+    strategy,
+    write_rows,
+)
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
+from zerotrain.tools import verify
 from zerotrain.tools.export import export_checkpoint
+from zerotrain.tools.older_transformers import add_class, add_rope, edit_json
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 DENSE = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512,
@@ -185,10 +197,84 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
 
 
 # --------------------------------------------------------------------------------------------------
+# Readers of an export
+
+
+def test_rows_with_tools_have_the_same_template_in_the_export(
+    forks, tiny_config, tmp_path, base, chat_rows
+):
+    """A tokenizer with named templates, as transformers 4 has saved it."""
+    template, file = base / "chat_template.jinja", base / "tokenizer_config.json"
+    names = {"default": template.read_text(), "tool_use": "{{ tools }}" + template.read_text()}
+    template.unlink()
+    named = [{"name": name, "template": text} for name, text in names.items()]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    rows = write_rows(tmp_path / "tools.jsonl", [row | {"tools": [tool]} for row in chat_rows])
+    config = tiny_config(
+        model=base, train__steps=1, data__train_sources=[str(rows)],
+        data__eval_sources=None, data__max_length=512,
+    )  # fmt: skip
+    forks.finish(config)
+    out = tmp_path / "hf"
+    forks.script("scripts.export", tmp_path / "run", out, "--verify", code=0)
+    assert AutoTokenizer.from_pretrained(out).chat_template == names
+    assert "4.57" in (out / "README.md").read_text()
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LOCAL = {"rope_type": "default", "rope_theta": 7e3}
+ROPES = {  # as transformers 5 has it, and what transformers 4 reads
+    "llama": ({**LOCAL}, {"rope_theta": 7e3, "rope_scaling": None}),
+    "phi3": (
+        {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONG},
+        {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", **LONG}},
+    ),
+    "gpt_neox": (
+        {**LOCAL, "partial_rotary_factor": 0.5},
+        {"rotary_emb_base": 7e3, "rotary_pct": 0.5},
+    ),
+    "gemma3_text": (
+        {"full_attention": {"rope_theta": 9e5, **YARN}, "sliding_attention": LOCAL},
+        {"rope_theta": 9e5, "rope_local_base_freq": 7e3, "rope_scaling": YARN},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ROPES)
+def test_transformers_4_reads_the_same_rotary_embeddings(model, tmp_path, sample_tokenizer):
+    """Its keys; and if TRANSFORMERS_4 is a folder that has it, also the loss."""
+    rope, older = ROPES[model]
+    sizes = {**SMALL_SIZES, "max_position_embeddings": 8192, "bos_token_id": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(model, **sizes, initializer_range=0.2, rope_parameters=rope)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    sample_tokenizer.save_pretrained(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", add_class)
+    edit_json(tmp_path / "config.json", add_rope)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values == values | older
+    read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert read == read | rope
+    tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "local_files_only" not in tokenizer and "Backend" not in tokenizer["tokenizer_class"]
+    if folder := os.environ.get("TRANSFORMERS_4"):
+        asked = {"prompts": [{"text": "a 1?"}], "examples": [[[*range(3, 67)], [*range(1, 64)]]]}
+        command = ["env", f"PYTHONPATH={folder}", sys.executable, verify.__file__, tmp_path]
+        told = subprocess.check_output(command, input=json.dumps(asked), text=True)
+        expected, found = verify.answer(str(tmp_path), asked), json.loads(told)
+        assert found["prompts"] == expected["prompts"]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
 # Mistakes, and folders of others
 
 
 def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
+    weights = load_file(base / "model.safetensors")
+    weights["model.embed_tokens.weight"][-1, 0] = 1e5  # of a token that no row has
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
     checkpoint, _ = trained(base, "zero2", ranks=1)
     out = tmp_path / "deep" / "hf"
 
@@ -197,6 +283,8 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
             export_checkpoint(at, out, *args, **options)
         assert "\n" not in str(refused.value) and not out.exists()
 
+    refuse(r"embed_tokens\.weight has infinite .* --dtype float32 or bfloat16", "float16")
+    export_checkpoint(checkpoint, tmp_path / "bf16", "bfloat16")
     refuse("step_7 is not a usable checkpoint", at=tmp_path / "step_7")
     # a link in it would copy a file of whoever exports it
     secret = tmp_path / "token"

@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from zerotrain.checkpoint.manifest import inspect, read_manifest
 from zerotrain.checkpoint.run_folder import checkpoint_name, checkpoints_folder, list_checkpoints
@@ -36,13 +37,14 @@ from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe, printable
 from zerotrain.runtime.machine import GIB
 from zerotrain.tools.new_folder import new_folder
+from zerotrain.tools.older_transformers import add_class, add_rope, edit_json
 from zerotrain.tools.saved import checkpoint_problem, whole_weight
 
 if TYPE_CHECKING:
     from peft import LoraModel
 
 PROCESSOR_FILES = "*processor_config.json"
-SMALL_FILE = re.compile(r"model/[^/]+\.(json|jinja|txt|model)")
+SMALL_FILE = re.compile(rf"model/([^/]+\.(json|jinja|txt|model)|{CHAT_TEMPLATE_DIR}/[^/]+\.jinja)")
 """Names that save_pretrained gives to files of a config and a tokenizer; no code."""
 MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
 
@@ -80,12 +82,12 @@ def export_checkpoint(
     if only_adapters and not has_adapters:
         raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
     shards = Shards(checkpoint)
-    names = filter(SMALL_FILE.fullmatch, read_manifest(checkpoint).files)
-    small_files = [checkpoint / name for name in names]
+    files = filter(SMALL_FILE.fullmatch, read_manifest(checkpoint).files)
+    names = [file.removeprefix("model/") for file in files]
     target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
     working = torch.float32 if has_adapters else target
     with new_folder(out) as draft:
-        _copy(small_files, draft)
+        _copy(names, checkpoint / "model", draft)
         # without memory, until it is known that the checkpoint has weights of these shapes
         expected = _empty_model(draft, working, shards)
         if has_adapters:
@@ -106,11 +108,15 @@ def export_checkpoint(
             _fill(model, shards)
             if adapters is not None:
                 model = _merge(model, adapters).to(target)
+            _check_finite(model.named_parameters(), target)
             with warnings.catch_warnings(action="ignore"):
                 model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
             # again, because transformers has written a generation config of its own; its
             # config.json has the dtype of the weights now
-            _copy([file for file in small_files if file.name != "config.json"], draft)
+            names.remove("config.json")
+            _copy(names, checkpoint / "model", draft)
+            edit_json(draft / "config.json", add_rope)
+        edit_json(draft / "tokenizer_config.json", add_class)
         finish(draft)
 
 
@@ -123,12 +129,25 @@ def _write_adapters(folder: Path, model: nn.Module, shards: Shards, dtype: torch
     trained = {name: whole_weight(shards, name) for name in shards.first.trained}
     named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
     weights = {f"base_model.model.{n}": w.to(dtype, copy=True) for n, w in named.items()}
+    _check_finite(weights.items(), dtype)
     save_file(weights, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
 
 
-def _copy(files: Iterable[Path], folder: Path) -> None:
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
+def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)  # of the named chat templates
+        shutil.copyfile(source / name, folder / name)
+
+
+def _check_finite(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Raise a UserError if one of the weights, which have this dtype, is not finite."""
+    for name, weight in weights:
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{name} has infinite or NaN values in {str(dtype).removeprefix('torch.')}, whose "
+                f"largest number is {torch.finfo(dtype).max:,.0f}; export with --dtype float32 or "
+                "bfloat16, or an earlier checkpoint"
+            )
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -186,7 +205,7 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
         folder, revision = split_revision(source)
         if not Path(folder).is_dir():
             folder = snapshot_download(folder, revision=revision, allow_patterns=PROCESSOR_FILES)
-        _copy(Path(folder).glob(PROCESSOR_FILES), draft)
+        _copy([file.name for file in Path(folder).glob(PROCESSOR_FILES)], Path(folder), draft)
     return model.dequantize(dtype) if in_4_bits else model
 
 

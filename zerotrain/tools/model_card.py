@@ -3,6 +3,7 @@
 from itertools import chain
 from pathlib import Path
 
+import transformers
 import yaml
 
 from zerotrain.checkpoint.state import TrainerState
@@ -48,6 +49,7 @@ def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
 | precision | {run.precision} |
 | ranks | {run.world_size:,}, ZeRO stage {run.zero_stage} |
 | evaluation loss | {loss} |
+| written by | transformers {transformers.__version__}; 4.57 reads it, too |
 {data}
 
 Add `license:` to the front matter above. The licenses of the base model and of the data apply.
