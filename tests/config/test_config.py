@@ -81,6 +81,17 @@ def test_a_file_may_have_a_base(tiny_config, tmp_path):
     assert complaint(top).startswith(f"{tmp_path}/middle.yaml: base: cannot read")
 
 
+def test_what_a_base_says_is_reported_and_not_of_another_model(tiny_config, tmp_path, capsys):
+    tiny_config("base.yaml", model__from_config=True, data__supervise="last", train__seed=1)
+    top = tmp_path / "top.yaml"
+    top.write_text("base: base.yaml\ntrain: {seed: 2}")
+    assert parse(top).model.from_config
+    said = capsys.readouterr().err
+    assert "data.supervise last" in said and "train.seed" not in said
+    assert not parse(top, "--model.name_or_path", "b").model.from_config
+    assert parse(top, "--model.from_config", "true", "--model.name_or_path", "b").model.from_config
+
+
 MISTAKES = (  # a key, its value, and part of the problem
     ("train.learning_rat", 1, "mean train.learning_rate?"),
     ("model.revision", "main", "mean model.name_or_path ID@REVISION?"),

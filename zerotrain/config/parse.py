@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from zerotrain.config.schema import Config, Source, config_keys, section_of, settings_of
 from zerotrain.runtime.errors import UserError, describe, disk_error, similar
 from zerotrain.runtime.files import read_text
+from zerotrain.runtime.progress import print_line
 
 COMMAND_LINE = "command line"
 NULL = "tag:yaml.org,2002:null"
@@ -89,7 +91,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
         print(USAGE.format(prog), settings_table(), sep="\n")
         sys.exit(0)
-    flags = list(_flags(argv))
+    # the model first, which takes back what was said of another one
+    flags = sorted(_flags(argv), key=lambda flag: flag[0] != "model.name_or_path")
     files = [value for name, value in flags if name == "config"]
     if len(files) != 1:
         raise UserError(
@@ -122,6 +125,13 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             f"{places[trust]}: {trust}: a file cannot allow a model's code to run; read that code, "
             f"then add --{trust} true to the command"
         )
+    inherited = []
+    for key in config_keys():
+        value = reduce(lambda tree, name: (tree or {}).get(name), key.split("."), settings)
+        if value is not None and places[key].rpartition(":")[0] not in {*files, ""}:
+            inherited.append(f"{key} {json.dumps(value)}".replace('"', ""))
+    if inherited:
+        print_line(f"from the base of {files[-1]}: {', '.join(inherited)}")
     return CommandLine(config, DRY_RUN in argv)
 
 
@@ -259,6 +269,8 @@ def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> d
     """
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
     merged = dict(settings)
+    if values.get("name_or_path", model := settings.get("name_or_path")) != model:
+        merged.pop("from_config", None)  # it was said of another model
     for name, value in values.items():
         # sections are merged key by key; other mappings, such as data.eval_sources, are replaced
         nested = section_of(kinds.get(name))

@@ -31,8 +31,8 @@ def startup_table(
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
     rows = {
-        "model": f"{config.model.name_or_path}, {counts.total:,} parameters, "
-        f"{counts.trained:,} of them trained",
+        "model": f"{config.model.name_or_path}, {'random weights, ' * config.model.from_config}"
+        f"{counts.total:,} parameters, {counts.trained:,} of them trained",
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data, plan, eval_plans),
