@@ -28,6 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.config.schema import ModelConfig
+from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools import verify
 from zerotrain.tools.export import export_checkpoint
@@ -137,6 +139,9 @@ def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_pat
         found = model(input_ids=TOKENS, use_cache=False).logits
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
     assert not (tmp_path / "adapter" / "config.json").exists()
+    for folder in (tmp_path / "run", checkpoint, tmp_path / "adapter"):
+        with pytest.raises(UserError, match=r"scripts\.export"):
+            load_model_config(ModelConfig(str(folder)))
 
     moved = tmp_path / "moved"
     shutil.move(base, moved)

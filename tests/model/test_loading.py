@@ -9,9 +9,10 @@ import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from zerotrain.model.load import load_model, load_model_config
+from zerotrain.config.schema import ModelConfig
+from zerotrain.model.load import load_model, load_model_config, load_tokenizer
 from zerotrain.runtime.errors import UserError
 
 SIZES = {**SMALL_SIZES, "initializer_range": 0.2}
@@ -63,6 +64,7 @@ WRONG = {
         lambda t: t.update({GATE: t[GATE][:40].clone()}),
         rf"{GATE} has shape \[40, 32\] in its files, but \[48, 32\] in its config.json",
     ),
+    "not a number": (lambda t: t[GATE][1].fill_(float("nan")), f"{GATE} has infinite or NaN"),
 }
 
 
@@ -72,6 +74,26 @@ def test_weights_that_do_not_fit_are_refused_by_name(name, check, tmp_path):
     folder = save_model(tmp_path / "model")
     check(folder)
     assert re.search(problem, refusal(check, edit_weights(folder, change)))
+
+
+def test_fewer_layers_than_the_files_have_are_asked_for(check, tmp_path):
+    folder, smaller = save_model(tmp_path / "model"), tmp_path / "smaller"
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    assert "has 2 layers in its files, but 1 in its config" in refusal(check, folder)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(smaller)
+    check(smaller)
+
+
+def test_a_folder_without_weights_or_tokenizer_says_what_it_lacks(check, tmp_path):
+    folder = save_model(tmp_path / "model")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 8\n"
+    (folder / "model.safetensors").write_text(pointer)
+    assert "model.safetensors is a pointer of Git LFS" in refusal(check, folder)
+    for model in ("llama", "qwen2"):  # of which transformers makes none, and an empty one
+        folder = tmp_path / model
+        AutoConfig.for_model(model).save_pretrained(folder)
+        assert "model.tokenizer" in refusal(lambda f: load_tokenizer(ModelConfig(str(f))), folder)
 
 
 def test_what_is_left_over_is_one_line(check, tmp_path, capsys):

@@ -23,7 +23,6 @@ from pickle import UnpicklingError
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
@@ -33,6 +32,7 @@ from zerotrain.checkpoint.run_folder import is_shard, shard_name
 from zerotrain.checkpoint.start import Start
 from zerotrain.config.ds_config import offload_devices
 from zerotrain.model.hub import Base, is_same_base, source_of
+from zerotrain.model.partitions import computed_part, partition
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, rng_state, seed_everything, set_rng_state
@@ -118,24 +118,6 @@ def saved_states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch
         return states
     paths = zip(states, on_nvme.get_swap_paths(), strict=True)  # in the order of the states
     return {key: torch.from_file(path, size=on_nvme.numel()) for key, path in paths}
-
-
-def partition(p: torch.Tensor) -> tuple[int, int]:
-    """(start, numel) of what this rank has of a flattened parameter: under ZeRO-3 its partition,
-    without padding, otherwise the whole one.
-    """
-    if not hasattr(p, "ds_tensor"):
-        return 0, p.numel()
-    # Partitions are equally long; the last ones may be partly or wholly padding. Under tensor
-    # parallelism the group of a split parameter has the ranks with the same piece.
-    size = p.ds_tensor.ds_numel
-    start = min(size * dist.get_rank(p.ds_process_group), p.ds_numel)
-    return start, min(size, p.ds_numel - start)
-
-
-def computed_part(p: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a flattened parameter, as the model computes with it."""
-    return getattr(p, "ds_tensor", p).detach().view(-1)[: partition(p)[1]]
 
 
 def local_parts(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, Part]]:

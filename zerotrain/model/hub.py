@@ -28,6 +28,14 @@ from zerotrain.runtime.errors import UserError, describe
 SAMPLES = 128
 SAMPLE_BYTES = 256
 MAX_ERROR_CHARACTERS = 400  # of a library's message
+NO_TOKENIZER = "it has no tokenizer; save the model's there, or set model.tokenizer to its folder"
+LFS_BYTES = 1024  # its pointers are smaller
+NOT_A_MODEL = {
+    "COMPLETE": "a checkpoint",
+    "resolved_config.yaml": "the folder of a run",
+    "adapter_config.json": "an adapter",
+}
+"""A file of a folder that is no model -> what the folder is."""
 
 
 class Base(TypedDict):
@@ -75,14 +83,28 @@ def load_pretrained(
     # each library's own; that of Rust, with which tokenizers panics, is no Exception
     except BaseException as error:
         reason = summarize(error)
+        if "backend tokenizer" in reason:
+            reason = NO_TOKENIZER
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "
             reason += "--model.trust_remote_code true"
         kind = UserError
-        if not is_here:
+        if is_here:
+            reason = _what_else(Path(name)) or reason
+        else:
             kind = hub_error()
             reason = f"there is no such folder in {Path.cwd()}, and {reason}"
         raise kind(f"{place}: {reason}") from error
+
+
+def _what_else(folder: Path) -> str | None:
+    """What a folder is that cannot be loaded, or which of its files is missing."""
+    for file in folder.iterdir():
+        if kind := NOT_A_MODEL.get(file.name):
+            return f"it is {kind}: give what python -m scripts.export makes of its run"
+        if file.is_file() and file.stat().st_size < LFS_BYTES and b"git-lfs" in file.read_bytes():
+            return f"{file.name} is a pointer of Git LFS: run git lfs pull in that folder"
+    return None
 
 
 def split_revision(source: str) -> tuple[str, str | None]:

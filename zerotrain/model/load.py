@@ -1,6 +1,7 @@
 """Load tokenizer and model, partitioning the model as it is built under ZeRO-3."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,17 +23,20 @@ from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, TrainConfig, chat_template_file
 from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.model.hub import (
+    NO_TOKENIZER,
     Base,
     describe_base,
     load_pretrained,
     weight_files,
 )
+from zerotrain.model.partitions import computed_part
 from zerotrain.model.trained import choose_trained
 from zerotrain.runtime.errors import UserError, first_of, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
+LAYER = re.compile(r"\.(\d+)\.")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,12 +46,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: tokenizer or template cannot be loaded.
     """
+    source = config.tokenizer or config.name_or_path
     tokenizer = load_pretrained(
         AutoTokenizer.from_pretrained,
-        config.tokenizer or config.name_or_path,
+        source,
         "model.tokenizer" if config.tokenizer else "model.name_or_path",
         config.trust_remote_code,
     )
+    if len(tokenizer.get_vocab()) == len(tokenizer.added_tokens_decoder):  # made from no files
+        raise UserError(f"cannot load the tokenizer of {source}: {NO_TOKENIZER}")
     if config.chat_template:
         set_chat_template(tokenizer, config.chat_template)
     end_answers(tokenizer)
@@ -146,7 +153,7 @@ def load_model(
     base = None  # random weights are in no files
     if not config.from_config:
         check_report(name, report)
-        _check_ties(name, model)
+        _check_weights(name, model)
         if hasattr(model, "peft_config"):
             raise UserError(
                 f"model.name_or_path: {name} has adapters next to its weights, which transformers "
@@ -185,12 +192,33 @@ def check_report(name: str, report: dict[str, Any]) -> None:
         print_line(f"{name}: {len(unused):,} tensors in its files are not used: {first_of(unused)}")
 
 
-def _check_ties(name: str, model: nn.Module) -> None:
-    """Refuse a config.json that ties an output head to the embeddings where the files have a head
-    of its own. transformers then trains that head, but under ZeRO-3 the embeddings in its place,
-    and servers do either.
+def _last_layer(names: Iterable[str]) -> int:
+    """The highest number of a layer in names of tensors, such as 30 in model.layers.30.mlp.x."""
+    return max((int(number) for name in names for number in LAYER.findall(name)[:1]), default=0)
+
+
+def _check_weights(name: str, model: nn.Module) -> None:
+    """Refuse weights that are infinite or NaN, files with more layers than the model, unless its
+    class ignores them, and a config.json that ties an output head to the embeddings where the files
+    have a head of its own. transformers then trains that head, but under ZeRO-3 the embeddings in
+    its place, and servers do either.
     """
+    parameters = dict(model.named_parameters())
+    for key, weight in parameters.items():
+        if not computed_part(weight).isfinite().all():
+            raise UserError(
+                f"model.name_or_path: {name}: {key} has infinite or NaN values in "
+                f"{str(weight.dtype).removeprefix('torch.')}; use weights without them"
+            )
     tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
+    ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
+    stored = _last_layer(key for key in tensors if not re.search(ignored, key))
+    if stored > (last := _last_layer(parameters)):
+        raise UserError(
+            f"model.name_or_path: {name} has {stored + 1:,} layers in its files, but {last + 1:,} "
+            "in its config.json; use the config.json that belongs to the weights, or what "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) makes of this folder"
+        )
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if not tensors.keys() >= set(pair):
             continue

@@ -36,7 +36,7 @@ INTERNALS = {
             checkpoint_event_prologue checkpoint_event_epilogue optimizer_swapper
             invalidate_secondary_tensor
         deepspeed.runtime.swap_tensor.optimizer_utils: swap_params_info get_swap_paths
-        deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel ds_process_group
+        deepspeed.runtime.zero.partition_parameters: ds_shape ds_numel
         deepspeed.runtime.zero.stage_1_and_2: update_lp_params
         deepspeed.utils.tensor_fragment: hp_fragment_address lp_fragment_address
             param_group_index start numel
@@ -56,11 +56,15 @@ INTERNALS = {
         transformers.utils.hub: _raise_exceptions_for_missing_entries
     """,
     "zerotrain/model/load.py": """
+        transformers.modeling_utils: _keys_to_ignore_on_load_unexpected
         transformers.generation.configuration_utils: _from_model_config _original_object_hash
     """,
     "zerotrain/model/packing.py": """
         transformers.modeling_utils: _is_stateful _supports_attention_backend _supports_sdpa
         transformers.configuration_utils: _attn_implementation
+    """,
+    "zerotrain/model/partitions.py": """
+        deepspeed.runtime.zero.partition_parameters: ds_tensor ds_numel ds_process_group
     """,
     "zerotrain/model/probes.py": """
         transformers.configuration_utils: _attn_implementation
