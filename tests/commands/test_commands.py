@@ -4,6 +4,7 @@ pytest tests/commands/test_commands.py"""
 import re
 import sys
 import time
+from sysconfig import get_path
 
 import pytest
 from harness.processes import run, start, wait_until
@@ -49,6 +50,15 @@ def test_a_python_without_the_packages_is_told_where_they_are():
         finished = run([sys.executable, "-E", "-S", *command])
         assert finished.code == 2 and len(finished.output.splitlines()) == 1, finished.output
         assert ".venv/bin/python" in finished.output and "scripts/setup.sh" in finished.output
+
+
+@pytest.mark.parametrize("name", ["export", "compare_runs"])
+def test_a_script_runs_in_any_folder(tmp_path, name):
+    """-S: where the packages are installed, but not this one."""
+    packages = f"PYTHONPATH={get_path('purelib')}"
+    script = REPO / "scripts" / f"{name}.py"
+    finished = run(["env", packages, sys.executable, "-S", script, "--help"], cwd=tmp_path)
+    assert finished.code != 1 and "Traceback" not in finished.output
 
 
 def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(forks, left_running, tiny_config):
