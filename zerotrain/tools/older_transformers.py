@@ -10,6 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+"""Names of most models in transformers 4, and GPT-NeoX's."""
+
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Let `change` edit the object of a JSON file."""
@@ -31,23 +35,18 @@ def add_class(config: dict[str, Any]) -> None:
 
 def add_rope(config: dict[str, Any]) -> None:
     """Edit a config.json, where transformers 5 reads the same values from both names."""
-    for part in (config, *config.values()):  # a part may be the language model
-        rope = (isinstance(part, dict) and part.get("rope_parameters")) or {}
+    for part in (config, config.get("text_config", {})):
+        rope = part.get("rope_parameters") or {}
         by_layer = {kind: values for kind, values in rope.items() if isinstance(values, dict)}
         scaling = dict(by_layer.get("full_attention", rope))
-        if "rope_theta" not in scaling:
-            continue
-        names = ["rope_theta", "partial_rotary_factor"]
-        if part["model_type"].startswith("gpt_neox"):
-            names = ["rotary_emb_base", "rotary_pct"]
-        part[names[0]] = scaling.pop("rope_theta")
-        if "partial_rotary_factor" in scaling:
-            part[names[1]] = scaling.pop("partial_rotary_factor")
+        is_neox = config["model_type"].startswith("gpt_neox")
+        for name, of_neox in NAMES.items():
+            if name in scaling:
+                part[of_neox if is_neox else name] = scaling.pop(name)
         if "sliding_attention" in by_layer:
             part["rope_local_base_freq"] = by_layer["sliding_attention"]["rope_theta"]
-        if scaling["rope_type"] == "longrope":  # Phi-3 takes these three keys, and no others
-            part["original_max_position_embeddings"] = scaling.pop(
-                "original_max_position_embeddings"
-            )
+        if scaling.get("rope_type") == "longrope":  # Phi-3 takes these three keys, and no others
+            part[ORIGINAL_LENGTH] = scaling.pop(ORIGINAL_LENGTH)
             scaling["type"] = scaling.pop("rope_type")
-        part["rope_scaling"] = scaling if len(scaling) > 1 else None  # the default has a type alone
+        if scaling:
+            part["rope_scaling"] = scaling if len(scaling) > 1 else None  # default: its type alone
