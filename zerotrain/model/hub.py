@@ -29,8 +29,7 @@ SAMPLES = 128
 SAMPLE_BYTES = 256
 MAX_ERROR_CHARACTERS = 400  # of a library's message
 NO_TOKENIZER = "it has no tokenizer; save the model's there, or set model.tokenizer to its folder"
-LFS_POINTER = b"git-lfs"  # in the file that git leaves for a large one
-LFS_BYTES = 1024  # more than it has
+LFS_BYTES = 1024  # more than a pointer has
 NOT_A_MODEL = {
     "COMPLETE": "a checkpoint",
     "resolved_config.yaml": "the folder of a run",
