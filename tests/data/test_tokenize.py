@@ -106,12 +106,14 @@ MENDED = {  # rows of which nothing but "good" is to be trained on after the com
 }
 CURES = {  # the file as it is, and the answers that are left after the command of the message
     "several lines": ((json.dumps(SHORT, indent=1) * 2).encode(), ["ccccc", "ccccc"]),
-    "a list": (json.dumps([SHORT, SHORT], indent=1).encode(), ["ccccc", "ccccc"]),
     "commas": (b"%s,\n%s,} " % (as_lines([SHORT]), as_lines([SHORT])[:-1]), ["ccccc", "ccccc"]),
     "Python": (f"{SHORT}\n{SHORT}".encode(), ["ccccc", "ccccc"]),
     "Python in CSV": (f'id,messages\n[1],"{GOOD}"'.encode(), ["good"]),
     "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
     "UTF-16 CSV": ("prompt,completion\r\np,é\r\n".encode("utf-16"), ["é"]),
+    "semicolons in CSV": (b'prompt;completion\r\n"p;";"c\n"\r\n', ["c\n"]),
+    "tabs in CSV": (b'prompt\tcompletion\np\t"c\t"""\n', ['c\t"']),
+    "quotes in TSV": (b'prompt\tcompletion\np\t"""c"" d"\n', ['"c" d']),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),
     "masks of rows": (as_lines([{**SHORT, "mask": 0}, {**LONG, "mask": 1}]), ["ccccc"]),
@@ -125,18 +127,20 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     content, answers = CURES[case]
     no_developer = "{% set messages = messages | rejectattr('role', 'eq', 'developer') | list %}"
     tokenizer = tokenizer_with(sample_tokenizer, no_developer + sample_tokenizer.chat_template)
-    file = tmp_path / ("rows.csv" if "CSV" in case else "rows.jsonl")
-    config = data_config(tmp_path, [], train_sources=[str(file)])
+    extension = case[-3:].lower() if case.endswith(("CSV", "TSV")) else "jsonl"
+    file = tmp_path / f"own.{extension}"
+    config = data_config(tmp_path, [], train_sources=[str(tmp_path / "own.*")])
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
         tokenize(config, tokenizer)
-    found = re.search(r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW", str(caught.value))
+    message = str(caught.value)
+    found = re.search(
+        r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW(\.[a-z]+)?", message
+    )
     command = found[1].replace('"ROLE"', '"assistant"').replace('"VALUE TO TRAIN ON"', "0")
     mended = subprocess.run(f"{command} {file}", shell=True, capture_output=True, check=True)
-    if case == "Python in CSV":
-        file = file.with_suffix(".jsonl")
-        config = data_config(tmp_path, [])
-    file.write_bytes(mended.stdout)
+    file.unlink()
+    file.with_suffix(found[2] or file.suffix).write_bytes(mended.stdout)
     data = tokenize(config, tokenizer)
     texts = [
         sample_tokenizer.decode(ids[mask > 0], skip_special_tokens=True)

@@ -18,10 +18,18 @@ COMPRESSIONS = (".gz", ".zst", ".bz2")  # of text files
 MAX_ROW_CHARACTERS = 8_000_000
 MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # of Arrow, each of which takes over 100 bytes
 MAX_LINE_CHARACTERS = MAX_ROW_CHARACTERS + 1  # so that a line that was cut is still too long
-MAX_CHUNK_VALUES = 1 << 26  # of a column in a row group: a few bytes of Parquet can stand for any
+MAX_GROUP_VALUES = 1 << 24  # of lists in a row group: a few bytes of Parquet can stand for any
 TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
 JSON = json.JSONDecoder()
 BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # of a JSON list
+SEPARATOR = re.compile(r"[,;|\t]")  # of columns
+# A cell that a writer of CSV would have put into quotes, and nobody else
+QUOTED_CELL = re.compile(r'(?:^|\t)"(?=[^\t]*"")(?:[^"\t]|"")*"(?=[\t\r\n]|$)')
+AS_CSV = (
+    'it is neither comma-separated nor .tsv without quotes; `python3 -c "import csv, sys; '
+    'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < OLD > NEW.csv` '
+    "converts it"
+)
 ROWS_AT_ONCE = 100  # decoded from Parquet at a time
 
 
@@ -125,6 +133,8 @@ def _read_json(file: str) -> Iterator[Row]:
             between = BETWEEN_ROWS.match(text, position)
             start = between.end()
             if between[2]:
+                if text[start:].strip() or stream.read(TEXT_AT_ONCE).strip():
+                    raise ValueError("text follows the JSON list; write each row on one line")
                 break
             try:
                 if bool(number) != bool(between[1]):
@@ -145,8 +155,10 @@ def _read_json(file: str) -> Iterator[Row]:
 
 
 def _read_csv(file: str) -> Iterator[Row]:
+    """Cells separated by commas, in quotes where needed; in .tsv by tabs, always without quotes."""
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    delimiter = "\t" if ".tsv" in Path(file).suffixes else ","
+    is_tsv = ".tsv" in Path(file).suffixes
+    dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
     characters = 0  # of the lines since the last row: cells may contain line breaks
 
     def lines() -> Iterator[str]:
@@ -155,14 +167,16 @@ def _read_csv(file: str) -> Iterator[Row]:
             characters += len(line)
             if characters > MAX_LINE_CHARACTERS:
                 raise csv.Error(f"the row has over {MAX_ROW_CHARACTERS:,} characters")
+            if is_tsv and QUOTED_CELL.search(line):
+                raise csv.Error(AS_CSV.format("\t"))
             yield line
 
     # strict: otherwise an unclosed quote would turn the rest of the file into one cell
-    reader = csv.DictReader(
-        lines(), restkey="cells beyond the header", delimiter=delimiter, strict=True
-    )
+    reader = csv.DictReader(lines(), restkey="cells beyond the header", strict=True, **dialect)
     try:
         header = reader.fieldnames or []
+        if len(header) == 1 and (separator := SEPARATOR.search(header[0])):
+            raise ValueError(AS_CSV.format(separator[0]))
         if len({*header}) < len(header):
             raise ValueError(f"its header names a column twice: {', '.join(header)}")
         for row in reader:
@@ -184,17 +198,18 @@ def _read_parquet(file: str) -> Iterator[Row]:
 
     metadata = pyarrow.parquet.read_metadata(file)
     groups = range(metadata.num_row_groups)
-    chunks = [metadata.row_group(i).column(j) for i in groups for j in range(metadata.num_columns)]
-    for chunk in chunks:
-        if chunk.num_values > MAX_CHUNK_VALUES:
+    columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    lists = [i for i, column in enumerate(columns) if column.max_repetition_level]
+    for group in map(metadata.row_group, groups):
+        # one row may have them all, in all columns
+        if sum(group.column(i).num_values for i in lists) > MAX_GROUP_VALUES:
             raise ValueError(
-                f"{chunk.path_in_schema} has over {MAX_CHUNK_VALUES:,} values in a row group; "
-                "write it with smaller row groups, or without that column"
+                f"a row group has over {MAX_GROUP_VALUES:,} values in lists; write it with smaller "
+                "row groups, or without columns that are not needed"
             )
     # for all columns; Arrow makes dictionaries of strings alone
-    columns = {chunk.path_in_schema for chunk in chunks}
     parquet = pyarrow.parquet.ParquetFile(
-        file, page_checksum_verification=True, read_dictionary=columns
+        file, page_checksum_verification=True, read_dictionary=[column.path for column in columns]
     )
     # a batch of two row groups would have two dictionaries, which Arrow cannot read in lists
     yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
@@ -253,8 +268,8 @@ def _plain(value: "pyarrow.Scalar") -> Any:
 
 Reader = Callable[[str], Iterator[Row]]
 READERS: dict[str, Reader] = {
-    ".jsonl": _read_lines,
-    ".ndjson": _read_lines,
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
