@@ -17,6 +17,7 @@ from harness.inputs import write_rows
 from transformers import ByT5Tokenizer
 
 from zerotrain.config.schema import DataConfig, Source
+from zerotrain.data.sources import read_rows
 from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
 from zerotrain.runtime.errors import UserError
 
@@ -71,7 +72,7 @@ def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, 
     with pytest.raises(UserError, match=message) as caught:
         build(tmp_path, sample_tokenizer, rows, on_bad_row=on_bad_row)
     assert "\n" not in str(caught.value)
-    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
+    assert not [p for p in (tmp_path / "cache").glob("[!.]*") if p.suffix != ".lock"]
 
 
 def as_lines(rows):
@@ -159,9 +160,32 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
     for change in ({"max_length": 12}, {"ignore_keys": ["a"]}):
         assert path_of(dataclasses.replace(config, **change), sample_tokenizer) != path
     assert path_of(dataclasses.replace(config, micro_batch_tokens=9), sample_tokenizer) == path
-    write_rows(tmp_path / "rows.jsonl", [SHORT, SHORT])
-    os.utime(tmp_path / "rows.jsonl", ns=(1, 1))
+    # the content decides: of the same size and time, and then the old one in another file
+    rows = tmp_path / "rows.jsonl"
+    status = rows.stat()
+    for letter in "dc":
+        os.replace(rows, tmp_path / "before")
+        write_rows(rows, [{**SHORT, "completion": letter * 5}])
+        os.utime(rows, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert (path_of(config, sample_tokenizer) == path) == (letter == "c")
+    assert rows.stat().st_size == status.st_size
+    # and it is read once
+    for known in (tmp_path / "cache/.contents").iterdir():
+        known.rename(known.with_suffix(".0"))
     assert path_of(config, sample_tokenizer) != path
+
+
+def test_rows_that_change_while_they_are_read_are_not_cached(
+    tmp_path, sample_tokenizer, monkeypatch
+):
+    def read_and_change(source):
+        yield from read_rows(source)
+        write_rows(tmp_path / "rows.jsonl", [SHORT] * 2)
+
+    monkeypatch.setattr("zerotrain.data.tokenize.read_rows", read_and_change)
+    with pytest.raises(UserError, match="changed"):
+        build(tmp_path, sample_tokenizer, [SHORT])
+    assert not list((tmp_path / "cache").glob("*/meta.json"))
 
 
 def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):

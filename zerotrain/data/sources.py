@@ -4,13 +4,18 @@ zerotrain/data/readers.py reads the files, zerotrain/data/messages.py converts t
 """
 
 import glob
+import hashlib
+import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import xxhash
 from huggingface_hub import is_offline_mode
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.utils import http_backoff
@@ -37,6 +42,8 @@ OPTIONAL_COLUMNS = ("input", "system", "tools")  # keys that rows of a format ma
 # Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 COMMIT = re.compile("[0-9a-f]{40}")
+# What differs if a file was replaced or changed. tar, rsync and images keep the first two.
+STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 
 # Texts that are not JSON, as regular expressions: what to do about them. The last one matches all.
 NOT_JSON = {
@@ -105,14 +112,36 @@ def name_of(source: "Source") -> str:
     return ":".join(filter(None, [source.hub, source.subset, source.split]))
 
 
-def fingerprint(source: "Source") -> list[Any]:
-    """Changes whenever the source's rows may have changed: (path, bytes, modification time in ns)
-    of each file; for a hub data set, the fingerprint of `datasets`.
+def fingerprint(source: "Source", remembered: Path) -> list[Any]:
+    """Changes whenever the source's rows have changed: its files and a hash of their content; for a
+    hub data set, the fingerprint of `datasets`.
+
+    Args:
+        remembered: folder with an empty file for each content hash. The name has what the hash
+            follows from, so nodes may share the folder, and a killed process leaves no half a hash.
+
+    Raises:
+        UserError: a file cannot be read.
     """
     if source.hub is not None:
         return [name_of(source), _from_hub(source)._fingerprint]
-    files = map(Path, local_files(source.path))
-    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    files = [os.path.realpath(file) for file in local_files(source.path)]
+    status = repr([(file, STATUS(os.stat(file))) for file in files])  # noqa: PTH116
+    key = xxhash.xxh3_128_hexdigest(status.encode())
+    for known in remembered.glob(f"{key}.*"):
+        return [files, known.suffix]
+    content = xxhash.xxh3_128()
+    try:
+        for file in files:
+            with Path(file).open("rb") as stream:
+                content.update(hashlib.file_digest(stream, xxhash.xxh3_128).digest())
+    except OSError as error:
+        raise UserError(f"{name_of(source)}: cannot be read: {describe(error)}") from error
+    found = f".{content.hexdigest()}"
+    with suppress(OSError):  # otherwise the files are read again at the next start
+        remembered.mkdir(parents=True, exist_ok=True)
+        (remembered / f"{key}{found}").touch()
+    return [files, found]
 
 
 @cache

@@ -131,10 +131,11 @@ def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: 
         )
     tokenizer.backend_tokenizer.no_padding()  # otherwise it contains those of its last call
     tokenizer.backend_tokenizer.no_truncation()
+    remembered = Path(config.cache_dir) / ".contents"
     key = json.dumps(
         [
             CACHE_VERSION,
-            [[fingerprint(s), s.format, s.columns, s.on_bad_row] for s in given],
+            [[fingerprint(s, remembered), s.format, s.columns, s.on_bad_row] for s in given],
             {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
@@ -169,6 +170,8 @@ def tokenize_sources(
                 if not target.exists():
                     draft.mkdir()
                     _build_cache(given, tokenizer, config, draft)
+                    if cache_path(given, tokenizer, config) != target:
+                        raise UserError("a source's file changed while it was read; start again")
                     # before it gets its name: what has the name is whole, also after a power cut
                     sync_tree(draft)
                 # where locks hold on one node only, another may have been faster
