@@ -110,7 +110,6 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
         train__reference_global_batch=3,
         data__batching="bucketed",
         data__micro_batch_tokens=300,
-        data__eval_sources=[str(tmp_path / "train.jsonl")],
     )
     finished = forks.finish(config, "--dry_run", ranks=2)
     for text in (
@@ -118,12 +117,15 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
         r"11.6667 examples per step, the first one in \d micro-steps x 2 data ranks x <= 300",
         r"0.00592 = 0.003 x sqrt\(11.6667 / 3\), linear, warm-up 24 examples = 2 steps",
         r"12 = 2 epochs of 6; seed 7",
+        r"9 examples, 9 of them trained on too",
         r"WARNING 1: '<think>' +ends the generation prompt, but 70 rows have no such text",
     ):
         assert re.search(text, finished.output), f"{text}\n{finished.output}"
     attention = "unknown" if is_flash_attn_2_available() else "flash_attention_2"
     flags = "--dry_run", f"--model.attn_implementation={attention}"
     assert "model.attn_implementation" in forks.refusal(config, *flags)
+    flags = "--dry_run", f"--data.eval_sources=[{tmp_path}/train.*]"
+    assert "the same rows as" in forks.refusal(config, *flags)
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,14 @@ from harness.inputs import write_rows
 
 from zerotrain.config.schema import Source
 from zerotrain.data import readers
-from zerotrain.data.sources import BadRow, RawRow, local_files, parse_row, read_rows
+from zerotrain.data.sources import (
+    BadRow,
+    RawRow,
+    local_files,
+    parse_row,
+    read_rows,
+    require_distinct,
+)
 from zerotrain.runtime.errors import UserError
 
 ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
@@ -113,11 +120,16 @@ def test_cells_of_tsv_are_not_quoted(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
+def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path, monkeypatch):
     import datasets
 
     (tmp_path / "deep").mkdir()
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    # what remains of earlier shards, and of map(); without state.json, too
+    datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"prompt": "mapped"})
+    [left] = (tmp_path / "saved").glob("cache-*.arrow")
+    for name in ("saved/data-00000-of-00002.arrow", "deep/cache-0a.arrow"):
+        (tmp_path / name).write_bytes(left.read_bytes())
     write_rows(tmp_path / "deep/b.jsonl", ROWS[:2])
     write_rows(tmp_path / ".hidden.jsonl", ROWS)
     (tmp_path / "dataset_info.json").write_text("{}")
@@ -128,10 +140,60 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path):
     (tmp_path / "deep/up").unlink()
     assert rows_in(tmp_path / "**/*.jsonl") == ROWS[:2]
     assert "no such file" in refusal(tmp_path / "none.jsonl")
-    (tmp_path / "x.txt").touch()
-    assert "known extension" in refusal(tmp_path / "x.txt")
+    (tmp_path / "x.xlsx").touch()
+    assert "CSV" in refusal(tmp_path / "x.xlsx")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rows_in("~/deep") == rows_in("$HOME/deep") == ROWS[:2]
     (tmp_path / "dataset_dict.json").touch()
     assert "several splits" in refusal(tmp_path)
+
+
+SEVERAL_SPLITS = [
+    "data/train-00000-of-00001.parquet data/test-00000-of-00001.parquet",
+    "train/0000.parquet test/0000.parquet",
+    "train_sft.jsonl test_sft.jsonl",
+    "a/train.jsonl a/dev.jsonl",
+    "rows.jsonl deep/math_valid.jsonl.gz",
+    "rows.jsonl eval.jsonl",
+    "rows.jsonl Held-out2.json",
+    "validation.jsonl test.jsonl",
+    f"snapshots/{'a' * 40}/rows.jsonl snapshots/{'b' * 40}/rows.jsonl",
+]
+ONE_SPLIT = [
+    f"snapshots/{'a' * 40}/rows.jsonl",
+    "train-0.jsonl training.1.jsonl more.jsonl",
+    "contest.jsonl evaluation_code.jsonl latest.jsonl devices.jsonl",
+    "test/validation-0.jsonl test/val-1.jsonl",
+]
+
+
+@pytest.mark.parametrize("files", SEVERAL_SPLITS + ONE_SPLIT)
+def test_files_of_several_splits_are_refused(tmp_path, files):
+    names = files.split()
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if files in ONE_SPLIT:
+        assert len(local_files(str(tmp_path))) == len(names)
+        return
+    assert all(name in refusal(tmp_path) for name in names)
+    assert "several splits" in refusal(tmp_path / "**/*")
+    assert local_files(str(tmp_path / names[0])) == [str(tmp_path / names[0])]
+
+
+def test_no_file_is_given_twice(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("a.jsonl", "a.jsonl.gz", "a.v2.parquet", "deep/a.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "link.jsonl").symlink_to("deep/a.jsonl")
+
+    def require(*names):
+        require_distinct([Source(path=str(tmp_path / name)) for name in names])
+
+    require("a.jsonl", "a.v2.parquet", "deep")
+    for names in (["a.jsonl*"], ["a.jsonl.gz", "a.jsonl"], ["deep", "link.jsonl"], ["a.v*"] * 2):
+        with pytest.raises(UserError, match="the same rows as"):
+            require(*names)
 
 
 def test_bad_files_say_what_is_wrong(tmp_path):
@@ -139,6 +201,7 @@ def test_bad_files_say_what_is_wrong(tmp_path):
         ("x.json", '[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
         ("x.csv", 'a,b\n1,2\n3,"4" 5\n', "not CSV after line 2"),
         ("x.csv", "a,a\n1,2\n", "twice: a, a"),
+        ("x.jsonl", '[{"text": "a"}]\n{"text": "b"}', "follows the JSON list"),
     ):
         (tmp_path / name).write_text(text)
         assert problem in refusal(tmp_path / name)
@@ -149,6 +212,8 @@ def test_bad_files_say_what_is_wrong(tmp_path):
         writer.write_table(table)
     os.truncate(tmp_path / "x.arrow", (tmp_path / "x.arrow").stat().st_size - 1)
     assert "cannot be read" in refusal(tmp_path / "x.arrow")
+    (tmp_path / "link.csv").symlink_to("blob")
+    assert "broken link to blob" in refusal(tmp_path)
 
 
 def test_columns_rename_keys():
@@ -245,4 +310,4 @@ def test_a_json_list_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
 
 def test_what_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    assert "no regular file" in refusal(tmp_path)
+    assert "no file that rows" in refusal(tmp_path)

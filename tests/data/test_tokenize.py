@@ -188,6 +188,18 @@ def test_rows_that_change_while_they_are_read_are_not_cached(
     assert not list((tmp_path / "cache").glob("*/meta.json"))
 
 
+def test_rows_of_other_splits_are_bad_rows(tmp_path, sample_tokenizer):
+    splits = ["train", "test", None, "train_sft", "validation"]
+    rows = [{"text": str(i), "Split": split} for i, split in enumerate(splits)]
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: its split is test"):
+        build(tmp_path, sample_tokenizer, rows)
+    skipping = data_config(tmp_path, rows, on_bad_row="skip")
+    assert tokenize(skipping, sample_tokenizer).meta["rejected"] == {"other split": 2}
+    # as the message says
+    held_out = Source(str(write_rows(tmp_path / "held.jsonl", [rows[1]] * 2)), split="test")
+    assert len(build(tmp_path, sample_tokenizer, [], train_sources=[held_out])) == 2
+
+
 def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
     """Mapping a truncated file and reading behind its end would end the process with SIGBUS."""
     folder = build(tmp_path, sample_tokenizer, chat_rows).folder

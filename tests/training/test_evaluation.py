@@ -49,9 +49,9 @@ def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, t
 def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
     """One short row, many times: exact match goes from 0 to 1."""
     row = min(chat_rows, key=lambda row: len(json.dumps(row)))
-    file = str(write_rows(tmp_path / "one.jsonl", [row]))
+    one, same = (str(write_rows(tmp_path / name, [row])) for name in ("one.jsonl", "same.jsonl"))
     config = tiny_config(
-        data__train_sources=[file], data__eval_sources=[file], train__epochs=60,
+        data__train_sources=[one], data__eval_sources=[same], train__epochs=60,
         train__global_batch_size=1, train__warmup_examples=0, train__learning_rate=0.01,
         eval={"every_steps": 60, "generate": 1},
     )  # fmt: skip

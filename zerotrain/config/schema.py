@@ -130,7 +130,7 @@ class Source(Section):
     subset: str | None = None
     """Name of the hub data set's configuration."""
     split: str = "train"
-    """Split of the hub data set."""
+    """Split of the hub data set; of a path, the split that its rows may name."""
     revision: str | None = None
     """Branch, tag or commit of the hub data set."""
     format: RowFormat = "auto"
@@ -150,8 +150,8 @@ class Source(Section):
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
             raise ValueError("a source must have either path or hub")
-        if self.path and (self.subset or self.revision or self.split != "train"):
-            raise ValueError("subset, split and revision are only for hub data sets")
+        if self.path and (self.subset or self.revision):
+            raise ValueError("subset and revision are only for hub data sets")
 
 
 # pydantic checks what the two functions below return; so they pass on what they do not know.

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.config.schema import HELD_OUT, Config
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
+from zerotrain.data.sources import require_distinct
 from zerotrain.data.tokenize import TokenizedRows, hold_out, tokenize_sources
 from zerotrain.runtime.errors import UserError
 
@@ -111,6 +112,8 @@ def make_plans(
     """
     data = config.data
     train = config.train
+    for given in ([], *data.eval_sources.values()):
+        require_distinct([*data.train_sources, *given])
     train_rows = tokenize_sources(data.train_sources, tokenizer, data)
     held_out = {
         name: tokenize_sources(given, tokenizer, data) for name, given in data.eval_sources.items()

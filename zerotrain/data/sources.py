@@ -5,7 +5,6 @@ zerotrain/data/readers.py reads the files, zerotrain/data/messages.py converts t
 
 import glob
 import hashlib
-import json
 import operator
 import os
 import re
@@ -30,7 +29,7 @@ from zerotrain.data.readers import (
     reader_of,
     rows_of,
 )
-from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe
+from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, first_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,11 +38,19 @@ if TYPE_CHECKING:
 
 MESSAGE_COLUMNS = ("role", "content")  # keys of each message that columns can rename
 OPTIONAL_COLUMNS = ("input", "system", "tools")  # keys that rows of a format may lack
-# Files of datasets and LLaMA-Factory that describe a folder and contain no rows.
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
+# Files of datasets and LLaMA-Factory that describe a folder, and the files in which datasets caches
+# the rows of map() and filter().
+NO_ROWS = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
+FORMAT = re.compile(f"({'|'.join(map(re.escape, (*READERS, *COMPRESSIONS)))})+$")
 COMMIT = re.compile("[0-9a-f]{40}")
 # What differs if a file was replaced or changed. tar, rsync and images keep the first two.
 STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+# A word that names a split, but not a topic as in evaluation_code.jsonl; or a commit in the hub's
+# cache. Its first two letters are the same for train and training, for val and validation.
+SPLIT = re.compile(
+    r"(?<![a-z])(?=(?:train(?:ing)?|val|valid|validation|dev|test|eval|h[eo]ld[-_]?out"
+    r"|(?:testing|evaluation)(?![-_ ]+[a-z]))(?:s|set|data)?(?![a-z])|[0-9a-f]{40}/)(..)"
+)
 
 # Texts that are not JSON, as regular expressions: what to do about them. The last one matches all.
 NOT_JSON = {
@@ -76,33 +83,79 @@ class RawRow(NamedTuple):
 
 def local_files(path: str) -> list[str]:
     """The files of a path, a folder (with subfolders) or a glob, sorted, without hidden files,
-    descriptions of data sets and files of other kinds.
+    descriptions of data sets, caches of `datasets` and files of other kinds.
 
     Raises:
-        UserError: there are none, or a folder that has several splits.
+        UserError: there are none, a link is broken, or they belong to several splits.
     """
+    path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
     # as a glob, as a name that may contain brackets, and as a folder
     patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
     found = [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
-    names = {file: Path(file).name for file in found}
-    # read as one, its test split would be trained on
-    if "dataset_dict.json" in names.values():
-        raise UserError(f"{path}: the folder has several splits; use that of one of them")
-    rows = [
-        file
-        for file, name in names.items()
-        # is_file(): opening a FIFO would wait for a writer
-        if reader_of(name) and name not in DESCRIPTIONS and Path(file).is_file()
-    ]
+    rows = [file for file in found if reader_of(file) and _has_rows(Path(file))]
     if not rows:
-        what = "no regular file with a known extension" if found else "no such file"
+        what = "no file that rows are read from" if found else "no such file"
         raise UserError(
             f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
-            f"{', '.join(COMPRESSIONS)}"
+            f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV"
         )
     # the shortest path to each file: links may lead to one twice
     paths = {os.path.realpath(file): file for file in sorted(rows, key=len, reverse=True)}
-    return sorted(paths.values())
+    files = sorted(paths.values())
+    common = os.path.commonpath(files)
+    splits = {split_of(file.removeprefix(common)): file for file in files}
+    # read as one, its test split would be trained on
+    if len(splits) > 1 or "dataset_dict.json" in {Path(f).name for f in found}:
+        named = first_of([*splits.values()])
+        raise UserError(f"{path}: it has several splits ({named}); give the files of one of them")
+    return files
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether it is a file of a data set.
+
+    Raises:
+        UserError: it is a link to nothing.
+    """
+    if not file.exists():
+        raise UserError(f"{file}: broken link to {file.readlink()}")
+    saved = file.with_name("state.json")  # by save_to_disk; map() leaves other files beside them
+    is_left = file.suffix == ".arrow" and saved.is_file() and file.name not in saved.read_text()
+    # is_file(): opening a FIFO would wait for a writer
+    return file.is_file() and not is_left and not NO_ROWS.fullmatch(file.name)
+
+
+def split_of(name: str) -> str:
+    """The first two letters of the split in a file's or split's name, by default of train."""
+    found = SPLIT.search(name.lower())
+    return found[1] if found else "tr"
+
+
+def check_split(row: JsonObject, source: "Source") -> None:
+    """Raises BadRow if a row is marked as held out, and its source is not."""
+    split = str({key.lower(): value for key, value in row.items()}.get("split"))
+    if split_of(split) not in ("tr", split_of(source.split)):
+        raise BadRow(
+            "other split",
+            f"its split is {split}, its source's {source.split}; held-out rows belong to "
+            f"data.eval_sources, as {{path: FILE, split: {split}}}",
+        )
+
+
+def require_distinct(sources: Iterable["Source"]) -> None:
+    """Raises UserError if two sources have a file or hub data set in common, or two files have the
+    same name but for their format, such as a.jsonl and a.jsonl.gz.
+    """
+    seen = {}
+    for source in sources:
+        for file in local_files(source.path) if source.path else [name_of(source)]:
+            rows = FORMAT.sub("", os.path.realpath(file))
+            if rows in seen:
+                raise UserError(
+                    f"{file}: the same rows as {seen[rows]}, by its name; give them once (repeat "
+                    "of a source trains on them more often, data.eval_fraction holds some out)"
+                )
+            seen[rows] = file
 
 
 def name_of(source: "Source") -> str:

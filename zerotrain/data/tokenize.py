@@ -39,6 +39,7 @@ from zerotrain.data.sources import (
     BadRow,
     JsonObject,
     RawRow,
+    check_split,
     fingerprint,
     name_of,
     parse_row,
@@ -69,6 +70,7 @@ SCHEMA = pa.schema(
         "file": pa.string(),
         "place": pa.int64(),  # line of the file, or number of the row in it
         "row": pa.int64(),  # number among all rows read, the same for split pieces
+        "content": pa.uint64(),  # hash of input_ids
     }
 )
 
@@ -135,7 +137,10 @@ def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: 
     key = json.dumps(
         [
             CACHE_VERSION,
-            [[fingerprint(s, remembered), s.format, s.columns, s.on_bad_row] for s in given],
+            [
+                [fingerprint(s, remembered), s.split, s.format, s.columns, s.on_bad_row]
+                for s in given
+            ],
             {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
@@ -220,6 +225,7 @@ def tokenize_batch(
     for number, raw in batch:
         try:
             row = parse_row(raw, source.columns, config.ignore_keys)
+            check_split(row, source)
             tokens = tokenize_row(row, tokenizer, source, config)
             pieces, outcomes = cut_to_length(tokens.ids, tokens.mask, config)
         except BadRow as error:
@@ -239,8 +245,16 @@ def tokenize_batch(
         if tokens.unprompted:
             counts["unprompted", tokens.unprompted] += 1
         for ids, mask in pieces:
-            # file and place, so that messages can name the row during training
-            values = (ids, mask, len(ids), np.count_nonzero(mask), raw.file, raw.place, number)
+            values = (
+                ids,
+                mask,
+                len(ids),
+                np.count_nonzero(mask),
+                raw.file,  # and the place, so that messages can name the row during training
+                raw.place,
+                number,
+                xxhash.xxh3_64_intdigest(ids),
+            )
             examples.append(dict(zip(SCHEMA.names, values, strict=True)))
     return pa.RecordBatch.from_pylist(examples, SCHEMA), counts, rejected
 

@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
@@ -82,8 +84,12 @@ def data_rows(
         rows[f"source {len(rows)}"] = (
             f"{name}, read as {kind}: {counted(count, 'example')} x {source.repeat:g} per epoch"
         )
+    trained = plan.data.column("content")
     for name, each in eval_plans.items():
-        rows[f"held out: {name}"] = counted(len(each.data), "example")
+        same = np.isin(each.data.column("content"), trained).sum()
+        rows[f"held out: {name}"] = (
+            f"{counted(len(each.data), 'example')}, {same:,} of them trained on too"
+        )
     # once each: rows held out of the training data have its folder and its counts
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
     for i, data in enumerate(tokenized.values(), start=1):  # first the training data
