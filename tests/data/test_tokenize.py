@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from harness.inputs import write_rows
 from transformers import ByT5Tokenizer
@@ -64,7 +65,10 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
 
 @pytest.mark.parametrize(
     ("on_bad_row", "message"),
-    [("error", r"rows\.jsonl:2: completion is empty"), ("skip", "none of its rows is left")],
+    [
+        ("error", r"rows\.jsonl:2: completion is empty"),
+        ("skip", "none of its rows is left: 1 rejected: empty answer"),
+    ],
 )
 def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, message):
     bad = {**SHORT, "completion": ""}
@@ -73,6 +77,9 @@ def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, 
         build(tmp_path, sample_tokenizer, rows, on_bad_row=on_bad_row)
     assert "\n" not in str(caught.value)
     assert not [p for p in (tmp_path / "cache").glob("[!.]*") if p.suffix != ".lock"]
+    with pytest.raises(UserError, match=r"empty\.jsonl: it has no rows$"):
+        (tmp_path / "empty.jsonl").touch()
+        build(tmp_path, sample_tokenizer, [], train_sources=[str(tmp_path / "empty.jsonl")])
 
 
 def as_lines(rows):
@@ -160,6 +167,7 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
     for change in ({"max_length": 12}, {"ignore_keys": ["a"]}):
         assert path_of(dataclasses.replace(config, **change), sample_tokenizer) != path
     assert path_of(dataclasses.replace(config, micro_batch_tokens=9), sample_tokenizer) == path
+
     # the content decides: of the same size and time, and then the old one in another file
     rows = tmp_path / "rows.jsonl"
     status = rows.stat()
@@ -212,7 +220,16 @@ def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
             with pytest.raises(UserError, match=r"cannot read .* \(.*\); delete it, and the rows"):
                 open_cache(folder)
         path.write_bytes(content)
-    assert len(open_cache(folder)) == 70
+    data = open_cache(folder)
+    assert len(data) == 70
+    for name in ("input_ids", "loss_mask"):  # an offset, and with the latter also a length
+        numbers = data.lengths.tobytes()
+        if name == "input_ids":
+            numbers = np.append(0, data.lengths.cumsum(dtype=np.int32)).astype(np.int32).tobytes()
+        assert numbers in content
+        path.write_bytes(content.replace(numbers, numbers[:-1] + b"\xff"))
+        with pytest.raises(UserError, match="cannot read"):
+            open_cache(folder)
 
 
 def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer, monkeypatch):

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
@@ -329,16 +330,15 @@ def _format_of(source: Source, config: DataConfig) -> str:
     if source.format != "auto":
         return source.format
     # Later rows of another format are bad rows, rather than read in another way without a word.
+    problem = "it has no rows"
     for raw in read_rows(source):
         try:
             return detect_format(parse_row(raw, source.columns, config.ignore_keys))
         except BadRow as error:
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
-    raise UserError(
-        f"{name_of(source)}: it has no rows, or none of a known format; on_bad_row: error names "
-        "the first bad row"
-    )
+            problem = f"no row has a known format; line {raw.place}: {error}"
+    raise UserError(f"{name_of(source)}: {problem}")
 
 
 def _build_cache(
@@ -360,20 +360,23 @@ def _build_cache(
         for source in given:
             tokenize = partial(tokenize_batch, tokenizer=tokenizer, source=source, config=config)
             examples.append(0)
+            of_source = Counter()
             # Batches come in the order of the rows: the cache has the same bytes every time.
             for batch, of_batch, lines in _tokenized(_batches(source, numbers), tokenize):
                 writer.write_batch(batch)
                 rejected.writelines(lines)
-                counts += of_batch
+                of_source += of_batch
                 examples[-1] += len(batch)
                 if time.monotonic() - shown_at > LINE_SECONDS:
                     shown_at = time.monotonic()
                     print_line(f"tokenizing: {sum(examples):,} examples")
             if not examples[-1]:
+                lost = ", ".join(f"{n:,} {kind}: {name}" for (kind, name), n in of_source.items())
                 raise UserError(
-                    f"{name_of(source)}: none of its rows is left; raise data.max_length "
-                    f"({config.max_length:,}), or let on_bad_row: error name the first bad row"
+                    f"{name_of(source)}: none of its rows is left: {lost or 'it has none'} "
+                    f"(data.max_length is {config.max_length:,})"
                 )
+            counts += of_source
     meta = {
         "sources": [name_of(source) for source in given],
         "formats": [source.format for source in given],
@@ -404,6 +407,10 @@ def open_cache(path: Path) -> TokenizedRows:
         # a stream that ends between two batches can be read
         if len(table) != sum(meta["source_examples"]):
             raise ValueError(f"{len(table):,} examples")
+        table.validate()  # that lists end within the file
+        ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
+        if not ids == mask == table["length"]:
+            raise ValueError("lengths differ")
         return TokenizedRows(table, np.arange(len(table)), meta, path)
     except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
