@@ -24,7 +24,7 @@ JSON = json.JSONDecoder()
 BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # of a JSON list
 SEPARATOR = re.compile(r"[,;|\t]")  # of columns
 # A cell that a writer of CSV would have put into quotes, and nobody else
-QUOTED_CELL = re.compile(r'(?:^|\t)"(?=[^\t]*"")(?:[^"\t]|"")*"(?=[\t\r\n]|$)')
+QUOTED_CELL = re.compile(r'"(?=.*"")(?:[^"]|"")*"$')
 AS_CSV = (
     'it is neither comma-separated nor .tsv without quotes; `python3 -c "import csv, sys; '
     'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < OLD > NEW.csv` '
@@ -133,7 +133,7 @@ def _read_json(file: str) -> Iterator[Row]:
             between = BETWEEN_ROWS.match(text, position)
             start = between.end()
             if between[2]:
-                if text[start:].strip() or stream.read(TEXT_AT_ONCE).strip():
+                if (text[start:] + stream.read(TEXT_AT_ONCE)).strip():
                     raise ValueError("text follows the JSON list; write each row on one line")
                 break
             try:
@@ -167,8 +167,6 @@ def _read_csv(file: str) -> Iterator[Row]:
             characters += len(line)
             if characters > MAX_LINE_CHARACTERS:
                 raise csv.Error(f"the row has over {MAX_ROW_CHARACTERS:,} characters")
-            if is_tsv and QUOTED_CELL.search(line):
-                raise csv.Error(AS_CSV.format("\t"))
             yield line
 
     # strict: otherwise an unclosed quote would turn the rest of the file into one cell
@@ -180,6 +178,10 @@ def _read_csv(file: str) -> Iterator[Row]:
         if len({*header}) < len(header):
             raise ValueError(f"its header names a column twice: {', '.join(header)}")
         for row in reader:
+            cells = row.values()
+            # More or fewer cells than the header: quoted ones may have tabs and line breaks.
+            if is_tsv and not all(isinstance(c, str) and not QUOTED_CELL.match(c) for c in cells):
+                raise csv.Error(AS_CSV.format("\t"))
             characters = 0
             yield reader.line_num, json.dumps(row, ensure_ascii=False)
     except csv.Error as error:

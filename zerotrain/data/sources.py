@@ -48,7 +48,7 @@ STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 # A word that names a split, but not a topic as in evaluation_code.jsonl; or a commit in the hub's
 # cache. Its first two letters are the same for train and training, for val and validation.
 SPLIT = re.compile(
-    r"(?<![a-z])(?=(?:train(?:ing)?|val|valid|validation|dev|test|eval|h[eo]ld[-_]?out"
+    r"(?<![a-z])(?=(?:train(?:ing)?|val|valid|validation|dev|devtest|test|eval|h[eo]ld[-_ ]?out"
     r"|(?:testing|evaluation)(?![-_ ]+[a-z]))(?:s|set|data)?(?![a-z])|[0-9a-f]{40}/)(..)"
 )
 
