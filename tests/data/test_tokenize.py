@@ -121,6 +121,7 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     "semicolons in CSV": (b'prompt;completion\r\n"p;";"c\n"\r\n', ["c\n"]),
     "tabs in CSV": (b'prompt\tcompletion\np\t"c\t"""\n', ['c\t"']),
     "quotes in TSV": (b'prompt\tcompletion\np\t"""c"" d"\n', ['"c" d']),
+    "all quoted in TSV": (b'"prompt"\t"completion"\n"p"\t"c"\n', ["c"]),
     "lines in TSV": (b'prompt\tcompletion\np\t"c\nd"\n', ["c\nd"]),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),

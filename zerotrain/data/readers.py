@@ -24,7 +24,7 @@ JSON = json.JSONDecoder()
 BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # of a JSON list
 SEPARATOR = re.compile(r"[,;|\t]")  # of columns
 # A cell that a writer of CSV would have put into quotes, and nobody else
-QUOTED_CELL = re.compile(r'"(?=.*"")(?:[^"]|"")*"$')
+QUOTED_CELL = re.compile(r'"[^"]*(?:""[^"]*)+"$')
 AS_CSV = (
     'it is neither comma-separated nor .tsv without quotes; `python3 -c "import csv, sys; '
     'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < OLD > NEW.csv` '
@@ -180,7 +180,8 @@ def _read_csv(file: str) -> Iterator[Row]:
         for row in reader:
             cells = row.values()
             # More or fewer cells than the header: quoted ones may have tabs and line breaks.
-            if is_tsv and not all(isinstance(c, str) and not QUOTED_CELL.match(c) for c in cells):
+            is_plain = all(isinstance(c, str) and not QUOTED_CELL.match(c) for c in cells)
+            if is_tsv and (header[0].startswith('"') or not is_plain):
                 raise csv.Error(AS_CSV.format("\t"))
             characters = 0
             yield reader.line_num, json.dumps(row, ensure_ascii=False)
