@@ -24,7 +24,7 @@ JSON = json.JSONDecoder()
 BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # of a JSON list
 SEPARATOR = re.compile(r"[,;|\t]")  # of columns
 # A cell that a writer of CSV would have put into quotes, and nobody else
-QUOTED_CELL = re.compile(r'"[^"]*(?:""[^"]*)+"$')
+QUOTED_CELL = re.compile(r'"[^"]*+(?:""[^"]*+)++"$')
 AS_CSV = (
     'it is neither comma-separated nor .tsv without quotes; `python3 -c "import csv, sys; '
     'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < OLD > NEW.csv` '
