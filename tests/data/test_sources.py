@@ -153,6 +153,7 @@ SEVERAL_SPLITS = [
     "a/train.jsonl a/dev.jsonl",
     "rows.jsonl deep/math_valid.jsonl.gz",
     "rows.jsonl eval.jsonl",
+    "rows.jsonl train/testA.jsonl",
     "rows.jsonl Held-out2.json",
     "validation.jsonl test.jsonl",
     f"snapshots/{'a' * 40}/rows.jsonl snapshots/{'b' * 40}/rows.jsonl",

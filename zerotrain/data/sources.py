@@ -49,7 +49,7 @@ STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 # cache. Its first two letters are the same for train and training, for val and validation.
 SPLIT = re.compile(
     r"(?<![a-z])(?=(?:train(?:ing)?|val|valid|validation|dev|devtest|test|eval|h[eo]ld[-_ ]?out"
-    r"|(?:testing|evaluation)(?![-_ ]+[a-z]))(?:s|set|data)?(?![a-z])|[0-9a-f]{40}/)(..)"
+    r"|(?:testing|evaluation)(?![-_ ]+[a-z]))(?:s|set|data|[ab])?(?![a-z])|[0-9a-f]{40}/)(..)"
 )
 
 # Texts that are not JSON, as regular expressions: what to do about them. The last one matches all.
@@ -126,9 +126,9 @@ def _has_rows(file: Path) -> bool:
 
 
 def split_of(name: str) -> str:
-    """The first two letters of the split in a file's or split's name, by default of train."""
-    found = SPLIT.search(name.lower())
-    return found[1] if found else "tr"
+    """The first two letters of the split in a file's or split's name, of train if it has none."""
+    # of several the first one that is held out, as in train_dev.jsonl and test/train.jsonl
+    return min(SPLIT.findall(name.lower()), key="tr".__eq__, default="tr")
 
 
 def check_split(row: JsonObject, source: "Source") -> None:
