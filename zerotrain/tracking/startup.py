@@ -4,7 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
@@ -84,11 +85,11 @@ def data_rows(
         rows[f"source {len(rows)}"] = (
             f"{name}, read as {kind}: {counted(count, 'example')} x {source.repeat:g} per epoch"
         )
-    trained = plan.data.column("content")
+    trained = pa.array(plan.data.column("content"))
     for name, each in eval_plans.items():
-        same = np.isin(each.data.column("content"), trained).sum()
+        same = pc.sum(pc.is_in(trained, pa.array(each.data.column("content"))))
         rows[f"held out: {name}"] = (
-            f"{counted(len(each.data), 'example')}, {same:,} of them trained on too"
+            f"{counted(len(each.data), 'example')}, in the training data {same.as_py():,} times"
         )
     # once each: rows held out of the training data have its folder and its counts
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
