@@ -409,8 +409,8 @@ def open_cache(path: Path) -> TokenizedRows:
             raise ValueError(f"{len(table):,} examples")
         table.validate()  # that lists end within the file
         ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
-        if not ids == mask == table["length"]:
-            raise ValueError("lengths differ")
+        if table.schema != SCHEMA or not ids == mask == table["length"]:
+            raise ValueError("columns or lengths differ")
         return TokenizedRows(table, np.arange(len(table)), meta, path)
     except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
