@@ -143,9 +143,7 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     with pytest.raises(UserError) as caught:
         tokenize(config, tokenizer)
     message = str(caught.value)
-    found = re.search(
-        r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW(\.[a-z]+)?", message
-    )
+    found = re.search(r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW(\.[a-z]+)?", message)
     command = found[1].replace('"ROLE"', '"assistant"').replace('"VALUE TO TRAIN ON"', "0")
     mended = subprocess.run(f"{command} {file}", shell=True, capture_output=True, check=True)
     file.unlink()
