@@ -4,12 +4,10 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from harness.inputs import read_config, save_tiny_llama, strategy
 
 from zerotrain.tools.open_plans import open_plans
-from zerotrain.tools.rehearsal import MeasuredMemory, costliest, find_largest, memory_in_use
-from zerotrain.training.out_of_memory import describe_micro_batch
+from zerotrain.tools.rehearsal import MeasuredMemory, costliest, find_largest
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
@@ -77,8 +75,6 @@ def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_p
     parsed = read_config(config)
     *_, plan, _ = open_plans(parsed, 1 if name in ("ulysses", "zero3_autotp") else 2)
     longest = plan.budget.padded(plan.data.lengths.max())
-    # no number that is too small for the longest example
-    assert "set it to" not in describe_micro_batch(plan.with_budget(1), np.array([0]))
     whole_step = -(-parsed.train.global_batch_size // plan.budget.world_size) * longest
     attempts = attempts_in(finished.output)
     assert attempts[1][0] == plan.budget.micro_batch_tokens and attempts[-1][0] == whole_step
@@ -107,16 +103,6 @@ def test_the_size_named_is_the_largest_that_was_measured_to_fit(kind, planned):
     fitting = [tokens for tokens, peak in peaks.items() if peak <= 9000]
     assert named == max(fitting, default=None) and bool(named) == BYTES[kind][1]
     if planned in fitting:  # then it grows until one does not fit
-        assert [*peaks] == sorted(peaks) and [*peaks][len(fitting) + 1 :] == []
+        assert [*peaks] == sorted(peaks) and len(peaks) <= len(fitting) + 1
     if kind == "in proportion" and planned < 2600:
         assert named > (8500 - 800) / 3 / 1.1 - 16
-
-
-def test_what_a_process_has_freed_is_not_in_use():
-    before = memory_in_use(is_cuda=False)
-    kept = [torch.ones(25_000) for _ in range(2000)]
-    last = torch.ones(1)  # behind them: the heap cannot shrink at its end
-    assert memory_in_use(is_cuda=False) - before > 150e6
-    kept.clear()
-    assert memory_in_use(is_cuda=False) - before < 50e6
-    del last
