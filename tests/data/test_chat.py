@@ -214,6 +214,10 @@ FAMILIES = {
         ["2</s>", "4</s>"],
     ),
 }  # fmt: skip
+for name in ("chatml", "llama-3"):  # which end with the header of an answer, asked or not
+    template, *rest = FAMILIES[name]
+    unasked = re.sub("{% if add_generation_prompt %}(.*){% endif %}", r"\1", template, flags=re.S)
+    FAMILIES[f"{name}, unasked headers"] = (unasked, *rest)
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [
     {"role": "user", "content": "1+1?"},
@@ -292,19 +296,39 @@ def test_tool_calls_are_supervised(arguments, written):
 
 
 LOST = {
-    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2"),
-    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2"),
-    "the result": ("<out>{{ m.content }}", "<out>", "message 3"),
-}
+    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2.*not complete"),
+    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2.*not comp"),
+    "the result": ("<out>{{ m.content }}", "<out>", "message 3.*not complete"),
+    "the end": ("</calls>{{ eos_token }}", "</calls>", "message 2.*end mark"),
+    "the end but for a text": ("</calls>{{ eos_token }}", "</calls><|call|>", "message 2.*end m"),
+    "an id where it is last": (
+        "';' }}", "';' }}{% if m != messages[-1] %}, 1{% endif %}", "message 2.*end mark"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lost", LOST)
 def test_what_a_template_loses_of_tool_calls_is_named(lost):
-    before, after, message = LOST[lost]
+    before, after, problem = LOST[lost]
     assert before in CALLS
     tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
-    with pytest.raises(BadRow, match=f"{message}.*is not complete"):
+    with pytest.raises(BadRow, match=problem):
         supervised_turns(tokenizer, row_with_calls({"b": "x"}, {"b": "y"}))
+
+
+def test_a_call_may_end_with_a_token_of_its_own():
+    """As with gpt-oss."""
+    template = CALLS.replace("</calls>{{ eos_token }}", "</calls><|call|>")
+    tokenizer = tokenizer_with(WORDS, template, ["<|call|>"], "</s>")
+    call, answer = supervised_turns(tokenizer, row_with_calls({}))
+    assert (call, answer) == ("<calls>function add {};</calls><|call|>", "2</s>")
+
+
+def test_a_developer_message_that_a_template_leaves_out_can_be_a_system_message():
+    tokenizer = family("chatml", lambda t: t.replace("%}", " if m.role != 'developer' %}", 1))
+    with pytest.raises(BadRow, match=r"message 1.*system"):
+        supervised_turns(tokenizer, [{**SYSTEM, "role": "developer"}, *CHAT[:2]])
+    assert_supervised(tokenizer, [SYSTEM, *CHAT[:2]], ["2<|im_end|>"])
 
 
 def test_tools_that_a_template_leaves_out_are_refused():
@@ -372,9 +396,11 @@ def test_templates_whose_turns_are_not_known_are_refused():
     chat = [CHAT[0], {**CHAT[1], "content": "2<think>2"}, *CHAT[2:]]
     for template, problem in (
         (chatml.replace("m.content", joined), "is not in one piece"),
-        (chatml.replace(end, next_user), "ends with the header of the user's next turn"),
-        (chatml.replace(end, next_user.replace("<|im_start|>", end + "<|im_start|>")), "next turn"),
-        (always.replace("m.role }}\n", "m.role }}\n<|user|>"), "does not begin as the generation"),
+        (chatml.replace(end, next_user), "end mark"),
+        (chatml.replace(end, next_user.replace("<|im_start|>", end + "<|im_start|>")), "end mark"),
+        (always.replace("m.role }}\n", "m.role }}\n<|user|>"), "end mark"),
+        (chatml.replace(ask, ask + "  "), "does not begin as the generation"),
+        (chatml.replace(ask, ask + "<|im_start|>my"), "does not begin as the generation"),
         (chatml.replace("m.content", "m.content | upper"), "the template rewrites the messages"),
     ):
         with pytest.raises(BadRow, match=problem):

@@ -34,7 +34,7 @@ FIRST_LABEL = 0x20000
 INCOMPLETE = (
     "left out by the chat template",
     "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key that it never "
-    "writes, or model.chat_template",
+    "writes, the role of developer messages to system, or model.chat_template",
 )
 DEVELOPER_CURE = (
     "its role to system, if the template has no developer: jq -c '(.[] | arrays[] | objects | "
@@ -43,13 +43,14 @@ DEVELOPER_CURE = (
 )
 NO_END_MARK = (
     "without an end mark",
-    "model.chat_template to a copy that writes {{ eos_token }} after it",
+    "model.chat_template to a copy that writes the same after it as after a last message, and then "
+    "{{ eos_token }}",
 )
 NOT_LOCATED = (
     "not located in the chat template",
     "model.chat_template to a name in data/chat_templates or to a copy that writes the header of "
-    "an answer after the last message if add_generation_prompt is set, and only then, or "
-    "data.supervise: last where only earlier turns are such",
+    "an answer, with the same white space, after the last message if add_generation_prompt is set, "
+    "or data.supervise: last where only earlier turns are such",
 )
 LABEL = re.compile("[\U00020000-\U0002a6df]")
 # Keys that templates need not render: ids only pair calls with results.
@@ -206,45 +207,43 @@ class Template(NamedTuple):
         return LABEL.split(self.render(messages, prompt)[0])[-1]
 
 
-class Frame(NamedTuple):
-    """What a template writes around the contents of a chat."""
-
-    header: str | None
-    """What a generation prompt begins an answer with, without thoughts that answers may lack. Empty
-    if an answer has no header: it follows the end of the user's turn. None if a generation prompt
-    follows answers in any case, or never.
-    """
-    thoughts: str
-    """What follows the header in a generation prompt."""
-    opening: str
-    """Before the first user's content."""
-    user_end: str
-    """After the user's content, when that turn is the last."""
-
-
 @lru_cache(maxsize=256)
-def _frame(template: Template) -> Frame:
-    roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": chr(FIRST_LABEL + i)} for i, role in enumerate(roles)]
+def _frame(template: Template) -> tuple[str | None, str, str, set[str]]:
+    """What a template writes around the contents of a chat.
+
+    Returns:
+        What a generation prompt begins an answer with, without thoughts that answers may lack: ""
+        if it cannot be told from the end of the user's turn, None if rows have another header or
+        prompts have none; what follows it in a prompt; what follows the user's content when that
+        turn is the last; and the pieces that turns may end with instead of eos.
+    """
+    chat, _ = label_messages([{"role": r, "content": r} for r in ("user", "assistant", "user")])
     # gap: from the user's content to the answer; following: from the answer to the next user's
     opening, gap, following, *_ = LABEL.split(template.render(chat)[0])
     user_end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
-    end_mark = shared_pieces(answer_end, following)
-    rest = answer_end.removeprefix(end_mark).strip()  # only after the last answer
-    # If a header follows the last answer unasked, it would be taken for that answer's end.
-    prompts_always = rest not in ("", template.tokenizer.eos_token) and (
-        end_mark.strip() or rest in gap
-    )
+    end = shared_pieces(answer_end, following)
+    # what only the last answer has, but eos
+    rest = answer_end.removeprefix(end).strip().removesuffix(str(template.tokenizer.eos_token))
+    is_unasked = rest and rest in prompt
     shared = OPEN_THOUGHTS.sub("", shared_pieces(prompt, gap))
-    header = shared.removeprefix(user_end)
-    # as with Mistral's [/INST]: nothing but the end of the user's turn precedes an answer
-    if gap.strip() == prompt.strip() == user_end.strip() and not rest:
-        header = ""
-    elif prompts_always or not header.strip():
+    header = shared.removeprefix(user_end).lstrip()
+    in_prompt, in_row = (
+        {*PIECE.findall(THOUGHTS.sub("", text.removeprefix(shared)).lstrip())}
+        for text in (prompt, gap)
+    )
+    ends = {*special_tokens(template.tokenizer), *PIECE.findall(answer_end + user_end)}
+    *others, final = PIECE.findall(end.rstrip()) or [""]
+    # A header after the last answer would be taken for its end: with these templates only eos is
+    # one. With GLM's the user's header is the end, as nothing else follows answers.
+    if is_unasked or (rest and not header) or (others and opening.rstrip().endswith(final)):
+        ends.clear()
+    # If a piece follows in both, the header goes on, but differs, maybe in white space. With
+    # Mistral's [/INST] there is none: nothing follows the end of the user's turn.
+    if in_prompt & in_row or (in_row and not (header or is_unasked)):
         header = None
-    return Frame(header, prompt.removeprefix(shared), opening, user_end)
+    return header, prompt.removeprefix(shared), user_end, ends
 
 
 def shared_pieces(one: str, other: str) -> str:
@@ -272,11 +271,13 @@ class Layout:
         self.template = template
         self.messages = json.loads(messages)
         self.unprompted = ""
-        text, spans = template.render(self.messages)
-        self.constants = LABEL.split(text)
-        self.labels = LABEL.findall(text)
+        self.text, spans = template.render(self.messages)
+        # What belongs to answers, by {% generation %} marks
+        self.marked = {i for start, end in spans for i in range(start, end)}
+        self.constants = LABEL.split(self.text)
+        self.labels = LABEL.findall(self.text)
         for tool in json.loads(template.tools) or []:
-            if str(tool.get("function", tool).get("name")) not in text:
+            if str(tool.get("function", tool).get("name")) not in self.text:
                 raise BadRow(
                     INCOMPLETE[0],
                     "the chat template leaves out the tools; set model.chat_template to one that "
@@ -286,23 +287,13 @@ class Layout:
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
                 # Python's 'quotes', which no server can parse: arguments as text may help
-                if arguments and repr(arguments) in text:
+                if arguments and repr(arguments) in self.text:
                     raise self._refused(number, "is not written with its arguments as JSON")
             # templates may cut the reasoning of answers that are not supervised
             is_needed = number in wanted or message["role"] != "assistant"
             if is_needed and not {*LABEL.findall(str(message))} <= {*self.labels}:
                 raise self._refused(number, "is not complete", INCOMPLETE)
         self.turns = [self._turn(number) for number in wanted]
-        # Marks say what is to be learned. If they leave out part of an answer, the row is refused
-        # rather than the part left out. The end mark is learned in any case.
-        marked = {i for start, end in spans for i in range(start, end)}
-        places = [match.start() for match in LABEL.finditer(text)]
-        for number, ((first, before), (last, _)) in zip(wanted, self.turns, strict=True):
-            turn = range(places[first] - before, places[last] + 1)
-            if any(i not in marked and not text[i].isspace() for i in turn):
-                raise self._refused(
-                    number, "is not all within the template's generation marks", INCOMPLETE
-                )
 
     def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
         """The turns in the text of a row, which must be this layout's text with the row's strings
@@ -334,27 +325,38 @@ class Layout:
         OLMo) follows a user's turn. The line break after it belongs to the template, not to the
         turn.
         """
-        frame = _frame(self.template)
+        *_, user_end, ends = _frame(self.template)
         labels = LABEL.findall(str(self.messages[number]))
         # The first place of each: a tool's result may repeat the name of the call.
         own = sorted(map(self.labels.index, labels))
         if not own or {*self.labels[own[0] : own[-1]]} - {*labels}:
             raise self._refused(number, "is not in one piece")
         first, last = own[0], own[-1]
-        # What follows the turn here begins with its end mark; what follows it as the last turn too.
-        after = self.constants[last + 1]
-        mark = shared_pieces(self.template.tail(self.messages[: number + 1]), after).rstrip()
-        if not mark and after.startswith(frame.user_end):
-            mark = frame.user_end.rstrip()
-        if not THOUGHTS.sub("", mark):
+        # What follows the turn here begins with its end mark. What follows it as the last turn does
+        # too, or else (gpt-oss, OLMo) what follows a user's turn. That is all of it, less eos: text
+        # that both happen to share is no end.
+        after, eos = self.constants[last + 1], str(self.template.tokenizer.eos_token)
+        for alone in (self.template.tail(self.messages[: number + 1]), user_end):
+            mark = shared_pieces(alone, after).rstrip()
+            if mark:
+                break
+        mark = "".join(mark.rpartition(eos)[:2]) or mark
+        rest = alone.removeprefix(mark).strip()
+        is_end = mark and rest in ("", eos) and PIECE.findall(mark)[-1] in ends
+        if not (is_end or mark.endswith(eos)):
             raise self._refused(
                 number, "has no end mark, or another one than as the last turn", NO_END_MARK
             )
-        # GLM's templates write nothing but the user's mark after an answer, so it ends the answer
-        pieces = PIECE.findall(mark)
-        if len(pieces) > 1 and pieces[-1:] == PIECE.findall(frame.opening.rstrip())[-1:]:
-            raise self._refused(number, "ends with the header of the user's next turn")
-        return (first, self._opening(number, self.constants[first])), (last, len(mark))
+        before = self._opening(number, self.constants[first])
+        # If the marks leave out part of an answer, the row is refused rather than the part left
+        # out. The end mark is learned in any case.
+        start, end = (self.text.index(self.labels[i]) for i in (first, last))
+        inside = range(start - before, end + 1)
+        if any(i not in self.marked and not self.text[i].isspace() for i in inside):
+            raise self._refused(
+                number, "is not all within the template's generation marks", INCOMPLETE
+            )
+        return (first, before), (last, len(mark))
 
     def _opening(self, number: int, before: str) -> int:
         """How many characters of the text before a turn's first label follow what a server would
