@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a launcher ru
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
+from zerotrain.runtime.preemption import follow_launcher
 
 
 def main() -> None:
+    follow_launcher()
     config = parse_command_line(sys.argv[1:], "scripts/rehearse.py").config
     from zerotrain.tools.rehearsal import rehearse  # after a mistake is reported: slow
 

@@ -352,7 +352,7 @@ HOSTILE_SHARDS = {
         {"model.rotary_emb.inv_freq": torch.ones(3)}
     ),
     "an unknown buffer": lambda shard: shard["buffers"].update({"model.x": torch.ones(3)}),
-    "a base without a name": lambda shard: shard.update(base={}),
+    "a base without a name": lambda shard: (shard.update(base={}), shard["trained"].clear()),
     "a trained weight that is not there": lambda shard: shard["trained"].append("model.x"),
 }
 HOSTILE_JSON = {

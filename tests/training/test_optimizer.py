@@ -42,7 +42,7 @@ def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch():
     """With a global batch in tokens, of which a step has a little less than was asked for."""
     batch = {"global_batch_size": None, "global_batch_tokens": 1000}
     train = dataclasses.replace(
-        TRAIN, **batch, lr_scaling="linear", reference_global_batch=450
+        TRAIN, **batch, lr_schedule="linear", lr_scaling="linear", reference_global_batch=450
     )  # fmt: skip
     found = make_schedule(train, SimpleNamespace(mean_batch=900, mean_examples=10))
     assert found.warmup_steps == 4 and found.peak == pytest.approx(2e-3)

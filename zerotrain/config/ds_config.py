@@ -362,7 +362,7 @@ def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
     try:
         parsed = DeepSpeedConfig(copy.deepcopy(merged))  # it changes what it is given
         if parsed.monitor_config.tensorboard.enabled:
-            import tensorboard  # noqa: F401 - by DeepSpeed, when the run has begun
+            import torch.utils.tensorboard  # noqa: F401 - by DeepSpeed, when the run has begun
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))  # in its block

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 from huggingface_hub import try_to_load_from_cache
@@ -18,7 +18,6 @@ from transformers.utils import (
     cached_file,
 )
 from transformers.utils.hub import get_checkpoint_shard_files
-from typing_extensions import TypedDict  # pydantic needs it on Python 3.11
 
 from zerotrain.config.schema import Config, Source
 from zerotrain.data.sources import hub_error, is_hub_silent, loaded_commit
@@ -37,13 +36,10 @@ NOT_A_MODEL = {
 }
 """A file of a folder that is no model -> what the folder is."""
 
-
-class Base(TypedDict):
-    """A pretrained model that has been loaded, and a fingerprint of its files."""
-
-    name_or_path: str
-    revision: str | None
-    fingerprint: str | None
+Base: TypeAlias = dict[str, str | None]
+"""name_or_path and revision of a pretrained model, and a fingerprint of its files. What a checkpoint
+lacks of them counts as None.
+"""
 
 
 def load_pretrained(
@@ -115,7 +111,7 @@ def split_revision(source: str) -> tuple[str, str | None]:
 
 def source_of(base: Base) -> str:
     """Folder or ID@REVISION of a pretrained model."""
-    return "@".join(filter(None, (base["name_or_path"], base["revision"])))
+    return "@".join(filter(None, map(base.get, ("name_or_path", "revision"))))
 
 
 def summarize(error: Exception) -> str:
@@ -196,8 +192,8 @@ def describe_base(source: str) -> Base:
 
 def is_same_base(one: Base, other: Base) -> bool:
     """Whether two descriptions are of the same weights, which may have moved."""
-    digest = one["fingerprint"]
-    return one == other if digest is None else digest == other["fingerprint"]
+    digest = one.get("fingerprint")
+    return one == other if digest is None else digest == other.get("fingerprint")
 
 
 def fingerprint(files: Iterable[Path]) -> str:
