@@ -37,8 +37,8 @@ NOT_A_MODEL = {
 """A file of a folder that is no model -> what the folder is."""
 
 Base: TypeAlias = dict[str, str | None]
-"""name_or_path and revision of a pretrained model, and a fingerprint of its files. What a checkpoint
-lacks of them counts as None.
+"""name_or_path and revision of a pretrained model, and a fingerprint of its files. What a stranger
+leaves out counts as None.
 """
 
 
