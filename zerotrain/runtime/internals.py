@@ -25,6 +25,9 @@ INTERNALS = {
         deepspeed.ops: __compatible_ops__
         torch.distributed.distributed_c10d: _world pg_map _set_pg_timeout
     """,
+    "zerotrain/runtime/preemption.py": """
+        deepspeed.launcher.launch: CROSS_SIZE
+    """,
     "zerotrain/checkpoint/shards.py": """
         deepspeed.runtime.engine: basic_optimizer
         deepspeed.checkpoint.constants: DS_AUTOTP_UC_META
