@@ -1,5 +1,6 @@
 """The machine that a run is resolved for."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,17 @@ def this_machine(ranks: Ranks) -> Machine:
 def device_name(device: torch.device) -> str:
     """NVIDIA's name of a GPU, or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def gpu_health() -> dict[str, float]:
+    """What NVIDIA's management library (NVML) says of this rank's GPU; empty without one."""
+    with suppress(Exception):  # no GPU, no NVML, or a GPU that does not support a question
+        return {
+            "temperature_celsius": torch.cuda.temperature(),
+            "sm_clock_mhz": torch.cuda.clock_rate(),
+            "power_watts": torch.cuda.power_draw() / 1000,
+        }
+    return {}
 
 
 def peak_flops_per_s(name: str) -> float | None:

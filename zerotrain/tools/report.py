@@ -24,6 +24,7 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import MAX_TEXT_BYTES
+from zerotrain.tools.slow_ranks import MEASURED, WINDOWS, SlowRanks
 from zerotrain.tracking.metrics import metrics_lines, parse_record
 
 # readable on white and on black
@@ -34,6 +35,7 @@ MAX_POINTS = 2000  # drawn of a series
 MAX_RECORDS = 50  # of a table, the last ones
 MAX_SERIES = 50  # of a run
 MAX_KEY_LENGTH = 200  # of a series
+GPU_HEALTH = ("temperature_celsius", "sm_clock_mhz", "power_watts")
 MAX_VALUES = 1 << 25  # of all series of a run: 512 MiB
 FIRST_CHARTS = {"Learning rate": ("lr",), "Gradient norm, before clipping": ("grad_norm",)}
 OTHER_CHARTS = {  # heading: keys of metrics.jsonl
@@ -98,6 +100,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     records = {kind: deque(maxlen=count) for kind, (count, _) in KEPT.items()}
     counts = Counter()
     left = MAX_VALUES
+    slow = SlowRanks()
     is_cut = False
     for line in metrics_lines(folder):
         record = parse_record(line)
@@ -107,6 +110,12 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
         elif kind in KEPT:
             counts[kind] += 1
             records[kind].append(record)
+        if kind in ("start", "ranks"):  # a start may have other hosts
+            by_rank = ranks_of(record)
+            for rank in slow.add(by_rank, number(record.get("step_seconds"))):
+                counts["event"] += 1
+                text = slow_rank_text(rank, by_rank[rank])
+                records["event"].append({"step": record["step"], "text": text})
         for key, value in values_of(kind, record):
             if len(columns) < MAX_SERIES and len(key) <= MAX_KEY_LENGTH:
                 columns.setdefault(key, (array("q"), array("d")))
@@ -145,12 +154,35 @@ def values_of(kind: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             if key.partition("/")[0] in DRAWN and not math.isnan(value := number(value)):
                 yield key, value
     elif kind == "ranks":
-        ranks = [rank for rank in listed(record.get("ranks")) if isinstance(rank, dict)]
+        ranks = ranks_of(record)
         for key in ("compute_seconds", "data_seconds"):
-            seconds = [number(rank.get(key)) for rank in ranks]
+            seconds = [rank[key] for rank in ranks]
             if seconds and not math.isnan(sum(seconds)):
                 yield f"{key} of ranks/median", median(seconds)
                 yield f"{key} of ranks/max", max(seconds)
+
+
+def ranks_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a record says that each rank has measured, NaN where it does not, and the rank's host.
+    Empty for a record of another kind.
+    """
+    return [
+        {
+            "host": str(rank.get("host"))[:MAX_KEY_LENGTH],
+            **{key: number(rank.get(key)) for key in (*MEASURED, *GPU_HEALTH)},
+        }
+        for rank in listed(record.get("ranks"))
+        if isinstance(rank, dict)
+    ]
+
+
+def slow_rank_text(rank: int, measured: dict[str, Any]) -> str:
+    facts = (
+        f"{key} {value:.5g}"
+        for key, value in measured.items()
+        if key != "host" and not math.isnan(value)
+    )
+    return f"rank {rank} @ {measured['host']} is slow, {WINDOWS} times in a row: {', '.join(facts)}"
 
 
 def report_page(folders: Sequence[Path]) -> str:

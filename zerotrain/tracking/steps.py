@@ -18,15 +18,13 @@ from zerotrain.checkpoint.state import Progress
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import StepBatch
-from zerotrain.runtime.machine import GIB, device_name, peak_flops_per_s
+from zerotrain.runtime.machine import GIB, device_name, gpu_health, peak_flops_per_s
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
-from zerotrain.tracking.slow_ranks import gpu_health, slow_ranks
 from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
 
-WINDOW_STEPS = 50  # between two comparisons of the ranks
-WINDOWS = 3  # in a row in which a rank is slow until it is reported
+WINDOW_STEPS = 50  # between two records of what each rank has measured
 TRACED_STEPS = 3
 
 
@@ -60,14 +58,13 @@ class PhaseTimer:
 
 
 class StepReporter:
-    """Reports steps, and ranks that are slow; all ranks call the same methods."""
+    """Reports steps, and what each rank has measured; all ranks call the same methods."""
 
     def __init__(self, setup: Setup, plan: DataPlan, metrics: Metrics, ranks: Ranks) -> None:
         self._flops = setup.architecture.flops
         # of a step: its seconds, of them for data and for compute, and this rank's share of work
         self._window = []
         self._stage = zero_stage(setup.ds_config)
-        self._windows_slow = Counter()  # in a row, by rank
         self._plan = plan
         self._metrics = metrics
         self._ranks = ranks
@@ -115,10 +112,10 @@ class StepReporter:
             self._metrics.log("train", record)
             next(self._tracing)
         if len(self._window) == WINDOW_STEPS:
-            self._compare_ranks(progress.step)
+            self._report_ranks(progress.step)
 
-    def _compare_ranks(self, step: int) -> None:
-        """Report what each rank has measured in the last WINDOW_STEPS, and which ranks are slow."""
+    def _report_ranks(self, step: int) -> None:
+        """Report what each rank has measured in the last WINDOW_STEPS."""
         step_seconds, data_seconds, compute, work = map(fmean, zip(*self._window, strict=True))
         self._window.clear()
         ranks = self._ranks
@@ -131,17 +128,6 @@ class StepReporter:
         }
         by_rank = ranks.gather_json(measured)  # on gloo, every 50 steps: it costs no GPU time
         self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, "ranks": by_rank})
-        slow = slow_ranks(by_rank, step_seconds)
-        # a rank that was not slow this time is left out, so that its count starts again
-        self._windows_slow = Counter({rank: self._windows_slow[rank] + 1 for rank in slow})
-        for rank, windows in self._windows_slow.items():
-            if windows == WINDOWS:  # said once, not every window from then on
-                name = f"rank {rank} @ {by_rank[rank].pop('host')}"
-                facts = (f"{key} {value:.5g}" for key, value in by_rank[rank].items())
-                text = f"{name} is slow, for {WINDOWS} x {WINDOW_STEPS} steps: {', '.join(facts)}"
-                self._metrics.log(
-                    "event", {"step": step, "name": "slow_rank", "text": text, "ranks": [rank]}
-                )
 
     def report_problem(self, problem: Problem, batch: StepBatch) -> None:
         """Report what the guard found in a step, with the rows of the micro-batches whose own loss
