@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from zerotrain.tools.local_ranks import run_local_ranks
-from zerotrain.tracking.metrics import read_metrics
+from zerotrain.tools.records import read_metrics
 
 REPO = Path(__file__).resolve().parent.parent
 TOKENIZER = REPO / "data" / "sample" / "model"

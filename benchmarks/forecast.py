@@ -50,7 +50,7 @@ from zerotrain.tools.estimate import (
     step_time,
 )
 from zerotrain.tools.memory import estimate_memory, layer_widths
-from zerotrain.tracking.metrics import read_metrics
+from zerotrain.tools.records import read_metrics
 from zerotrain.training.setup import Architecture, Setup, resolve
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")

@@ -36,7 +36,7 @@ from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.local_ranks import run_local_ranks
 from zerotrain.tools.memory import estimate_memory
-from zerotrain.tracking.metrics import read_metrics
+from zerotrain.tools.records import read_metrics
 from zerotrain.training.setup import open_run
 
 REPO = Path(__file__).resolve().parent.parent

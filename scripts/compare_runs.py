@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error, first_of
-from zerotrain.tracking.metrics import read_metrics
+from zerotrain.tools.records import read_metrics
 
 TOLERANCE = 1e-5
 

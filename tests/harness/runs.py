@@ -7,7 +7,7 @@ import numpy as np
 from harness.inputs import read_config
 
 from zerotrain.checkpoint.run_folder import list_complete
-from zerotrain.tracking.metrics import read_metrics
+from zerotrain.tools.records import read_metrics
 
 
 def logged(run_folder, kind="train"):

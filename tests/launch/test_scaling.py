@@ -38,12 +38,7 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
     assert "3 nodes: node-9" in done.output, done.output
     *_, efficiency, grown_most = re.search(r"^2 +2 .*$", done.output, re.MULTILINE)[0].split()
     assert float(efficiency) < 0.7, done.output
-    assert grown_most in (
-        "forward_seconds",
-        "head_seconds",
-        "backward_seconds",
-        "optimizer_seconds",
-    )
+    assert grown_most.endswith("_seconds") and grown_most != "data_seconds"
     assert not [*(tmp_path / "out").glob("*/checkpoints/step_*")]
 
 

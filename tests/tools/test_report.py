@@ -43,8 +43,8 @@ def write_run(folder, steps, hostile=""):
                 {"kind": "eval", "step": step, "loss/math" + hostile: 3.0, "exact_match/b": 0.5},
                 {"kind": "generations", "step": step, "set": "b" + hostile, "rows": [answer] * 3},
                 {"kind": "ranks", "step": step, "step_seconds": 0.5, "ranks": [
-                    {"host": f"node-{i // 4}{hostile}", "compute_seconds": 0.1 + i,
-                     "data_seconds": 0.00025} for i in range(8)]},
+                    {"host": f"node-{i // 4}{hostile}", "compute_seconds": 1.0 + i,
+                     "work": 1.0 + i, "data_seconds": 0.1 * (i == 7)} for i in range(8)]},
             ]  # fmt: skip
     records.append({"kind": "event", "step": steps, "name": "x" + hostile, "text": hostile})
     lines = [json.dumps({"time": 1.8e9 + r["step"] / 2, **r}) + "\n" for r in records]
@@ -70,7 +70,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     first, *folded = page.split("<details")
     for text in (
         "200 steps on 4 ranks", "math: 3.000", "<b>0:01:40</b><br>time", "<b>1</b><br>restarts",
-        "<b>1</b><br>incidents", "<b>8,000</b><br>tokens/s", "held out: math", "Learning rate",
+        "<b>3</b><br>incidents", "<b>8,000</b><br>tokens/s", "held out: math", "Learning rate",
         "Gradient norm",
     ):  # fmt: skip
         assert text in first, text
@@ -78,6 +78,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
         "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Computing on",
         "Waiting for data", '"name":"max"', "Incidents", "Answers at step 200",
         "1+1?",
+        "<td>60</td><td>rank 7 @ node-1 is slow, 3 times in a row: compute_seconds 8, work 8",
         "<td>99</td><td>4</td><td>8 x node-0: x</td>", "seed: 200",
     ):  # fmt: skip
         assert any(text in part for part in folded), text
@@ -138,7 +139,7 @@ def test_memory_and_time_do_not_follow_from_what_a_stranger_has_written(tmp_path
     run = read_run(runs[0])
     assert len(run.series) == MAX_SERIES and "x4_0" not in run.series
     page = report_page(runs)
-    assert "50 series" in page and "<b>302</b><br>incidents" in page
+    assert "50 series" in page and "<b>303</b><br>incidents" in page
     assert "+b1999: 1" not in page and "+b1990: 1" in page
 
 

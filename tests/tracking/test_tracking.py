@@ -98,7 +98,9 @@ def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_con
 def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
     """Its launcher also sends SIGTERM to the rank and its children. No rank prints a traceback."""
     folder = tmp_path / "run"
-    config = tiny_config(train__steps=100_000, tracking={"wandb": "offline"})
+    config = tiny_config(
+        train__steps=100_000, checkpoint={"every_steps": 2}, tracking={"wandb": "offline"}
+    )
     with (tmp_path / "log").open("w+") as log:
         run = start(config, ranks=2, stdout=log)
         wait_until(lambda: len(logged(folder)) > 4, run)
@@ -107,7 +109,8 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
         run.wait(120)  # the runner does not wait for its launcher and the ranks
         assert not psutil.wait_procs(started, 120)[1]
     output = (tmp_path / "log").read_text()
-    assert re.findall(r"^interrupted; .*", output, re.MULTILINE)
+    [line] = re.findall(r"^interrupted; .*", output, re.MULTILINE)
+    assert f"last checkpoint: {folder}/checkpoints/step_" in line
     assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output
     [(_, rows)] = starts_of(folder)
     # the interrupt may come between metrics.jsonl and W&B

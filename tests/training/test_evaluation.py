@@ -1,4 +1,4 @@
-"""Held-out sets, answers, early stop and the best checkpoint.
+"""Held-out sets and answers.
 pytest tests/training/test_evaluation.py"""
 
 import json
@@ -8,7 +8,7 @@ import time
 
 import pytest
 from harness.inputs import write_rows
-from harness.runs import checkpoints, logged, read_metrics
+from harness.runs import logged, read_metrics
 
 from zerotrain.data.questions import exact_match
 
@@ -82,14 +82,3 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     assert "finished: step 2, " in finished.output
     assert [line["step"] for line in read_metrics(folder, "generations")] == [2]
     assert [line["step"] for line in read_metrics(folder)] == [1, 2]
-
-
-def test_ctrl_c_says_what_is_saved_and_how_to_continue(forks, tiny_config, tmp_path):
-    """A terminal interrupts all ranks."""
-    config, folder = tiny_config(train__steps=10_000), tmp_path / "run"
-    run = forks.start(config, "--checkpoint.every_steps", 4, ranks=2)
-    run.until(lambda: checkpoints(folder))
-    for rank in (0, 1):
-        run.kill(rank, signal.SIGINT)
-    lines = [line for line in run.wait().output.splitlines() if "interrupted" in line]
-    assert len(lines) == 1 and f"last checkpoint: {folder}/checkpoints/step_" in lines[0], lines

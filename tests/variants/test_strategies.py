@@ -11,16 +11,11 @@ from harness.inputs import save_tiny_llama, strategy
 from harness.repository import REPO
 from harness.runs import assert_same, plainly, stop_after_one_step
 
-NEEDS = {
-    "zero3_nvme": "device nvme needs libaio and a C++ compiler",
-}
 
-
-@pytest.mark.parametrize("name", NEEDS)
-def test_what_a_machine_cannot_run_is_refused(forks, tiny_config, name):
-    flags = ("--ds_config", f"ds_configs/{name}.json", "--dry_run")
+def test_nvme_without_a_compiler_is_refused(forks, tiny_config):
+    flags = ("--ds_config", "ds_configs/zero3_nvme.json", "--dry_run")
     line = forks.refusal(tiny_config(), *flags, PATH="/nowhere")
-    assert f"{name}.json: {NEEDS[name]}" in line
+    assert "zero3_nvme.json: device nvme needs libaio and a C++ compiler" in line
 
 
 def test_secondary_partitions_train_and_resume_the_same(

@@ -42,6 +42,7 @@ from zerotrain.runtime.errors import (
     exit_on_error,
 )
 from zerotrain.runtime.ports import free_port
+from zerotrain.runtime.preemption import PR_SET_PDEATHSIG
 
 EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
@@ -50,9 +51,7 @@ GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
 # long as a rendezvous is by default.
 RESOLVE_SECONDS = 1800.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# <sys/prctl.h>
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LIBC = ctypes.CDLL(None)
 
 

@@ -40,8 +40,8 @@ from zerotrain.runtime.seeding import seed_everything
 from zerotrain.tools.local_ranks import Ended, run_local_ranks
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.plain_loop import PlainRun, train_plainly
+from zerotrain.tools.records import read_metrics
 from zerotrain.tools.saved import whole_weight
-from zerotrain.tracking.metrics import read_metrics
 
 ROWS = 200  # of each source
 MAX_LENGTH = 512

@@ -84,23 +84,12 @@ class JsonlSink:
         self._file.close()
 
 
-def read_metrics(run_folder: str | Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The records of one kind in a run's metrics.jsonl, oldest first. Each has `kind` and `step`;
-    other values may be NaN or infinite. Lines that are no records are left out.
-
-    Raises:
-        UserError: the folder has no metrics.jsonl that can be read.
-    """
-    records = filter(None, map(parse_record, metrics_lines(run_folder)))
-    return [record for record in records if record["kind"] == kind]
-
-
 def metrics_lines(run_folder: str | Path, max_bytes: float = MAX_METRICS_BYTES) -> Iterator[bytes]:
     """The lines of a run's metrics.jsonl but the empty ones, read one at a time. A line that is too
     long comes in pieces.
 
     Raises:
-        UserError: as read_metrics.
+        UserError: the folder has no metrics.jsonl that can be read.
     """
     try:
         stat_inside(Path(run_folder), METRICS, max_bytes)  # it may be a stranger's
