@@ -100,12 +100,13 @@ def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
     assert job == devices | {"NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "A": "b=c d",
                              "MINE": "a b", "TOKENIZERS_PARALLELISM": "0"}  # fmt: skip
     secrets = (
-        "AWS_SECRET PGPASSWORD DB_PASS MYSQL_PWD GITHUB_PAT KEY_PEM NPM_AUTH JWT "
-        "MYPASS SLACK_WEBHOOK AZURE_STORAGE_CONNECTION_STRING DB_PW AUTHORIZATION CREDS"
-    )
+        "AWS_SECRET", "PGPASSWORD", "DB_PASS", "MYSQL_PWD", "GITHUB_PAT", "KEY_PEM", "NPM_AUTH",
+        "JWT", "MYPASS", "SLACK_WEBHOOK", "AZURE_STORAGE_CONNECTION_STRING", "DB_PW",
+        "AUTHORIZATION", "CREDS",
+    )  # fmt: skip
     texts = ("https://me:x@host", "https://host/?api_key=x", "AccountKey=x", "nvapi-123456789",
              "ya29.a0AfH6SMBx", "-----BEGIN PRIVATE KEY-----")  # fmt: skip
-    given = (*(f"{name}=x" for name in secrets.split()), *(f"A={text}" for text in texts))
+    given = (*(f"{name}=x" for name in secrets), *(f"A={text}" for text in texts))
     for added in (*given, "NOT_THERE"):
         with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):
             environment_of_job(here, [added])

@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+import torch
 from harness.processes import free_port
 
 from zerotrain.runtime.errors import EnvironmentFailure
@@ -28,13 +29,16 @@ def test_a_rank_without_a_gpu_is_one_line():
         check_devices(1, visible=1)
 
 
-@pytest.mark.parametrize("numpy_state", [
-    1, ("MT19937", [1 << 40] * 624, 0, 0, 0.0), ("MT19937", [1] * 624, 10**6, 0, 0.0),
+@pytest.mark.parametrize("changed", [
+    {"numpy": 1}, {"numpy": ("MT19937", [1 << 40] * 624, 0, 0, 0.0)},
+    {"numpy": ("MT19937", [1] * 624, 10**6, 0, 0.0)}, {"cuda": torch.get_rng_state()},
 ])  # fmt: skip
-def test_random_numbers_of_another_shape_are_not_restored(numpy_state):
-    assert set_rng_state(rng_state())
-    assert not set_rng_state({**rng_state(), "numpy": numpy_state})
-    assert not set_rng_state({})
+def test_random_numbers_of_another_shape_or_device_are_not_restored(changed):
+    state = rng_state()
+    assert set_rng_state(state)
+    first = torch.rand(9)
+    assert not set_rng_state({**state, **changed}) and not set_rng_state({})
+    assert not torch.equal(torch.rand(9), first), "left alone"
 
 
 @pytest.mark.parametrize("taken", [True, False])

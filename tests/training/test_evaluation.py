@@ -13,16 +13,12 @@ from harness.runs import logged, read_metrics
 from zerotrain.data.questions import exact_match
 
 
-@pytest.fixture
-def sets(tmp_path, chat_rows):
+def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, tmp_path, chat_rows):
     short = sorted(chat_rows, key=lambda row: len(json.dumps(row)))
-    return {
+    sets = {
         "first": [str(write_rows(tmp_path / "first.jsonl", chat_rows[:9]))],
         "second": [str(write_rows(tmp_path / "second.jsonl", short[:5]))],
     }
-
-
-def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, tmp_path, sets):
     config = tiny_config(
         data__eval_sources=sets, train__steps=3, train__learning_rate=0.02,
         eval={"every_steps": 9, "generate": 3, "max_new_tokens": 12},

@@ -35,7 +35,7 @@ MAX_POINTS = 2000  # drawn of a series
 MAX_RECORDS = 50  # of a table, the last ones
 MAX_SERIES = 50  # of a run
 MAX_KEY_LENGTH = 200  # of a series
-GPU_HEALTH = ("temperature_celsius", "sm_clock_mhz", "power_watts")
+OF_RANK = (*MEASURED, "temperature_celsius", "sm_clock_mhz", "power_watts")
 MAX_VALUES = 1 << 25  # of all series of a run: 512 MiB
 FIRST_CHARTS = {"Learning rate": ("lr",), "Gradient norm, before clipping": ("grad_norm",)}
 OTHER_CHARTS = {  # heading: keys of metrics.jsonl
@@ -169,7 +169,7 @@ def ranks_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "host": str(rank.get("host"))[:MAX_KEY_LENGTH],
-            **{key: number(rank.get(key)) for key in (*MEASURED, *GPU_HEALTH)},
+            **{key: number(rank.get(key)) for key in OF_RANK},
         }
         for rank in listed(record.get("ranks"))
         if isinstance(rank, dict)
