@@ -70,7 +70,8 @@ def describe(error: Exception) -> str:
 
 def first_of(names: Sequence[object]) -> str:
     """The first three of some names, and "..." if there are more, for a message."""
-    return ", ".join(map(str, names[:3])) + " ..." * (len(names) > 3)
+    more = " ..." if len(names) > 3 else ""
+    return ", ".join(map(str, names[:3])) + more
 
 
 def similar(name: str, names: Sequence[str]) -> str:

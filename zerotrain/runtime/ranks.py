@@ -118,9 +118,10 @@ class Ranks:
                 try:
                     result = work()
                 except UserError as mistake:
-                    # one that all ranks have agreed on before has its prefix already
-                    is_own = not (self.is_first or isinstance(mistake, AgreedError))
-                    error = (f"{rank_prefix() * is_own}{mistake}", mistake.exit_code)
+                    # an agreed error has its rank's prefix already
+                    is_named = self.is_first or isinstance(mistake, AgreedError)
+                    prefix = "" if is_named else rank_prefix()
+                    error = (f"{prefix}{mistake}", mistake.exit_code)
             # the first rank's with one, on all ranks: every rank raises the same line
             for message, exit_code in filter(None, self.gather_json(error)):
                 agreed = AgreedError(message)

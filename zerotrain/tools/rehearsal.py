@@ -108,24 +108,21 @@ def find_largest(
         most: tokens of a step of one micro-step.
     """
 
-    def next_size(growth: float) -> int:
-        return int(tokens * min(LARGEST_GROWTH, growth)) // longest * longest
-
     tokens = planned
-    growth = largest_growth(attempt(tokens))
-    while growth < 1 and tokens > longest:
-        tokens = max(longest, min(next_size(growth), tokens - longest))
+    fitting = None
+    while True:
         growth = largest_growth(attempt(tokens))
-    if growth < 1:
-        return None
-    if tokens < planned:
-        return tokens
-    while (larger := min(most, next_size(growth))) >= SMALLEST_GROWTH * tokens:
-        growth = largest_growth(attempt(larger))
-        if growth < 1:
-            break
-        tokens = larger
-    return tokens
+        following = int(tokens * min(LARGEST_GROWTH, growth)) // longest * longest
+        if growth >= 1:
+            fitting = tokens
+            following = min(most, following)
+            if tokens < planned or following < SMALLEST_GROWTH * tokens:
+                return fitting
+        elif fitting or tokens == longest:
+            return fitting
+        else:
+            following = max(longest, min(following, tokens - longest))
+        tokens = following
 
 
 def largest_growth(memory: list[MeasuredMemory]) -> float:

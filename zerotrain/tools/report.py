@@ -187,7 +187,7 @@ def slow_rank_text(rank: int, measured: dict[str, Any]) -> str:
 
 def report_page(folders: Sequence[Path]) -> str:
     """The page. Raises UserError: one of the folders is not a run folder."""
-    runs = [read_run(folder, f"{folder}: " * (len(folders) > 1)) for folder in folders]
+    runs = [read_run(folder, f"{folder}: " if len(folders) > 1 else "") for folder in folders]
     body = [f"<p>⚠ {escape(run.name)}: {escape(text)}</p>" for run in runs for text in run.problems]
     for run in runs:
         boxes = (f"<div><b>{value}</b><br>{unit}</div>" for unit, value in figures(run).items())
@@ -265,7 +265,7 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
             traces.append((f"{run.prefix}held out: {name}", held, style))
         traces.append((f"{run.prefix}training, smoothed", smooth, {**line, "line_width": 3}))
     restarts = [start["step"] for run in runs for start in [*run.records["start"]][1:]]
-    dashed = "; a restart is a dashed line" * bool(restarts)
+    dashed = "; a restart is a dashed line" if restarts else ""
     figure = drawn(traces, height=480).update_yaxes(type="log")
     for step in restarts[-20:]:
         figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
