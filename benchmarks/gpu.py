@@ -13,7 +13,6 @@ Exit code: 0 all checks that were asked for passed, 1 otherwise. A missed target
 """
 
 import argparse
-import gzip
 import json
 import math
 import os
@@ -27,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from benchmarks.against_trainer import train_py, trainer, write_rows
-from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
+from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.local_ranks import run_local_ranks
@@ -244,29 +242,13 @@ def environment(bench: Bench) -> dict[str, Figures]:
 
 def tests(bench: Bench) -> dict[str, Figures]:
     """pytest -m gpu: the varlen kernel, NCCL and the loss against the CPU's."""
-    files = [path for path in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    output = bench.command("-m", "pytest", "-q", "-n", "0", "-m", "gpu", *files)
+    output = bench.command("-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests")
     return {"": {"note": output.splitlines()[-1]}}
 
 
 def measured(shape: str, tokens: int, **options: Any) -> dict[str, dict[str, Any]]:
     """One run with micro-batches of `tokens` tokens."""
     return {"": {"shape": shape, "tokens": tokens, **options}}
-
-
-def profile(bench: Bench) -> dict[str, Figures]:
-    """The kernels of a step that take most of its time, by the trace of train.py's profiler."""
-    folder = bench.folder / "profiled"
-    folder.mkdir(exist_ok=True)
-    (folder / PROFILE_NOW).touch()
-    steps, _ = bench.train("1.5b", 16_384, output_dir=folder)  # written after the fifth step
-    [trace] = (folder / "profile").glob("*.gz")
-    kind = "cpu_op" if bench.toy else "kernel"
-    events = pd.DataFrame(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
-    spent = events[events.cat == kind].groupby("name").dur.sum()
-    shares = (spent / spent.sum()).nlargest(12)
-    parts = [f"{share:.1%} {name}" for name, share in shares.items()]
-    return {"": {**bench.figures_of(steps), "note": "\n".join(["a profile", *parts])}}
 
 
 def against_trainer(bench: Bench) -> dict[str, Figures]:
@@ -322,7 +304,6 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "1.5b_32k_compiled": (3, measured("1.5b", 32_768, **COMPILED)),
     "1.5b_16k": (2, measured("1.5b", 16_384)),
     "1.5b_16k_compiled": (3, measured("1.5b", 16_384, **COMPILED)),
-    "profile": (2, profile),
     "against_trainer_1": (5, against_trainer),
     "8b_16_layers_16k_zero3": (3, measured("8b_16_layers", 16_384, stage=3)),
     "8b_16_layers_16k_zero3_compiled": (4, measured("8b_16_layers", 16_384, stage=3, **COMPILED)),
@@ -359,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
     parser.add_argument("--minutes", type=float, default=9, help="of this call")
-    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=CHECKS)
     parser.add_argument("--toy", action="store_true", help="toy sizes, on CPU, without a limit")
     args = parser.parse_args()
     wanted = args.only or list(CHECKS)

@@ -1,11 +1,11 @@
 """Inspect the data before training: what was read, lengths, what is supervised, and the step plan.
 
     python -m scripts.inspect_data --config recipes/demo.yaml [--show 3] [--ranks 8 64 512]
-        [--color auto|always|never]
 
 Prints counts, length quantiles, tokens, truncation and the supervised share; the first examples,
-with supervised text and end marks in color (or in brackets); and padding and balance of the steps
-planned for several world sizes. Any flag of train.py may follow.
+with supervised text and end marks in color on a terminal, else in brackets; and padding and balance
+of the steps planned for several world sizes. The variables FORCE_COLOR and NO_COLOR decide in place
+of the terminal. Any flag of train.py may follow.
 """
 
 import argparse
@@ -22,7 +22,6 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[8, 64, 512], help="world sizes to plan for"
     )
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
     args, rest = parser.parse_known_args()
     if min(args.ranks) < 1 or args.show < 0:
         raise UserError("--ranks must be at least 1, --show at least 0")
@@ -41,8 +40,7 @@ def main() -> None:
     print_counts("training examples", plan)
     for name, eval_plan in eval_plans.items():
         print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan)
-    color = {"auto": None, "always": True, "never": False}[args.color]
-    print_examples(plan, tokenizer, args.show, color)
+    print_examples(plan, tokenizer, args.show)
     on_cpu = " (data.batching auto, resolved for CPU)" if asked.data.batching == "auto" else ""
     print_plans(plan, args.ranks, config.data.batching + on_cpu)
 

@@ -19,7 +19,11 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from transformers import AutoConfig, PretrainedConfig
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
@@ -41,9 +45,6 @@ from zerotrain.tools.estimate import (
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.states import MASTER, MOMENTS
 from zerotrain.training.setup import Architecture
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 REPO = Path(__file__).resolve().parent.parent
 LARGEST = 1e15  # of what an option may say, so that no sum of a plan is infinite
@@ -107,8 +108,6 @@ def make_workload(
     Raises:
         UserError: the model's config cannot be loaded, or a row cannot be used.
     """
-    import numpy as np
-
     train = config.train
     model = Architecture.of(config.model, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
@@ -129,10 +128,8 @@ def make_workload(
     )
 
 
-def load_shape(config: Config) -> "PretrainedConfig":
+def load_shape(config: Config) -> PretrainedConfig:
     """The architecture of the run's model: from recipes/shapes.json, else as in training."""
-    from transformers import AutoConfig
-
     file = REPO / "recipes" / "shapes.json"
     shapes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if shape := shapes.get(config.model.name_or_path):
@@ -275,8 +272,6 @@ def draw(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def show_table(records: Sequence[dict[str, Any]]) -> None:
-    import pandas as pd
-
     print(pd.DataFrame(records).to_string(index=False, na_rep="0", float_format=digits))
 
 

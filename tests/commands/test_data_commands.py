@@ -19,7 +19,7 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
     row = chat("bold \033[31m", "1 < 2 & 3", "And?", "No.")
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[str(rows)])]
-    finished = forks.script(*inspect, "--rank", 2, 64, "--color", "always", code=0)
+    finished = forks.script(*inspect, "--rank", 2, 64, code=0, FORCE_COLOR="1")
     assert "rows.jsonl, read as messages: 70 examples x 1 per epoch" in finished.output
     assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output
     assert "\033[31m" not in finished.output, "control characters of a row reach no terminal"

@@ -62,15 +62,11 @@ def print_counts(name: str, plan: DataPlan) -> None:
     show_rows(rows)
 
 
-def print_examples(
-    plan: DataPlan, tokenizer: PreTrainedTokenizerBase, count: int, color: bool | None
-) -> None:
-    """The first examples, decoded, with supervised text in color or in brackets.
-
-    Args:
-        color: None decides by the terminal.
+def print_examples(plan: DataPlan, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+    """Print the first examples, decoded, with supervised text in color on a terminal, else in
+    brackets.
     """
-    console = Console(force_terminal=color, no_color=color is False or None, soft_wrap=True)
+    console = Console(soft_wrap=True)
     has_color = console.color_system is not None and not console.no_color
     examples = np.arange(min(count, len(plan.data)))
     if not len(examples):

@@ -4,21 +4,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from zerotrain.data.loader import load_steps
-
-if TYPE_CHECKING:
-    from zerotrain.data.data_plan import DataPlan
-    from zerotrain.data.loader import MicroBatch
+from zerotrain.data.data_plan import DataPlan
+from zerotrain.data.loader import MicroBatch, load_steps
 
 MAX_NAMED = 5  # examples that are missing or come too often, which are named by file and line
 
 
-def prove_epochs(plan: "DataPlan", then: int, cut: float, epochs: int) -> bool:
+def prove_epochs(plan: DataPlan, then: int, cut: float, epochs: int) -> bool:
     """Load the first epochs on every rank, uninterrupted, and resumed on `then` ranks after a
     fraction `cut` of them; print what came out.
 
@@ -61,7 +57,7 @@ def prove_epochs(plan: "DataPlan", then: int, cut: float, epochs: int) -> bool:
     return all(least <= counts <= most for counts in loaded.values())
 
 
-def _loaded(plan: "DataPlan", first: int, last: int) -> Counter[bytes]:
+def _loaded(plan: DataPlan, first: int, last: int) -> Counter[bytes]:
     """How often the loaders of all ranks yield each example in steps [first, last)."""
     return Counter(
         key
@@ -72,7 +68,7 @@ def _loaded(plan: "DataPlan", first: int, last: int) -> Counter[bytes]:
     )
 
 
-def _keys_in(batch: "MicroBatch") -> Iterator[bytes]:
+def _keys_in(batch: MicroBatch) -> Iterator[bytes]:
     """The examples of a micro-batch, without fillers."""
     ids = batch.input_ids.numpy()
     is_target = np.zeros_like(ids)

@@ -6,22 +6,18 @@ It shares with the trainer the rows' tokens and which rows a step has, and nothi
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from zerotrain.config.schema import Config, DataConfig, Source
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.data.tokenize import tokenize_sources
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from zerotrain.config.schema import Config, DataConfig, Source
 
 Row = tuple[torch.Tensor, torch.Tensor]
 """Token ids, int64 [1, tokens], and which of them carry loss, bool [1, tokens]."""
@@ -44,8 +40,8 @@ class PlainRun(NamedTuple):
 
 
 def train_plainly(
-    config: "Config",
-    tokenizer: "PreTrainedTokenizerBase",
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
     eps: float = 1e-8,
 ) -> PlainRun:
@@ -103,7 +99,7 @@ def train_plainly(
 
 
 def read_rows(
-    sources: list["Source"], tokenizer: "PreTrainedTokenizerBase", data: "DataConfig"
+    sources: list[Source], tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> list[Row]:
     """The tokenized rows of some sources."""
     if not sources:

@@ -10,19 +10,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from zerotrain.config.schema import Config, Source
 from zerotrain.data.sources import BadRow
 from zerotrain.data.tokenize import TokenizedRows
 from zerotrain.data.turns import FIXED_DATE, Template, with_arguments_as_text
 from zerotrain.tools.source_rows import canonical_rows, supervised_answers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from zerotrain.config.schema import Config, Source
 
 MAX_NAMED = 5  # problems listed by file and line
 COMPARED_CHARACTERS = 12  # of the text before an answer
@@ -122,10 +119,10 @@ def _squeeze(text: str) -> str:
 
 
 def prove_rows(
-    sources: list["Source"],
-    tokenizer: "PreTrainedTokenizerBase",
+    sources: list[Source],
+    tokenizer: PreTrainedTokenizerBase,
     data: TokenizedRows,
-    config: "Config",
+    config: Config,
 ) -> tuple[int, int]:
     """Compare every row that became one whole example, and print what was found. Rows of plain
     text, cut or split rows, and all rows under data.supervise: all are counted but not compared.
