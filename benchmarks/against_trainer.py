@@ -95,7 +95,7 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     runs = {side: [] for side in sides}
     for repeat in range(args.repeats):
         for side in sides:
-            steps, peak_gib = run_ours(args, repeat) if side == OURS else run_trainer(args, side)
+            steps, peak_gib = run_side(args, side, repeat)
             step = pd.DataFrame(steps)
             tokens = step["tokens"].sum()
             seconds = step["step_seconds"]
@@ -130,8 +130,12 @@ def launch(args: argparse.Namespace, *command: object) -> float:
     return ended.peak_gib
 
 
-def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]], float]:
-    """The step records of train.py, and its peak memory, GiB."""
+def run_side(
+    args: argparse.Namespace, side: str, repeat: int
+) -> tuple[list[dict[str, Any]], float]:
+    """Return the step records of train.py, or of Trainer with a sampling strategy, and the peak
+    memory, GiB.
+    """
     run = args.folder / f"run_{repeat}"
     command = train_py(
         args.folder,
@@ -149,8 +153,11 @@ def run_ours(args: argparse.Namespace, repeat: int) -> tuple[list[dict[str, Any]
             "train.precision": args.precision,
         },
     )
-    peak_gib = launch(args, *command)
-    return read_metrics(run), peak_gib
+    if side == OURS:
+        peak_gib = launch(args, *command)
+        return read_metrics(run), peak_gib
+    peak_gib = launch(args, *trainer(side, command))
+    return read_trainer(run)["steps"], peak_gib
 
 
 def train_py(folder: Path, settings: dict[str, Any]) -> list[object]:
@@ -167,28 +174,14 @@ def train_py(folder: Path, settings: dict[str, Any]) -> list[object]:
     return ["train.py", "--config", file, *flags]
 
 
-def run_trainer(args: argparse.Namespace, strategy: str) -> tuple[list[dict[str, Any]], float]:
-    """The same of Trainer with a sampling strategy."""
-    command, out = trainer(
-        args.folder,
-        strategy=strategy,
-        rows=args.folder / "rows.jsonl",
-        model=args.folder / "model",
-        ds_config=f"ds_configs/zero{args.zero}.json",
-        global_batch_size=args.global_batch_size,
-        micro_batch_tokens=args.micro_batch_tokens,
-        precision=args.precision,
-    )
-    peak_gib = launch(args, *command)
-    return json.loads(out.read_text())["steps"], peak_gib
+def trainer(strategy: str, command: list[object]) -> list[object]:
+    """The command of benchmarks/trainer.py for the work of a command of train.py."""
+    return ["-m", "benchmarks.trainer", strategy, *command[1:]]
 
 
-def trainer(folder: Path, **work: object) -> tuple[list[object], Path]:
-    """The command of benchmarks/trainer.py, and the file that it writes."""
-    file = folder / "trainer.json"
-    out = folder / "trainer_steps.json"
-    file.write_text(json.dumps({"out": out, "tokenizer": TOKENIZER, **work}, default=str))
-    return ["-m", "benchmarks.trainer", file], out
+def read_trainer(output_dir: Path) -> dict[str, Any]:
+    """What benchmarks/trainer.py has measured."""
+    return json.loads(output_dir.with_suffix(".json").read_text())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.against_trainer import train_py, trainer, write_rows
+from benchmarks.against_trainer import read_trainer, train_py, trainer, write_rows
 from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.machine import GIB, Machine
@@ -145,25 +145,21 @@ class Bench:
         write_rows(file, np.clip(lengths, 8, max_length - 2))
         return file
 
-    def train(
+    def command_of(
         self, shape: str = "0.6b", tokens: int = 4096, stage: int | str = 1, **settings: object
-    ) -> tuple[list[dict[str, Any]], Figures]:
-        """STEPS steps of train.py, which is then killed: it would save at its end. Activations are
-        recomputed only where the estimate without it does not fit.
+    ) -> list[object]:
+        """The command of a run of train.py.
 
         Args:
             tokens: of the longest row, of a micro-batch, and a quarter of a step's.
             stage: which of ds_configs/zeroSTAGE.json.
             settings: of the run config, by dotted key.
-
-        Returns:
-            The records of the steps, and what the run was estimated to take.
         """
         tokens = self.size(tokens, 256)
-        run = Path(settings.setdefault("output_dir", tempfile.mkdtemp(dir=self.folder)))
-        command = train_py(
+        return train_py(
             self.folder,
             {
+                "output_dir": tempfile.mkdtemp(dir=self.folder),
                 "ds_config": f"ds_configs/zero{stage}.json",
                 "model.name_or_path": self.model(shape, tokens),
                 "model.from_config": shape != WITH_WEIGHTS,
@@ -176,12 +172,20 @@ class Bench:
                 **settings,
             },
         )
+
+    def train(self, command: list[object]) -> tuple[list[dict[str, Any]], Figures]:
+        """STEPS steps of train.py, which is then killed: it would save at its end. Activations are
+        recomputed only where the estimate without it does not fit.
+
+        Returns:
+            The records of the steps, and what the run was estimated to take.
+        """
         note = "nothing recomputed"
-        peak = estimated_peak(command)
+        run, peak = estimated(command)
         if torch.cuda.is_available() and peak > USED_SHARE * torch.cuda.mem_get_info()[1]:
             note = "activations recomputed"
-            command.append("--model.activation_checkpointing=true")
-            peak = estimated_peak(command)
+            command = [*command, "--model.activation_checkpointing=true"]
+            _, peak = estimated(command)
 
         def has_run() -> bool:
             return (run / METRICS).is_file() and len(read_metrics(run)) >= STEPS
@@ -194,9 +198,9 @@ class Bench:
         first.
 
         Args:
-            runs: arguments of `train`.
+            runs: arguments of `command_of`.
         """
-        found = {name: self.train(**options) for name, options in runs.items()}
+        found = {name: self.train(self.command_of(**options)) for name, options in runs.items()}
         losses = {name: [step["loss"] for step in steps] for name, (steps, _) in found.items()}
         every = list(losses.values())
         if not np.allclose(every, every[0], rtol=LOSS_TOLERANCE, atol=0):
@@ -218,11 +222,13 @@ class Bench:
         return figures
 
 
-def estimated_peak(command: list[object]) -> float:
-    """The bytes that a run on one GPU needs by the estimate, from the command of train.py."""
+def estimated(command: list[object]) -> tuple[Path, float]:
+    """The folder of a run on one GPU, and the bytes that it needs by the estimate, from the command
+    of train.py.
+    """
     config = parse_command_line([str(word) for word in command[1:]]).config
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
-    return estimate_memory(open_run(config, machine)[0]).peak
+    return Path(config.output_dir), estimate_memory(open_run(config, machine)[0]).peak
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,19 +265,11 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
     rows_of_batch = 8 * tokens // bench.size(MEAN_LENGTH, 64)
     rows = bench.rows(tokens, STEPS * rows_of_batch)
     batch = {"train.global_batch_tokens": "null", "train.global_batch_size": rows_of_batch}
-    steps, _ = bench.train("1.5b", 16_384, **{"data.train_sources": [str(rows)], **batch})
-    command, out = trainer(
-        bench.folder,
-        strategy="padding_free",
-        rows=rows,
-        model=bench.model("1.5b", tokens),
-        ds_config="ds_configs/zero1.json",
-        precision=bench.precision,
-        global_batch_size=rows_of_batch,
-        micro_batch_tokens=tokens,
-    )
-    bench.command(*command)
-    report = json.loads(out.read_text())
+    command = bench.command_of("1.5b", 16_384, **{"data.train_sources": [str(rows)], **batch})
+    run, _ = estimated(command)
+    steps, _ = bench.train(command)
+    bench.command(*trainer("padding_free", command))
+    report = read_trainer(run)
     ours, theirs = bench.figures_of(steps), bench.figures_of(report.pop("steps")) | report
     theirs["train_py_over_this"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
     liger = "Liger" if report["liger"] else "without Liger"
@@ -287,7 +285,7 @@ def resume(bench: Bench) -> dict[str, Figures]:
     (run / "stop").touch()  # seen after the first step
     saves = {"every_steps": 3, "async_save": True, "keep_last": 1}
     options = {"output_dir": run, "checkpoint": saves}
-    stopped, _ = bench.train(**options)
+    stopped, _ = bench.train(bench.command_of(**options))
     if len(stopped) != 1:
         raise CheckFailed(f"the run was to stop after a step, not after {len(stopped)}")
     bench.compare({"whole": {}, "resumed": options})

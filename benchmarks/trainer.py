@@ -1,12 +1,13 @@
 """One rank of transformers' Trainer, for benchmarks/against_trainer.py and benchmarks/gpu.py.
 
-    python -m benchmarks.trainer WORK.json          see `trainer` in against_trainer.py
+    python -m benchmarks.trainer STRATEGY --config FILE [--section.key value ...]
 
 Rows are sampled by one of Trainer's strategies and padded; padding_free joins random rows
 (DataCollatorWithFlattening) under the attention of train.py's packed examples. A micro-batch has
 as many rows as fit into micro_batch_tokens on average. On a GPU the Liger kernels are used where
-liger_kernel is installed. The first rank writes as JSON what was used, the peak memory, and of each
-step its tokens, padding efficiency, seconds, and when it has ended.
+liger_kernel is installed. Options are those of train.py, for the same work. The first rank writes
+into OUTPUT_DIR.json what was used, the peak memory, and of each step its tokens, padding
+efficiency, seconds, and when it has ended.
 """
 
 import json
@@ -15,7 +16,6 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -34,6 +34,8 @@ from transformers import (
 )
 from transformers.utils import is_liger_kernel_available
 
+from zerotrain.config.parse import parse_command_line
+from zerotrain.config.schema import Config
 from zerotrain.model.packing import PACKED_EXAMPLES
 
 
@@ -53,10 +55,11 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    work = SimpleNamespace(**json.loads(Path(sys.argv[1]).read_text()))
+    strategy, *options = sys.argv[1:]
+    config = parse_command_line(options).config
     if not torch.cuda.is_available():  # as in train.py: DeepSpeed would compile an all-reduce
         deepspeed.ops.__compatible_ops__ = {}
-    trainer = make_trainer(work)
+    trainer = make_trainer(config, strategy)
     collate = trainer.data_collator
     counts = []  # tokens without and with padding of each micro-batch
 
@@ -87,30 +90,30 @@ def main() -> None:
         }  # fmt: skip
         if torch.cuda.is_available():
             report["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        Path(work.out).write_text(json.dumps(report))
+        Path(config.output_dir).with_suffix(".json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()  # or its threads may abort the exit of Python
 
 
-def make_trainer(work: SimpleNamespace) -> Trainer:
+def make_trainer(config: Config, strategy: str) -> Trainer:
     """The trainer of a strategy, with random weights."""
     on_gpu = torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(work.tokenizer)
-    examples = Dataset.from_list(read_examples(Path(work.rows), tokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer)
+    examples = Dataset.from_list(read_examples(Path(config.data.train_sources[0].path), tokenizer))
     mean_tokens = sum(map(len, examples["input_ids"])) / len(examples)
-    joins = work.strategy == "padding_free"
-    per_rank = work.global_batch_size // int(os.environ["WORLD_SIZE"])
-    fitting = max(1, int(work.micro_batch_tokens / mean_tokens))
+    joins = strategy == "padding_free"
+    per_rank = config.train.global_batch_size // int(os.environ["WORLD_SIZE"])
+    fitting = max(1, int(config.data.micro_batch_tokens / mean_tokens))
     rows = max(n for n in range(1, fitting + 1) if per_rank % n == 0)
     arguments = TrainingArguments(
-        output_dir=str(Path(work.out).with_suffix("")),
-        deepspeed=work.ds_config,
-        bf16=work.precision == "bf16",
+        output_dir=config.output_dir,
+        deepspeed=config.ds_config,
+        bf16=config.train.precision == "bf16",
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=per_rank // rows,
         num_train_epochs=1,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
-        train_sampling_strategy="random" if joins else work.strategy,
+        train_sampling_strategy="random" if joins else strategy,
         use_cpu=not on_gpu,
         use_liger_kernel=on_gpu and is_liger_kernel_available(),
         report_to="none",
@@ -121,7 +124,7 @@ def make_trainer(work: SimpleNamespace) -> Trainer:
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(work.model),
+            AutoConfig.from_pretrained(config.model.name_or_path),
             dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
             attn_implementation=PACKED_EXAMPLES if joins else "sdpa",
         )

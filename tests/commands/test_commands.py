@@ -25,7 +25,6 @@ METRICS = {
 
 MISTAKES = {  # flags, ranks, part of the line
     "malformed line": (["--data.train_sources=[{rows}]"], 2, "rows.jsonl:1: not JSON"),
-    "missing model folder": (["--model.name_or_path=./nowhere"], 1, "no such folder"),
     "ds_config that DeepSpeed refuses": (
         ["--ds_config={ds_config}"], 1, "ds.json: zero_optimization.stage: Input should be"),
     "fewer ranks than given": (["--distributed.world_size=3"], 1, "distributed.world_size"),
@@ -59,15 +58,6 @@ def test_a_script_runs_in_any_folder(tmp_path, name):
     script = REPO / "scripts" / f"{name}.py"
     finished = run(["env", packages, sys.executable, "-S", script, "--help"], cwd=tmp_path)
     assert finished.code != 1 and "Traceback" not in finished.output
-
-
-def test_a_failure_is_neither_0_nor_2_and_leaves_no_process(forks, left_running, tiny_config):
-    """A run that diverges is stopped by its guard, and not finished."""
-    config = tiny_config(train__learning_rate=1e30, train__gradient_clipping=0.0)
-    finished = forks.train(config, ranks=2)
-    assert finished.code not in (0, 2), finished.output
-    assert re.match(r"error: step \d+: loss .* steps in a row were skipped", finished.errors[0])
-    assert not left_running()
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
@@ -124,8 +114,6 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
     attention = "unknown" if is_flash_attn_2_available() else "flash_attention_2"
     flags = "--dry_run", f"--model.attn_implementation={attention}"
     assert "model.attn_implementation" in forks.refusal(config, *flags)
-    flags = "--dry_run", f"--data.eval_sources=[{tmp_path}/train.*]"
-    assert "the same rows as" in forks.refusal(config, *flags)
     assert not (tmp_path / "run").exists()
 
 

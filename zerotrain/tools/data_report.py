@@ -17,23 +17,22 @@ from zerotrain.runtime.progress import show_rows
 QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100)
 PLANNED_STEPS = 50  # of the first epoch, for each number of ranks
 MAX_TOKENS = 1000  # of an example
-PLAIN = "plain"
-ANSWER = "answer"
-SPECIAL = "special"
-# Kind of text -> its style on a terminal with colors, and its brackets on one without
-STYLES = {PLAIN: ("", "", ""), ANSWER: ("green", "[[", "]]"), SPECIAL: ("bold magenta", "{{", "}}")}
+# Each kind of text: its style on a terminal with colors, and its brackets on one without
+PLAIN = ("", "", "")
+ANSWER = ("green", "[[", "]]")
+SPECIAL = ("bold magenta", "{{", "}}")
 
 
 def segments(
     ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, str]]:
-    """An example as (kind, text): PLAIN carries no loss, ANSWER does, and so does SPECIAL, special
-    tokens such as end marks.
+) -> Iterator[tuple[tuple[str, str, str], str]]:
+    """Yield an example as (kind, text): PLAIN carries no loss, ANSWER does, and so does SPECIAL,
+    which is special tokens such as end marks.
     """
     special = {*tokenizer.all_special_ids}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def kind_of(token: tuple[int, int]) -> str:
+    def kind_of(token: tuple[int, int]) -> tuple[str, str, str]:
         return (SPECIAL if token[0] in special else ANSWER) if token[1] else PLAIN
 
     for kind, group in groupby(zip(ids, mask, strict=True), kind_of):
@@ -75,10 +74,9 @@ def print_examples(plan: DataPlan, tokenizer: PreTrainedTokenizerBase, count: in
     for example, (ids, mask) in zip(examples, plan.data.fetch(examples), strict=True):
         place = f"{plan.data.place_of(example)}: {len(ids)} tokens, {mask.sum()} supervised"
         line = Text()
-        for kind, text in segments(
+        for (style, before, after), text in segments(
             ids[:MAX_TOKENS].tolist(), mask[:MAX_TOKENS].tolist(), tokenizer
         ):
-            style, before, after = STYLES[kind]
             visible = "\n".join(map(printable, text.split("\n")))
             line.append(visible if has_color else f"{before}{visible}{after}", style)
         if len(ids) > MAX_TOKENS:
