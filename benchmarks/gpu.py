@@ -115,10 +115,6 @@ class Bench:
             raise CheckFailed("its minutes are over")
         return ended.output
 
-    @property
-    def precision(self) -> str:
-        return "fp32" if self.toy else "bf16"
-
     def size(self, value: int, toy_value: int) -> int:
         return toy_value if self.toy else value
 
@@ -168,7 +164,7 @@ class Bench:
                 "data.micro_batch_tokens": tokens,
                 "train.global_batch_tokens": 4 * tokens,
                 "train.steps": 10_000,
-                "train.precision": self.precision,
+                "train.precision": "fp32" if self.toy else "bf16",
                 **settings,
             },
         )
