@@ -63,9 +63,10 @@ def test_model_states_are_as_estimated(bench, tmp_path):
     small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}
     shape = json.loads((run / "config.json").read_text()) | small
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    options = ["--model.name_or_path", tmp_path, "--output_dir", tmp_path / "run"]
+    options = ["--model.name_or_path", tmp_path, "--model.from_config=true"]
+    folders = ["--output_dir", tmp_path / "run", "--data.cache_dir", tmp_path / "cache"]
     files = ["--config", run / "run.yaml", "--ds_config", "ds_configs/zero3.json"]
-    done = bench("memory", *files, *options, "--data.cache_dir", tmp_path / "cache")
+    done = bench("memory", *files, *options, *folders)
     assert done.code == 0, done.output
     [row] = [line.split("|")[1:-1] for line in done.output.splitlines() if line.startswith("|")]
     estimated, measured, ratio, *peak = map(float, row[1:])
