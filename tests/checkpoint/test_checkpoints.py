@@ -70,15 +70,15 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
         train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
         checkpoint__resume=str(checkpoint),
     )  # fmt: skip
-    assert "train.learning_rate" in forks.refusal(config)
-    same_rate = "--train.learning_rate", "0.003"
-    assert 'train.precision was "bf16"' in forks.refusal(config, *same_rate)
+    assert 'train.precision was "bf16"' in forks.refusal(config)
+    same_precision = "--train.precision", "bf16"
+    assert "train.learning_rate" in forks.refusal(config, *same_precision)
     held_out = "--data.eval_sources", "[]", "--data.eval_fraction", "0.1"
     assert "data.eval_fraction was 0.0, this run's is 0.1" in forks.refusal(config, *held_out)
     rows = tmp_path / "fewer.jsonl"
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:-1]))
-    same_precision = "--train.precision", "bf16"  # the rate differs, and is not blamed
+    # the rate differs, and is not blamed
     for other in (str(rows), {"path": str(tmp_path / "train.jsonl"), "repeat": 0.3}):
         other_data = "--data.train_sources", json.dumps([other])
         assert "weights_only" in forks.refusal(config, *other_data, *same_precision)

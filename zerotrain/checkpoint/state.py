@@ -1,7 +1,8 @@
 """What a run is, and how far it has progressed."""
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +11,16 @@ from pydantic import NonNegativeInt
 from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import zero_stage
+from zerotrain.config.parse import plain_config
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.training.optimizer import scaled_learning_rate
 from zerotrain.training.setup import Setup
 
+COMPARED = (
+    "data.eval_fraction", "train.seed", "train.global_batch_size", "train.global_batch_tokens",
+    "train.weight_decay", "train.adam_betas", "train.lr_schedule", "train.lr_schedule_args",
+    "train.precision", "model.lora", "model.trainable", "model.quantization",
+)  # fmt: skip
 # What of RunIdentity.settings may change with checkpoint.allow_plan_change
 FOLLOWS_PLAN = (
     "train.global_batch_size", "train.global_batch_tokens",
@@ -36,29 +43,15 @@ class RunIdentity:
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
         """The identity of a run whose training plan is `plan`."""
         train = setup.config.train
-        model = setup.config.model
-        record = PlanRecord.of(plan)
+        plain = plain_config(setup.config)
         return cls(
-            plan=record,
+            plan=PlanRecord.of(plan),
             world_size=plan.budget.world_size,
             zero_stage=zero_stage(setup.ds_config),
             precision=train.precision,
-            # also what the plan's record has: a refusal names the key that was changed
-            settings={
-                "data.eval_fraction": setup.config.data.eval_fraction,
-                "train.seed": record.seed,
-                "train.global_batch_size": record.global_batch_size,
-                "train.global_batch_tokens": record.global_batch_tokens,
-                "train.learning_rate (scaled)": scaled_learning_rate(train, plan.mean_batch),
-                "train.weight_decay": train.weight_decay,
-                "train.adam_betas": list(train.adam_betas),
-                "train.lr_schedule": train.lr_schedule,
-                "train.lr_schedule_args": train.lr_schedule_args,
-                "train.precision": train.precision,
-                "model.lora": model.lora and asdict(model.lora),
-                "model.trainable": model.trainable,
-                "model.quantization": model.quantization,
-            },
+            settings={key: reduce(dict.get, key.split("."), plain) for key in COMPARED}
+            # last: it follows from others, and a refusal names the key that was changed
+            | {"train.learning_rate (scaled)": scaled_learning_rate(train, plan.mean_batch)},
         )
 
 

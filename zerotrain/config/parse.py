@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -44,6 +44,13 @@ OTHER_NAMES = """
     weight: data.train_sources [{path: FILE, repeat: 2}]
 """
 """Names in transformers' Trainer, DeepSpeed and other tools, and the keys that do the same here."""
+SAID_OF_A_BASE = (
+    "model.tokenizer", "model.chat_template", "model.trainable", "data.supervise",
+    "data.ignore_keys", "data.as_chat", "tracking.project",
+)  # fmt: skip
+"""Keys that a base should not set unnoticed: they fit its own model and rows, and the start-up
+table does not show them.
+"""
 PLAIN_WORDS = {
     "missing": "a value is missing",
     "bool_parsing": "it has to be true or false",
@@ -99,9 +106,10 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             f"--config FILE has to be given once, such as --config recipes/demo.yaml, and is given "
             f"{len(files)} times; a file can name another one as its base"
         )
+    [file] = files
     settings = {}
-    places = {"": files[0]}  # where each key was given last
-    for values, own_places in _with_bases(files[0]):
+    places = {"": file}  # where each key was given last
+    for values, own_places in _with_bases(file):
         settings = _merge(settings, values, Config)
         places |= own_places
     for key, text in flags:
@@ -125,13 +133,14 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             f"{places[trust]}: {trust}: a file cannot allow a model's code to run; read that code, "
             f"then add --{trust} true to the command"
         )
-    inherited = []
-    for key in config_keys():
-        value = reduce(lambda tree, name: (tree or {}).get(name), key.split("."), settings)
-        if value is not None and places[key].rpartition(":")[0] not in {*files, ""}:
-            inherited.append(f"{key} {json.dumps(value)}".replace('"', ""))
+    own = (f"{file}:", COMMAND_LINE)
+    inherited = [
+        f"{key} {attrgetter(key)(config)}"
+        for key in SAID_OF_A_BASE
+        if not places.get(key, COMMAND_LINE).startswith(own)
+    ]
     if inherited:
-        print_line(f"from the base of {files[-1]}: {', '.join(inherited)}")
+        print_line(f"from the base of {file}: {', '.join(inherited)}")
     return CommandLine(config, DRY_RUN in argv)
 
 
@@ -148,11 +157,16 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def plain_config(config: Config) -> dict[str, Any]:
+    """The config in values of JSON: dictionaries and lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
 def dump_config(config: Config) -> str:
     """YAML text that parse_command_line reads back as an equal Config, but for
     model.trust_remote_code, which only a command line can set.
     """
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
+    plain = plain_config(config)
     del plain["model"]["trust_remote_code"]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
@@ -173,16 +187,12 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
             return None if node is None or node.tag == NULL else node.value
         values = {}
         for key, value in node.value:
-            name = str(key.value)
+            name, line = str(key.value), key.start_mark.line + 1
             if ":" in key.value:
-                raise yaml.YAMLError(
-                    f"{name}, in line {key.start_mark.line + 1}: write a space after the colon"
-                )
+                raise yaml.YAMLError(f"{name}, in line {line}: write a space after the colon")
             if name in values:
-                raise yaml.YAMLError(
-                    f"{name}: occurs twice, in line {key.start_mark.line + 1} again; remove one"
-                )
-            lines[prefix + name] = key.start_mark.line + 1
+                raise yaml.YAMLError(f"{name}: occurs twice, in line {line} again; remove one")
+            lines[prefix + name] = line
             values[name] = value_of(value, f"{prefix}{name}.")
         return values
 
@@ -286,22 +296,21 @@ def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> d
 
 def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
     """The first error of pydantic as `FILE: key: problem`."""
-    names = config_keys()
     first = min(error.errors(), key=lambda e: e["type"] == "missing")  # an unknown key first
-    path = ".".join(map(str, first["loc"]))
-    key = place = next((name for name in names if f"{path}.".startswith(f"{name}.")), path)
-    while place not in places:
-        place = place.rpartition(".")[0]
-    parts = first["loc"][key.count(".") + 1 :]
-    # pydantic also has the names of the types that a key takes
-    within = [f"item {p + 1}" if isinstance(p, int) else p for p in parts if "[" not in str(p)]
+    # without pydantic's names of the types that a key takes
+    parts = [str(part) for part in first["loc"] if "[" not in str(part)]
+    path = key = ".".join(parts)
+    while key not in places:
+        key = key.rpartition(".")[0]
+    within = path.removeprefix(key).split(".")
+    within = [f"item {int(part) + 1}" if part.isdigit() else part for part in within]
     problem = first["msg"].removeprefix("Value error, ").replace("Input should", "it has to")
     problem = PLAIN_WORDS.get(first["type"], problem)
     if first["type"] == "unexpected_keyword_argument":
-        problem = f"unknown key; remove it{likely(path, [*names, *config_keys(Source)])}"
+        problem = f"unknown key; remove it{likely(path, [*config_keys(), *config_keys(Source)])}"
     elif first["type"] not in ("missing", "value_error"):
         problem += f", got {json.dumps(first['input'], default=str)[:100]}".replace('"', "")
-    return ": ".join(filter(None, (places[place], key, *within, problem)))
+    return ": ".join(filter(None, (places[key], key, *within, problem)))
 
 
 def likely(name: str, names: Sequence[str]) -> str:
