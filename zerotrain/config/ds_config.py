@@ -107,13 +107,13 @@ def resolve_ds_config(
     if train.precision == "auto":
         stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
         chosen["precision"] = [*stated, machine.precision][0]
-    scheduler = merged["scheduler"]
-    named = train.lr_schedule
-    if named == "auto" or scheduler.get("type") in (named, SCHEDULERS.get(named, named)):
+    scheduler, named = merged["scheduler"], train.lr_schedule
+    kind = scheduler.get("type", "auto")
+    if named == "auto" or kind in (named, SCHEDULERS.get(named)):
         # as Trainer, which fills in what is "auto"; the last_batch_iteration -1 is a new run's
         own = {n: value for n, value in scheduler["params"].items() if value not in ("auto", -1)}
-        kind = scheduler.get("type", "cosine")
-        chosen |= {"lr_schedule": kind, "lr_schedule_args": train.lr_schedule_args | own}
+        chosen |= {"lr_schedule": "cosine" if kind == "auto" else kind}
+        chosen |= {"lr_schedule_args": train.lr_schedule_args | own}
     try:
         config = replace(config, train=replace(train, **chosen))
     except ValidationError as error:
