@@ -25,7 +25,6 @@ from zerotrain.config.parse import check_start, dump_config, parse_command_line
 from zerotrain.config.schema import Config, config_keys, settings_of
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
-from zerotrain.training.optimizer import scaled_learning_rate, warmup_steps
 
 DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
 
@@ -233,17 +232,6 @@ def test_help_has_every_setting_and_imports_no_torch():
     piped = run(["bash", "-c", f"{sys.executable} train.py --help | head -1"])
     assert piped.output.startswith("usage") and "Error" not in piped.output
     assert "class " not in finished.output
-    assert len(config_keys()) <= 80
-
-
-def test_learning_rate_and_warm_up_follow_the_batch(tiny_config):
-    for scaling, factor in (("none", 1), ("sqrt", (11 / 3) ** 0.5), ("linear", 11 / 3)):
-        config = parse(
-            tiny_config(train__lr_scaling=scaling, train__reference_global_batch=3,
-                        train__learning_rate=1e-3)
-        )  # fmt: skip
-        assert scaled_learning_rate(config.train, 11) == pytest.approx(factor * 1e-3)
-        assert [warmup_steps(config.train, n) for n in (12, 11.67, 10, 9, 48)] == [2, 2, 2, 3, 1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from deepspeed.runtime import lr_schedules
 
 from zerotrain.config.schema import TrainConfig
 from zerotrain.runtime.errors import UserError
-from zerotrain.training.optimizer import make_schedule
+from zerotrain.training.optimizer import make_schedule, warmup_steps
 
 TRAIN = TrainConfig(global_batch_size=10, learning_rate=1e-3, steps=20, warmup_examples=40)
 SCHEDULES = {
@@ -38,14 +38,16 @@ def test_every_schedule_warms_up_and_wastes_no_update(name):
     assert [found.rate(step) for step in (7, 3)] == [rates[7], rates[3]]  # in any order
 
 
-def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch():
+@pytest.mark.parametrize("scaling, factor", [("none", 1), ("sqrt", 2**0.5), ("linear", 2)])
+def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch(scaling, factor):
     """With a global batch in tokens, of which a step has a little less than was asked for."""
     batch = {"global_batch_size": None, "global_batch_tokens": 1000}
     train = dataclasses.replace(
-        TRAIN, **batch, lr_schedule="linear", lr_scaling="linear", reference_global_batch=450
+        TRAIN, **batch, lr_schedule="linear", lr_scaling=scaling, reference_global_batch=450
     )  # fmt: skip
     found = make_schedule(train, SimpleNamespace(mean_batch=900, mean_examples=10))
-    assert found.warmup_steps == 4 and found.peak == pytest.approx(2e-3)
+    assert found.warmup_steps == 4 and found.peak == pytest.approx(factor * 1e-3)
+    assert [warmup_steps(train, n) for n in (20, 18, 16, 80, 90)] == [2, 2, 3, 1, 1]
 
 
 @pytest.mark.parametrize("name, own", [
