@@ -162,8 +162,8 @@ def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
     for changes, problem in (
         ({"checkpoint__resume": "no"}, "checkpoint.resume: no such folder: no"),
         ({"output_dir": str(tmp_path / "file" / "run")}, "output_dir: cannot write"),
-        ({"output_dir": "$NOWHERE/run"}, "is not set"),
-        ({"output_dir": "$HOME/run"}, f"write {os.environ['HOME']}/run"),
+        ({"output_dir": "$NOWHERE/run"}, "if they are set"),
+        ({"output_dir": "$HOME/run"}, f"stand for {os.environ['HOME']}/run"),
     ):
         assert problem in complaint(parse(tiny_config(**changes)), of=check_start)
     config = parse(tiny_config(train__global_batch_size=3))

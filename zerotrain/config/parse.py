@@ -214,10 +214,9 @@ def check_start(config: Config) -> None:
     resume = config.checkpoint.resume
     if config.output_dir.startswith("~") or "$" in config.output_dir:
         meant = os.path.expandvars(Path(config.output_dir).expanduser())
-        if "$" in meant:
-            meant = "the folder itself: that variable is not set"
         raise UserError(
-            f"output_dir: {config.output_dir}: ~ and variables are not expanded here; write {meant}"
+            f"output_dir: {config.output_dir}: ~ and variables are not expanded here; write the "
+            f"folder itself (they stand for {meant}, if they are set)"
         )
     if resume != "auto" and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume: no such folder: {resume}")
@@ -273,20 +272,19 @@ def _with_bases(file: str, *derived: str) -> Iterator[tuple[dict[str, Any], dict
     yield values, places
 
 
-def _merge(settings: dict[str, Any], values: dict[str, Any], section: type) -> dict[str, Any]:
+def _merge(settings: Any, values: dict[str, Any], section: type) -> dict[str, Any]:
     """The settings of a section with other values in their place. null takes back what was set
     before; pydantic refuses it for a section.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
-    merged = dict(settings)
-    if values.get("name_or_path", model := settings.get("name_or_path")) != model:
+    merged = dict(settings) if isinstance(settings, dict) else {}
+    if values.get("name_or_path", model := merged.get("name_or_path")) != model:
         merged.pop("from_config", None)  # it was said of another model
     for name, value in values.items():
         # sections are merged key by key; other mappings, such as data.eval_sources, are replaced
         nested = section_of(kinds.get(name))
         if nested and isinstance(value, dict):
-            before = merged.get(name)
-            merged[name] = _merge(before if isinstance(before, dict) else {}, value, nested)
+            merged[name] = _merge(merged.get(name), value, nested)
         elif value is None and name in kinds and not nested:
             merged.pop(name, None)
         else:
