@@ -2,14 +2,13 @@
 touched, and a file of the wrong shape is one line.    pytest tests/checkpoint/test_trust.py
 """
 
-import json
 import os
 import shutil
 
 import pytest
 import torch
+from harness.inputs import rewrite
 
-from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
@@ -36,11 +35,9 @@ def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
     config = tiny_config(train__steps=2)
     forks.finish(config, ranks=2)
     canary, checkpoint = tmp_path / "canary", tmp_path / "run/checkpoints/step_00000002"
-    shard, file = checkpoint / "shards/rank_00001.pt", checkpoint / "manifest.json"
+    shard = checkpoint / "shards/rank_00001.pt"
     torch.save(torch.load(shard, weights_only=False) | {"extra": Touch(canary)}, shard)
-    manifest = json.loads(file.read_text())
-    manifest["files"]["shards/rank_00001.pt"] = measure(shard)
-    file.write_text(json.dumps(manifest))
+    rewrite(checkpoint, "shards/rank_00001.pt", shard.read_bytes())
     line = f"{shard} holds something other than tensors"
     with pytest.raises(UserError, match=line):
         export_checkpoint(checkpoint, tmp_path / "exported")

@@ -19,6 +19,7 @@ from harness.inputs import (
     SMALL_SIZES,
     chat,
     copy_with_code,
+    rewrite,
     save_tiny_llama,
     strategy,
     write_rows,
@@ -26,7 +27,6 @@ from harness.inputs import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model.load import load_model_config
@@ -302,13 +302,14 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     template.unlink()
     template.write_text(text)
 
-    # code, which save_pretrained does not write, with its entry in the manifest
-    (checkpoint / "model" / "tokenizer.py").write_text("raise SystemExit")
-    values = json.loads((checkpoint / "manifest.json").read_text())
-    values["files"]["model/tokenizer.py"] = measure(checkpoint / "model" / "tokenizer.py")
-    (checkpoint / "manifest.json").write_text(json.dumps(values))
-    export_checkpoint(checkpoint, tmp_path / "without_code")
-    assert not [*(tmp_path / "without_code").glob("*.py")]
+    # code, and what leads to other weights
+    for name in ("tokenizer.py", "adapter_config.json", "model.safetensors.index.json"):
+        rewrite(checkpoint, f"model/{name}", b"{}")
+    export_checkpoint(checkpoint, tmp_path / "clean")
+    assert {path.name for path in (tmp_path / "clean").iterdir()} == {
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
     assert "output_dir of a run" in forks.script("scripts.export", base, out, code=2).error
 
     # a config that says that a model's code may run, and a model that has some
@@ -328,65 +329,47 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
 EMBED = "model.embed_tokens.weight"
 
 
-def damage_weight(**changes):
-    """A change of a shard: another tensor in place of the embedding's, or another shape."""
-
-    def change(shard):
-        tensor = changes.get("tensor")
-        if tensor is not None:
-            shard["parts"][EMBED] = 0, {"fp32": tensor}
-        shard["shapes"][EMBED] = changes["shape"]
-
-    return change
-
-
-HOSTILE_SHARDS = {
-    "a weight that would be broadcast": damage_weight(tensor=torch.ones(1), shape=[1]),
-    "a negative shape": damage_weight(shape=[-320, -40]),
-    "a sparse weight": damage_weight(tensor=torch.ones(320, 40).to_sparse(), shape=[320, 40]),
-    "a weight of no device": damage_weight(tensor=torch.ones(9, device="meta"), shape=[3, 3]),
-    "2^40 elements of one byte": damage_weight(
-        tensor=torch.ones(1, dtype=torch.int8).expand(2**40), shape=[2**40]
-    ),
-    "a buffer of another shape": lambda shard: shard["buffers"].update(
-        {"model.rotary_emb.inv_freq": torch.ones(3)}
-    ),
-    "an unknown buffer": lambda shard: shard["buffers"].update({"model.x": torch.ones(3)}),
-    "a base without a name": lambda shard: (shard.update(base={}), shard["trained"].clear()),
-    "a trained weight that is not there": lambda shard: shard["trained"].append("model.x"),
+HOSTILE_WEIGHTS = {  # tensor and shape in place of the embedding's
+    "broadcast": (torch.ones(1), [1]),
+    "a negative shape": (torch.ones(320, 40), [-320, -40]),
+    "sparse": (torch.ones(320, 40).to_sparse(), [320, 40]),
+    "of no device": (torch.ones(9, device="meta"), [3, 3]),
+    "2^40 elements of one byte": (torch.ones(1, dtype=torch.int8).expand(2**40), [2**40]),
 }
+HOSTILE_KEYS = (  # in place of those of a shard
+    {"buffers": {"model.rotary_emb.inv_freq": torch.ones(3)}},
+    {"buffers": {"model.x": torch.ones(3)}},
+    {"base": {}, "trained": []},
+    {"trained": ["model.x"]},
+)
+LORA = {"r": 2_000_000, "target_modules": ["q_proj"]}
 HOSTILE_JSON = {
-    "trainer_state.json": lambda tree: tree["run"]["settings"].update(
-        {"model.lora": {"r": 2_000_000, "target_modules": ["q_proj"]}}
-    ),
+    "trainer_state.json": lambda tree: tree["run"]["settings"].update({"model.lora": LORA}),
     "model/config.json": lambda tree: tree.update(num_hidden_layers=2**63),
 }
 
 
 def test_hostile_weights_are_one_line_and_take_no_memory(trained, tmp_path, base):
     checkpoint, _ = trained(base, "zero2", ranks=1)
-    manifest = checkpoint / "manifest.json"
     before = psutil.Process().memory_info().rss
 
     def refuse(name, content):
-        file = checkpoint / name
-        saved = file.read_bytes(), manifest.read_text()
-        file.write_bytes(content)
-        entries = json.loads(saved[1])
-        entries["files"][name] = measure(file)
-        manifest.write_text(json.dumps(entries))
+        saved = (checkpoint / name).read_bytes()
+        rewrite(checkpoint, name, content)
         with pytest.raises(UserError):
             export_checkpoint(checkpoint, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        file.write_bytes(saved[0])
-        manifest.write_text(saved[1])
+        rewrite(checkpoint, name, saved)
 
     name = "shards/rank_00000.pt"
-    for change in HOSTILE_SHARDS.values():
-        shard = torch.load(checkpoint / name, weights_only=True)
-        change(shard)
+    shard = torch.load(checkpoint / name, weights_only=True)
+    hostile = [shard | keys for keys in HOSTILE_KEYS]
+    for tensor, shape in HOSTILE_WEIGHTS.values():
+        parts = shard["parts"] | {EMBED: (0, {"fp32": tensor})}
+        hostile.append(shard | {"parts": parts, "shapes": shard["shapes"] | {EMBED: shape}})
+    for changed in hostile:
         out = io.BytesIO()
-        torch.save(shard, out)
+        torch.save(changed, out)
         refuse(name, out.getvalue())
     for name, change in HOSTILE_JSON.items():
         tree = json.loads((checkpoint / name).read_text())

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.inputs import chat, read_config, strategy, write_rows
+from harness.inputs import chat, read_config, rewrite, strategy, write_rows
 from harness.processes import run
 from harness.repository import SAMPLE
 from row_formats import mix_of_formats
 
-from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import EXIT_FAILURE
 from zerotrain.tools import verify
@@ -22,13 +21,9 @@ from zerotrain.tools.verify import VerificationFailed, check_prompts, prompt_ids
 
 def change(checkpoint, name, old, new):
     """Replace text in a file of a checkpoint, and its entry in the manifest."""
-    file, manifest = checkpoint / name, checkpoint / "manifest.json"
-    text = file.read_text()
+    text = (checkpoint / name).read_text()
     assert old in text
-    file.write_text(text.replace(old, new))
-    values = json.loads(manifest.read_text())
-    values["files"][name] = measure(file)
-    manifest.write_text(json.dumps(values))
+    rewrite(checkpoint, name, text.replace(old, new).encode())
 
 
 def test_an_export_is_written_only_if_it_agrees_with_its_run(
@@ -46,9 +41,10 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     for i in (8, 9, 10):
         rows[i] = {"messages": [*rows[i]["messages"], *rows[i + 1]["messages"][-2:]]}
     held_out = write_rows(tmp_path / "held_out.jsonl", rows[:20])
+    mine = tmp_path / "mine"
     config = tiny_config(
         ds_config=strategy(tmp_path, "zero3"), train__precision="bf16", train__steps=2,
-        data__max_length=120, data__eval_sources=[str(held_out)],
+        data__max_length=120, data__eval_sources=[str(held_out)], data__cache_dir=str(mine),
         model__chat_template=str(no_end), train__learning_rate=1e-4, train__lr_scaling="linear",
         train__global_batch_size=8, train__reference_global_batch=2,
     )  # fmt: skip
@@ -58,7 +54,9 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     def export(code):
         return forks.script("scripts.export", tmp_path / "run", out, "--verify", code=code)
 
+    mine.rename(tmp_path / "gone")  # only a folder that is there is written to
     finished = export(0)
+    assert not mine.exists()
     assert "over 20 examples" in finished.output and "trained token ids" in finished.output
     assert list(out.parent.iterdir()) == [out]
     card = (out / "README.md").read_text()

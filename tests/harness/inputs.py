@@ -6,6 +6,7 @@ from itertools import cycle
 
 from harness.repository import REPO
 
+from zerotrain.checkpoint.manifest import measure
 from zerotrain.config.parse import parse_command_line
 
 SMALL_SIZES = {
@@ -37,6 +38,17 @@ def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def rewrite(checkpoint, name, content):
+    """Write the bytes of a file of a checkpoint, and its entry in the manifest, as an attacker
+    would.
+    """
+    (checkpoint / name).write_bytes(content)
+    manifest = checkpoint / "manifest.json"
+    values = json.loads(manifest.read_text())
+    values["files"][name] = measure(checkpoint / name)
+    manifest.write_text(json.dumps(values))
 
 
 def write_rows(path, rows):

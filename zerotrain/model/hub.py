@@ -84,13 +84,10 @@ def load_pretrained(
         if not trust_remote_code and "custom code" in reason:
             reason = "it needs Python code that comes with it; read that code, then give "
             reason += "--model.trust_remote_code true"
-        kind = UserError
         if is_here:
-            reason = _what_else(Path(name)) or reason
-        else:
-            kind = hub_error()
-            reason = f"there is no such folder in {Path.cwd()}, and {reason}"
-        raise kind(f"{place}: {reason}") from error
+            raise UserError(f"{place}: {_what_else(Path(name)) or reason}") from error
+        place += f": there is no such folder in {Path.cwd()}, and"
+        raise hub_error()(f"{place} {reason}") from error
 
 
 def _what_else(folder: Path) -> str | None:

@@ -205,11 +205,9 @@ def _check_weights(name: str, model: nn.Module) -> None:
     """
     parameters = dict(model.named_parameters())
     for key, weight in parameters.items():
-        if not computed_part(weight).isfinite().all():
-            raise UserError(
-                f"model.name_or_path: {name}: {key} has infinite or NaN values in "
-                f"{str(weight.dtype).removeprefix('torch.')}; use weights without them"
-            )
+        check_finite(
+            f"model.name_or_path: {name}: {key}", computed_part(weight), "use weights without them"
+        )
     tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
     stored = _last_layer(key for key in tensors if not re.search(ignored, key))
@@ -220,15 +218,19 @@ def _check_weights(name: str, model: nn.Module) -> None:
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) makes of this folder"
         )
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if not tensors.keys() >= set(pair):
-            continue
-        head, embeddings = (load_state_dict(tensors[key])[key] for key in pair)  # memory-mapped
-        if not torch.equal(head, embeddings):
+        in_files = [load_state_dict(tensors[key])[key] for key in pair if key in tensors]  # mapped
+        if len(in_files) == 2 and not torch.equal(*in_files):
             raise UserError(
                 f"model.name_or_path: {name}: its config.json ties {pair[0]} to {pair[1]}, but "
                 'they differ in its files; set "tie_word_embeddings": false there to keep both, or '
                 f"remove {pair[0]} from the files"
             )
+
+
+def check_finite(name: str, weight: torch.Tensor, fix: str) -> None:
+    """Raise a UserError if a weight has a value that is not finite."""
+    if not weight.isfinite().all():
+        raise UserError(f"{name} has infinite or NaN values in {weight.dtype}; {fix}")
 
 
 def quantized(dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:

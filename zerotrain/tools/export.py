@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from zerotrain.model.hub import (
     source_of,
     split_revision,
 )
-from zerotrain.model.load import DTYPES, quantized
+from zerotrain.model.load import DTYPES, check_finite, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe, printable
 from zerotrain.runtime.machine import GIB
@@ -44,8 +45,15 @@ if TYPE_CHECKING:
     from peft import LoraModel
 
 PROCESSOR_FILES = "*processor_config.json"
-SMALL_FILE = re.compile(rf"model/([^/]+\.(json|jinja|txt|model)|{CHAT_TEMPLATE_DIR}/[^/]+\.jinja)")
-"""Names that save_pretrained gives to files of a config and a tokenizer; no code."""
+SMALL_FILE = re.compile(
+    r"model/(((generation_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens"
+    r"|(entity_)?vocab|emoji|byte_maps)\.json|chat_template\.jinja|(vocab|merges|dict)\.txt"
+    rf"|[\w.]+\.model|{CHAT_TEMPLATE_DIR}/[^/]+\.jinja)"
+)
+"""Names that save_pretrained gives to files of a config and a tokenizer. Others may be code, or
+lead from_pretrained to other weights.
+"""
+FINITE = "export with --dtype float32 or bfloat16, or an earlier checkpoint"
 MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
 
 
@@ -108,7 +116,8 @@ def export_checkpoint(
             _fill(model, shards)
             if adapters is not None:
                 model = _merge(model, adapters).to(target)
-            _check_finite(model.named_parameters(), target)
+            for name, p in model.named_parameters():
+                check_finite(name, p, FINITE)
             with warnings.catch_warnings(action="ignore"):
                 model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
             # again, because transformers has written a generation config of its own; its
@@ -129,7 +138,8 @@ def _write_adapters(folder: Path, model: nn.Module, shards: Shards, dtype: torch
     trained = {name: whole_weight(shards, name) for name in shards.first.trained}
     named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
     weights = {f"base_model.model.{n}": w.to(dtype, copy=True) for n, w in named.items()}
-    _check_finite(weights.items(), dtype)
+    for name, weight in weights.items():
+        check_finite(name, weight, FINITE)
     save_file(weights, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
 
 
@@ -137,17 +147,6 @@ def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)  # of the named chat templates
         shutil.copyfile(source / name, folder / name)
-
-
-def _check_finite(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-    """Raise a UserError if one of the weights, which have this dtype, is not finite."""
-    for name, weight in weights:
-        if not weight.isfinite().all():
-            raise UserError(
-                f"{name} has infinite or NaN values in {str(dtype).removeprefix('torch.')}, whose "
-                f"largest number is {torch.finfo(dtype).max:,.0f}; export with --dtype float32 or "
-                "bfloat16, or an earlier checkpoint"
-            )
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -251,19 +250,14 @@ def _fill(model: nn.Module, shards: Shards) -> None:
     Raises:
         UserError: a tensor of the model has another shape, or does not exist.
     """
-    buffers = dict(model.named_buffers())
-    for name, values in shards.first.buffers.items():
-        _copy_tensor(name, values, buffers.get(name))
-    for name, p in model.named_parameters():
-        if shards.holds(name):
-            _copy_tensor(name, whole_weight(shards, name), p)
-
-
-def _copy_tensor(name: str, values: torch.Tensor, target: torch.Tensor | None) -> None:
-    # copy_ would broadcast
-    if target is None or values.shape != target.shape:
-        raise _misfit(name, [*values.shape], target is not None and [*target.shape])
-    target.copy_(values)
+    targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    held = filter(shards.holds, dict(model.named_parameters()))
+    weights = ((name, whole_weight(shards, name)) for name in held)
+    for name, values in chain(shards.first.buffers.items(), weights):
+        target = targets.get(name)
+        if target is None or values.shape != target.shape:  # copy_ would broadcast
+            raise _misfit(name, [*values.shape], target is not None and [*target.shape])
+        target.copy_(values)
 
 
 def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
