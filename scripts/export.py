@@ -18,8 +18,11 @@ Neither runs code that comes with a model, whatever the run folder says.
 """
 
 import argparse
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
@@ -111,9 +114,15 @@ def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], N
     from zerotrain.tools.open_plans import open_plans
     from zerotrain.tools.verify import verify_export
 
+    cache = Path(config.data.cache_dir)
     try:
-        config, tokenizer, plan, eval_plans = open_plans(config, state.run.world_size)
-    except UserError as error:
+        is_own = cache.is_dir() and cache.stat().st_uid == os.getuid()
+        with TemporaryDirectory() as other:  # a stranger's config could name any folder
+            data = replace(config.data, cache_dir=str(cache if is_own else other))
+            config, tokenizer, plan, eval_plans = open_plans(
+                replace(config, data=data), state.run.world_size
+            )
+    except (UserError, OSError) as error:
         raise UserError(f"--verify: the run's data are needed: {error}") from error
     if not state.run.plan.content.startswith(plan.data.meta["content"]):
         raise UserError(
