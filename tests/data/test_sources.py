@@ -144,6 +144,8 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path, monkeypatch
     assert rows_in("~/deep") == rows_in("$HOME/deep") == ROWS[:2]
     (tmp_path / "dataset_dict.json").touch()
     assert "several splits" in refusal(tmp_path)
+    os.unlink(saved)  # noqa: PTH108
+    assert "data-00000-of-00001.arrow: missing" in refusal(tmp_path)
 
 
 SEVERAL_SPLITS = [

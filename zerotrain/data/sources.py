@@ -41,6 +41,7 @@ OPTIONAL_COLUMNS = ("input", "system", "tools")  # keys that rows of a format ma
 # Files of datasets and LLaMA-Factory that describe a folder, and the files in which datasets caches
 # the rows of map() and filter().
 NO_ROWS = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
+SAVED = re.compile('"filename": "(.+?)"')
 FORMAT = re.compile(f"({'|'.join(map(re.escape, (*READERS, *COMPRESSIONS)))})+$")
 COMMIT = re.compile("[0-9a-f]{40}")
 # What differs if a file was replaced or changed. tar, rsync and images keep the first two.
@@ -115,14 +116,19 @@ def _has_rows(file: Path) -> bool:
     """Whether it is a file of a data set.
 
     Raises:
-        UserError: it is a link to nothing.
+        UserError: it is a link to nothing, or other files of its data set are missing.
     """
     if not file.exists():
         raise UserError(f"{file}: broken link to {file.readlink()}")
-    saved = file.with_name("state.json")  # by save_to_disk; map() leaves other files beside them
-    is_left = file.suffix == ".arrow" and saved.is_file() and file.name not in saved.read_text()
+    state = file.with_name("state.json")  # of save_to_disk; map() leaves other files beside its own
+    if file.suffix == ".arrow" and state.is_file():
+        saved = [file.with_name(name) for name in SAVED.findall(state.read_text())]
+        for missing in saved:
+            if not missing.exists():
+                raise UserError(f"{missing}: missing, but named in state.json; copy it, too")
+        return file in saved
     # is_file(): opening a FIFO would wait for a writer
-    return file.is_file() and not is_left and not NO_ROWS.fullmatch(file.name)
+    return file.is_file() and not NO_ROWS.fullmatch(file.name)
 
 
 def split_of(name: str) -> str:

@@ -52,7 +52,7 @@ from zerotrain.runtime.progress import LINE_SECONDS, print_line
 
 T = TypeVar("T")
 R = TypeVar("R")
-CACHE_VERSION = 16  # increase it when the same input is to give another cache than before
+CACHE_VERSION = 17  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
