@@ -21,7 +21,7 @@ from typing import Any
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.readers import parse_json
-from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject
+from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject, check_split
 
 # Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
 # that is a list, prompt + completion is conversational.
@@ -73,7 +73,6 @@ WEIGHT_KEYS = (
     "weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised",
 )  # fmt: skip
 MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
-TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI: chat; responses
 
 # For jq: the chosen answer in place of a pair. TRL has both under keys of their own, ms-swift has
 # the chosen answer in the messages.
@@ -136,9 +135,10 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         source: where the row comes from, with another format than "auto".
 
     Raises:
-        BadRow: a key is missing, unknown or of the wrong type, an answer is empty, or the row has
-            content that needs a chat template, but none is used.
+        BadRow: a key is missing, unknown or of the wrong type, an answer is empty, the row belongs
+            to another split, or has content that needs a chat template, but none is used.
     """
+    check_split(row, source)
     kind = source.format
     required = FORMAT_KEYS[kind]
     for key in required:
@@ -269,8 +269,8 @@ def _content(turn: JsonObject, config: DataConfig) -> str:
         return content
     texts = []
     for part in _objects(turn, "content"):
-        # whose only key may be this one, as of the {type: image} of rows for vision
-        if part.get("type", "text") not in TEXT_PARTS:
+        # of OpenAI: chat, responses; the only key may be this one, as in {type: image}
+        if part.get("type", "text") not in ("text", "input_text", "output_text"):
             raise BadRow("not text", "its content has a part that is not text")
         texts.append(_string(_known(part, {"type", "text"}, config), "text"))
     return "".join(texts)

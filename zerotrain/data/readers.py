@@ -73,7 +73,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
+def _object(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
     """An object of JSON, without nulls."""
     found = {}
     for key, value in pairs:
@@ -82,14 +82,6 @@ def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
         if value is not None:
             found[key] = value
     return found
-
-
-def reader_of(file: str) -> "Reader | None":
-    """How a file is read, by its extension; None if that is unknown."""
-    path = Path(file)
-    if path.suffix in COMPRESSIONS:
-        path = path.with_suffix("")
-    return READERS.get(path.suffix)
 
 
 def _open_text(file: str) -> io.TextIOWrapper:
@@ -114,28 +106,19 @@ def _lines(file: str) -> Iterator[str]:
             yield line.removeprefix("\ufeff")  # within a file, where files were joined
 
 
-def _read_lines(file: str) -> Iterator[Row]:
-    for number, line in enumerate(_lines(file), start=1):
-        if text := line.strip():
-            yield number, text
-
-
 def _read_json(file: str) -> Iterator[Row]:
     """A list of objects or, despite the extension, one object per line."""
     with _open_text(file) as stream:
         text = stream.read(TEXT_AT_ONCE)
         if not text.lstrip().startswith("["):
-            yield from _read_lines(file)
+            for number, line in enumerate(_lines(file), start=1):
+                if row := line.strip():
+                    yield number, row
             return
         position = text.index("[") + 1
         number = 0
-        while True:
-            between = BETWEEN_ROWS.match(text, position)
+        while not (between := BETWEEN_ROWS.match(text, position))[2]:
             start = between.end()
-            if between[2]:
-                if (text[start:] + stream.read(TEXT_AT_ONCE)).strip():
-                    raise ValueError("text follows the JSON list; write each row on one line")
-                break
             try:
                 if bool(number) != bool(between[1]):
                     raise ValueError("Expecting ',' delimiter")
@@ -152,6 +135,8 @@ def _read_json(file: str) -> Iterator[Row]:
             number += 1
             yield number, text[start:end]
             position = end
+        if (text[between.end() :] + stream.read(TEXT_AT_ONCE)).strip():
+            raise ValueError("text follows the JSON list; write each row on one line")
 
 
 def _read_csv(file: str) -> Iterator[Row]:
@@ -201,7 +186,7 @@ def _read_parquet(file: str) -> Iterator[Row]:
 
     metadata = pyarrow.parquet.read_metadata(file)
     groups = range(metadata.num_row_groups)
-    columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    columns = [*metadata.schema]
     lists = [i for i, column in enumerate(columns) if column.max_repetition_level]
     for group in map(metadata.row_group, groups):
         # one row may have them all, in all columns
@@ -212,7 +197,9 @@ def _read_parquet(file: str) -> Iterator[Row]:
             )
     # for all columns; Arrow makes dictionaries of strings alone
     parquet = pyarrow.parquet.ParquetFile(
-        file, page_checksum_verification=True, read_dictionary=[column.path for column in columns]
+        file,
+        page_checksum_verification=True,
+        read_dictionary=[column.path for column in columns],
     )
     # a batch of two row groups would have two dictionaries, which Arrow cannot read in lists
     yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
@@ -232,9 +219,7 @@ def _read_arrow(file: str) -> Iterator[Row]:
 
 
 def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[Row]:
-    """The rows of Arrow batches as JSON, without nulls: Arrow gives every object of a column all
-    keys of the column.
-    """
+    """The rows of Arrow batches as JSON."""
     encoder = json.JSONEncoder(ensure_ascii=False, default=_plain)
     number = 0
     for batch in batches:
@@ -256,11 +241,11 @@ def _plain(value: "pyarrow.Scalar") -> Any:
     if not value.is_valid:
         return None
     if isinstance(value, pyarrow.StructScalar):
-        return _object([(key, inner) for key, inner in value.items() if inner.is_valid])
+        return _object(value.items())
     if isinstance(value, pyarrow.ListScalar):  # also a map
         if len(value) > MAX_LIST_VALUES:
             return " " * MAX_ROW_CHARACTERS
-        return _object(list(value)) if isinstance(value, pyarrow.MapScalar) else list(value)
+        return _object(value) if isinstance(value, pyarrow.MapScalar) else list(value)
     plain = value.as_py()
     if isinstance(value, pyarrow.JsonScalar) and len(plain) <= MAX_ROW_CHARACTERS:
         return parse_json(plain)

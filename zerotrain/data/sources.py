@@ -26,7 +26,6 @@ from zerotrain.data.readers import (
     BadRow,
     JsonObject,
     parse_json,
-    reader_of,
     rows_of,
 )
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, first_of
@@ -42,7 +41,8 @@ OPTIONAL_COLUMNS = ("input", "system", "tools")  # keys that rows of a format ma
 # the rows of map() and filter().
 NO_ROWS = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
 SAVED = re.compile('"filename": "(.+?)"')
-FORMAT = re.compile(f"({'|'.join(map(re.escape, (*READERS, *COMPRESSIONS)))})+$")
+# How rows are stored, and perhaps compressed, by the end of a file's name
+FORMAT = re.compile(f"({'|'.join(READERS)})+({'|'.join(COMPRESSIONS)})?$".replace(".", r"\."))
 COMMIT = re.compile("[0-9a-f]{40}")
 # What differs if a file was replaced or changed. tar, rsync and images keep the first two.
 STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
@@ -93,7 +93,7 @@ def local_files(path: str) -> list[str]:
     # as a glob, as a name that may contain brackets, and as a folder
     patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
     found = [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
-    rows = [file for file in found if reader_of(file) and _has_rows(Path(file))]
+    rows = [file for file in found if FORMAT.search(file) and _has_rows(Path(file))]
     if not rows:
         what = "no file that rows are read from" if found else "no such file"
         raise UserError(
@@ -139,7 +139,7 @@ def split_of(name: str) -> str:
 
 def check_split(row: JsonObject, source: "Source") -> None:
     """Raises BadRow if a row is marked as held out, and its source is not."""
-    split = str({key.lower(): value for key, value in row.items()}.get("split"))
+    split = " ".join(str(value) for key, value in row.items() if key.lower() == "split")
     if split_of(split) not in ("tr", split_of(source.split)):
         raise BadRow(
             "other split",
@@ -176,8 +176,8 @@ def fingerprint(source: "Source", remembered: Path) -> list[Any]:
     hub data set, the fingerprint of `datasets`.
 
     Args:
-        remembered: folder with an empty file for each content hash. The name has what the hash
-            follows from, so nodes may share the folder, and a killed process leaves no half a hash.
+        remembered: folder with a link for each content hash. Its name has what the hash follows
+            from, so nodes may share the folder; it points to the hash, so none is written by half.
 
     Raises:
         UserError: a file cannot be read.
@@ -186,9 +186,9 @@ def fingerprint(source: "Source", remembered: Path) -> list[Any]:
         return [name_of(source), _from_hub(source)._fingerprint]
     files = [os.path.realpath(file) for file in local_files(source.path)]
     status = repr([(file, STATUS(os.stat(file))) for file in files])  # noqa: PTH116
-    key = xxhash.xxh3_128_hexdigest(status.encode())
-    for known in remembered.glob(f"{key}.*"):
-        return [files, known.suffix]
+    known = remembered / xxhash.xxh3_128_hexdigest(status.encode())
+    with suppress(OSError):
+        return [files, str(known.readlink())]
     content = xxhash.xxh3_128()
     try:
         for file in files:
@@ -196,11 +196,10 @@ def fingerprint(source: "Source", remembered: Path) -> list[Any]:
                 content.update(hashlib.file_digest(stream, xxhash.xxh3_128).digest())
     except OSError as error:
         raise UserError(f"{name_of(source)}: cannot be read: {describe(error)}") from error
-    found = f".{content.hexdigest()}"
     with suppress(OSError):  # otherwise the files are read again at the next start
         remembered.mkdir(parents=True, exist_ok=True)
-        (remembered / f"{key}{found}").touch()
-    return [files, found]
+        known.symlink_to(content.hexdigest())
+    return [files, content.hexdigest()]
 
 
 @cache
@@ -268,7 +267,7 @@ def read_rows(source: "Source") -> Iterator[RawRow]:
     if source.hub is not None:
         parts = [(name_of(source), rows_of(_from_hub(source).data.to_batches()))]
     else:
-        parts = [(file, reader_of(file)(file)) for file in local_files(source.path)]
+        parts = [(file, READERS[FORMAT.search(file)[1]](file)) for file in local_files(source.path)]
     for name, rows in parts:
         try:
             for row in rows:

@@ -40,7 +40,6 @@ from zerotrain.data.sources import (
     BadRow,
     JsonObject,
     RawRow,
-    check_split,
     fingerprint,
     name_of,
     parse_row,
@@ -226,20 +225,14 @@ def tokenize_batch(
     for number, raw in batch:
         try:
             row = parse_row(raw, source.columns, config.ignore_keys)
-            check_split(row, source)
             tokens = tokenize_row(row, tokenizer, source, config)
             pieces, outcomes = cut_to_length(tokens.ids, tokens.mask, config)
         except BadRow as error:
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
-            line = {
-                "file": raw.file,
-                "place": raw.place,
-                "text": raw.text[:SHOWN_CHARACTERS],
-                "reason": error.reason,
-                "problem": str(error),
-            }
+            text = raw.text[:SHOWN_CHARACTERS]
+            line = {**raw._asdict(), "text": text, "reason": error.reason, "problem": str(error)}
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)
@@ -404,13 +397,12 @@ def open_cache(path: Path) -> TokenizedRows:
     try:
         meta = json.loads((path / "meta.json").read_text())
         table = _memory_map(path)
-        # a stream that ends between two batches can be read
-        if len(table) != sum(meta["source_examples"]):
-            raise ValueError(f"{len(table):,} examples")
         table.validate()  # that lists end within the file
         ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
-        if table.schema != SCHEMA or not ids == mask == table["length"]:
-            raise ValueError("columns or lengths differ")
+        # a stream that ends between two batches can be read
+        is_whole = len(table) == sum(meta["source_examples"])
+        if not is_whole or table.schema != SCHEMA or not ids == mask == table["length"]:
+            raise ValueError("examples, columns or lengths differ")
         return TokenizedRows(table, np.arange(len(table)), meta, path)
     except Exception as error:  # JSON and Arrow files raise their own
         raise UserError(
