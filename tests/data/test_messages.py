@@ -59,27 +59,24 @@ CALLED_TWICE = {
 
 AS_THEY_ARE = {
     "content lists": (
-        {
-            "messages": [
-                user([{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]),
-                assistant([{"type": "text", "text": "2", "image_url": None}]),
-            ]
-        },
+        """{"messages": [
+            {"role": "user", "content": [
+                {"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "2", "image_url": null}]}
+        ]}""",
         "messages",
         {"messages": ASKED},
     ),
     "ShareGPT with tools": (
-        {
-            "tools": json.dumps(TOOLS),
-            "id": "x_0",
-            "conversations": [
-                {"from": "system", "value": "Be brief."},
-                {"from": "human", "value": "1+1?"},
-                {"from": "function_call", "value": json.dumps(CALL)},
-                {"from": "observation", "value": "2"},
-                {"from": "gpt", "value": "2"},
-            ],
-        },
+        r"""{"tools": "[{\"type\": \"function\", \"function\": {\"name\": \"add\"}}]", "id": "x_0",
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "1+1?"},
+            {"from": "function_call",
+            "value": "{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": 1}}"},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "2"}
+        ]}""",
         "sharegpt",
         {
             "messages": [
@@ -93,40 +90,35 @@ AS_THEY_ARE = {
         },
     ),
     "TRL": (
-        {"prompt": [*ASKED, user("2+2?")], "completion": [assistant("4")]},
+        """{"prompt": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "2+2?"}
+        ], "completion": [{"role": "assistant", "content": "4"}]}""",
         "conversational",
         {"messages": [ASKED[0], assistant("2", weight=0), user("2+2?"), assistant("4")]},
     ),
     "prompt and completion": (
-        {"prompt": "1+1?", "completion": "2"},
+        '{"prompt": "1+1?", "completion": "2"}',
         "prompt_completion",
         {"prompt": "1+1?", "completion": "2"},
     ),
     "Alpaca": (
-        {
-            "instruction": "Add.",
-            "input": "1 1",
-            "output": "2",
-            "text": "Below is an instruction.\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n2",
-        },
+        r"""{"instruction": "Add.", "input": "1 1", "output": "2",
+        "text": "Below is an instruction.\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n2"}""",
         "instruction",
         {"prompt": "Add.\n\n1 1\n\n", "completion": "2"},
     ),
     "calls as OpenAI has them": (
-        {
-            "messages": [
-                ASKED[0],
-                assistant(
-                    None,
-                    refusal=None,
-                    annotations=[],
-                    tool_calls=[called({**CALL, "arguments": '{"a": 1, "b": 1}'})],
-                ),
-                {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
-                assistant("2", reasoning_content="easy"),
-            ],
-            "parallel_tool_calls": False,
-        },
+        r"""{"messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": null, "refusal": null, "annotations": [],
+            "tool_calls": [
+                {"id": "c1", "type": "function",
+                "function": {"name": "add", "arguments": "{\"a\": 1, \"b\": 1}"}}]},
+            {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
+            {"role": "assistant", "content": "2", "reasoning_content": "easy"}
+        ], "parallel_tool_calls": false}""",
         "messages",
         {
             "messages": [
@@ -138,39 +130,42 @@ AS_THEY_ARE = {
         },
     ),
     "ms-swift, with a turn for each call": (
-        {
-            "messages": [
-                ASKED[0],
-                assistant("Both."),
-                *[{"role": "tool_call", "content": json.dumps(CALL)}] * 2,
-                *[{"role": "tool_response", "content": "2"}] * 2,
-                assistant("2"),
-            ]
-        },
+        r"""{"messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": "Both."},
+            {"role": "tool_call",
+            "content": "{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": 1}}"},
+            {"role": "tool_call",
+            "content": "{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": 1}}"},
+            {"role": "tool_response", "content": "2"},
+            {"role": "tool_response", "content": "2"},
+            {"role": "assistant", "content": "2"}
+        ]}""",
         "messages",
         CALLED_TWICE,
     ),
     "OpenAI's parts of responses, and its first form of calls": (
-        {
-            "messages": [
-                user([{"type": "input_text", "text": "1+1?"}]),
-                assistant([{"type": "output_text", "text": "Both."}], function_call=CALL),
-                assistant(None, tool_calls=None, function_call=CALL),
-                *[{"role": "function", "content": [{"type": "text", "text": "2"}]}] * 2,
-                assistant([{"type": "output_text", "text": "2"}]),
-            ],
-        },
+        """{"messages": [
+            {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Both."}],
+            "function_call": {"name": "add", "arguments": {"a": 1, "b": 1}}},
+            {"role": "assistant", "content": null, "tool_calls": null,
+            "function_call": {"name": "add", "arguments": {"a": 1, "b": 1}}},
+            {"role": "function", "content": [{"type": "text", "text": "2"}]},
+            {"role": "function", "content": [{"type": "text", "text": "2"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "2"}]}
+        ]}""",
         "messages",
         CALLED_TWICE,
     ),
     "JSON in the strings of a list, with all keys of a table": (
-        {
+        json.dumps({
             "tools": [json.dumps({**TOOLS[0], "id": None})],
             "messages": [
                 json.dumps({"tool_calls": None, **message})
                 for message in (ASKED[0], assistant(None, tool_calls=[PADDED_CALL]), ASKED[1])
             ],
-        },
+        }),
         "messages",
         {"tools": TOOLS, "messages": [ASKED[0], assistant("", tool_calls=[CALL]), ASKED[1]]},
     ),
@@ -179,7 +174,8 @@ AS_THEY_ARE = {
 
 @pytest.mark.parametrize("case", AS_THEY_ARE)
 def test_rows_as_they_are_found(case):
-    row, format, expected = AS_THEY_ARE[case]
+    text, format, expected = AS_THEY_ARE[case]
+    row = json.loads(text)
     assert detect_format(row) == format
     assert canonical(row) == expected
 

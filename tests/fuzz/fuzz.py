@@ -156,7 +156,7 @@ def rows_target():
     from zerotrain.data.tokenize import tokenize_sources
 
     tokenizer = AutoTokenizer.from_pretrained(REPO / "data" / "sample" / "model")
-    rows = [row for row, *_ in AS_THEY_ARE.values()] + [{"text": "one"}]
+    rows = [json.loads(text) for text, *_ in AS_THEY_ARE.values()] + [{"text": "one"}]
     binary = []
     for row in rows:
         table = pyarrow.Table.from_pylist([row] * 3)

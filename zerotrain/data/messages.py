@@ -21,7 +21,7 @@ from typing import Any
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.data.readers import parse_json
-from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject, check_split
+from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject
 
 # Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
 # that is a list, prompt + completion is conversational.
@@ -135,10 +135,9 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         source: where the row comes from, with another format than "auto".
 
     Raises:
-        BadRow: a key is missing, unknown or of the wrong type, an answer is empty, the row belongs
-            to another split, or has content that needs a chat template, but none is used.
+        BadRow: a key is missing, unknown or of the wrong type, an answer is empty, or the row has
+            content that needs a chat template, but none is used.
     """
-    check_split(row, source)
     kind = source.format
     required = FORMAT_KEYS[kind]
     for key in required:

@@ -40,6 +40,7 @@ from zerotrain.data.sources import (
     BadRow,
     JsonObject,
     RawRow,
+    check_split,
     fingerprint,
     name_of,
     parse_row,
@@ -225,6 +226,7 @@ def tokenize_batch(
     for number, raw in batch:
         try:
             row = parse_row(raw, source.columns, config.ignore_keys)
+            check_split(row, source)
             tokens = tokenize_row(row, tokenizer, source, config)
             pieces, outcomes = cut_to_length(tokens.ids, tokens.mask, config)
         except BadRow as error:
