@@ -189,6 +189,10 @@ REFUSED = {
     "CSV without commas": ({"a;b": "1;2"}, "separated by commas"),
     "a class, which is no judgement": ({"text": "a", "label": 1}, "data.ignore_keys: [label]"),
     "a row that is not to be trained on": ({"text": "a", "weight": 0}, "weight"),
+    "a call of two functions": (
+        {"messages": [user("a"), assistant("", tool_calls=[{"function": [{"name": "f"}] * 2}])]},
+        "function",
+    ),
     "calls after a turn of weight 0": (
         {"messages": [user("a"), assistant("b", train=False), assistant("", tool_calls=[CALL])]},
         "message 3",

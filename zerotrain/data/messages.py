@@ -281,7 +281,10 @@ def _tool_call(call: JsonObject, config: DataConfig) -> JsonObject:
     """
     call = _known(call, {"id", "type", "function", "name", "arguments"}, config)
     if "function" in call:
-        return {**call, "function": _tool_call(_objects(call, "function")[0], config)}
+        function = parsed(call["function"])
+        if not isinstance(function, dict):
+            raise BadRow("wrong type", "'function' of a call is not an object")
+        return {**call, "function": _tool_call(function, config)}
     _string({"name": None, **call}, "name")  # also refuses a call without a name
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 
