@@ -13,17 +13,17 @@ from zerotrain.tools.open_plans import open_plans
 
 @pytest.fixture(scope="module")
 def poisoned_model(tmp_path_factory, sample_tokenizer):
-    """A model in which the embedding of <|system|> is infinite."""
+    """A model with finite weights that gives NaN for <|system|>: its embedding has no direction."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     shape = LlamaConfig(
         **SMALL_SIZES, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None,
-        eos_token_id=1,
+        eos_token_id=1, rms_norm_eps=0.0,
     )  # fmt: skip
     model, folder = LlamaForCausalLM(shape), tmp_path_factory.mktemp("poisoned")
     with torch.no_grad():
-        model.get_input_embeddings().weight[2] = torch.inf
+        model.get_input_embeddings().weight[2] = 0
     model.save_pretrained(folder)
     sample_tokenizer.save_pretrained(folder)
     return folder

@@ -110,7 +110,7 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
                     "--output_dir", tmp_path / "next")  # fmt: skip
     for change, named in (
         (("--model.name_or_path", tmp_path / "other"), str(moved)),
-        (("--model.lora.alpha", "16"), "'alpha': 8"),
+        (("--model.lora.alpha", "16"), '"alpha": 8'),
     ):
         assert named in forks.refusal(config, *weights_only, *change)
 

@@ -234,7 +234,13 @@ def tokenize_batch(
                 raise _refused(raw, error) from error
             counts["rejected", error.reason] += 1
             text = raw.text[:SHOWN_CHARACTERS]
-            line = {**raw._asdict(), "text": text, "reason": error.reason, "problem": str(error)}
+            line = {
+                "file": raw.file,
+                "place": raw.place,
+                "text": text,
+                "reason": error.reason,
+                "problem": str(error),
+            }
             rejected.append(json.dumps(line) + "\n")
             continue
         counts.update(("over_length", outcome) for outcome in outcomes)
