@@ -15,8 +15,8 @@ from pathlib import Path
 # What each is today, rounded up. CONTRIBUTING.md has the aims, and says when a limit rises.
 LIMITS = {
     "train.py and its imports": 48_900,
-    "all but tests": 94_500,
-    "tests": 89_900,
+    "all but tests": 94_700,
+    "tests": 90_000,
     "smallest copy, all but tests": 57_800,
     "smallest copy, tests": 28_900,
     "settings": 59,

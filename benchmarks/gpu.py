@@ -13,6 +13,7 @@ Exit code: 0 all checks that were asked for passed, 1 otherwise. A missed target
 """
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -26,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from benchmarks.against_trainer import read_trainer, train_py, trainer, write_rows
-from zerotrain.checkpoint.run_folder import METRICS
+from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.local_ranks import run_local_ranks
@@ -253,6 +255,22 @@ def measured(shape: str, tokens: int, **options: Any) -> dict[str, dict[str, Any
     return {"": {"shape": shape, "tokens": tokens, **options}}
 
 
+def profile(bench: Bench) -> dict[str, Figures]:
+    """The kernels of a step that take most of its time, by the trace of train.py's profiler."""
+    folder = bench.folder / "profiled"
+    folder.mkdir(exist_ok=True)
+    (folder / PROFILE_NOW).touch()
+    # The trace is written after the fifth step.
+    steps, _ = bench.train(bench.command_of("1.5b", 16_384, output_dir=folder))
+    [trace] = (folder / "profile").glob("*.gz")
+    kind = "cpu_op" if bench.toy else "kernel"
+    events = pd.DataFrame(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    spent = events[events.cat == kind].groupby("name").dur.sum()
+    shares = (spent / spent.sum()).nlargest(12)
+    parts = [f"{share:.1%} {name}" for name, share in shares.items()]
+    return {"": {**bench.figures_of(steps), "note": "\n".join(["a profile", *parts])}}
+
+
 def against_trainer(bench: Bench) -> dict[str, Figures]:
     """train.py and Trainer without padding, one after the other: the same rows, model and
     ds_config. Trainer has Liger where it is installed, and the attention of train.py.
@@ -298,6 +316,7 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "1.5b_32k_compiled": (3, measured("1.5b", 32_768, **COMPILED)),
     "1.5b_16k": (2, measured("1.5b", 16_384)),
     "1.5b_16k_compiled": (3, measured("1.5b", 16_384, **COMPILED)),
+    "profile": (2, profile),
     "against_trainer_1": (5, against_trainer),
     "8b_16_layers_16k_zero3": (3, measured("8b_16_layers", 16_384, stage=3)),
     "8b_16_layers_16k_zero3_compiled": (4, measured("8b_16_layers", 16_384, stage=3, **COMPILED)),

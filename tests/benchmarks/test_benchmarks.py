@@ -14,16 +14,19 @@ def bench(forks):
 
 
 def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
-    names = ["experts_16k", "against_trainer_1"]
+    names = ["experts_16k", "profile", "against_trainer_1"]
     toy = ["--toy", "--out", tmp_path, "--only", *names]
     done = bench("gpu", *toy)
     assert done.code == 0, done.output
     results = json.loads((tmp_path / "toy_results.json").read_text())
     assert list(results) == ["environment", *names]
     rate = results["environment"][""]["model_tflops_per_s"]
-    figures = results["experts_16k"][""]
-    assert figures["tokens_per_s"] > 0 and figures["estimated_gib"] > 0
-    assert figures["share_of_matmul"] * rate == pytest.approx(figures["model_tflops_per_s"])
+    for name in names[:2]:
+        figures = results[name][""]
+        assert figures["tokens_per_s"] > 0
+        assert figures["share_of_matmul"] * rate == pytest.approx(figures["model_tflops_per_s"])
+    assert results["experts_16k"][""]["estimated_gib"] > 0
+    assert "mm" in results["profile"][""]["note"]
     assert "Trainer, packed_examples, without Liger" in results["against_trainer_1"]
     again = bench("gpu", *toy)
     assert again.code == 0 and "against_trainer_1: Trainer" in again.output

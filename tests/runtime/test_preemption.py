@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from harness.inputs import write_rows
+from harness.inputs import strategy, write_rows
 from harness.processes import environment, run, start, wait_until
 from harness.runs import determined, is_saving, logged, read_metrics
 
@@ -112,6 +112,29 @@ def test_no_signal_after_the_loop_changes_the_code_unless_the_rank_hangs(number,
 def is_waiting(pid):
     """Whether the process is idle: it uses no CPU time for a quarter of a second."""
     return not psutil.Process(pid).cpu_percent(0.25)
+
+
+# --------------------------------------------------------------------------------------------------
+# Resuming in the same layout, bit for bit
+
+
+@pytest.mark.parametrize("name, is_async", [("zero2_offload", "false"), ("zero3", "true")])
+def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropout, name, is_async):
+    """In mid-epoch and mid-schedule, with dropout. test_training.py covers fp32 with ZeRO 0
+    and 3, and bf16 with 0, 1 and 3 with offload; test_checkpoints.py fp32 with ZeRO 2.
+    """
+    config = tiny_config(
+        model=tiny_model_with_dropout, ds_config=strategy(tmp_path, name),
+        train__precision="bf16", eval__every_steps=2,
+    )  # fmt: skip
+    flags = ["--checkpoint.async_save", is_async]
+    forks.finish(config, "--output_dir", tmp_path / "whole", *flags, ranks=2)
+    run = forks.start(config, *flags, ranks=2)
+    run.until(lambda: len(logged(tmp_path / "run", "train")) >= 3)
+    run.kill(1, signal.SIGTERM)
+    run.wait(75)
+    assert "resuming from" in forks.finish(config, *flags, ranks=2).output
+    assert curves(tmp_path / "run") == curves(tmp_path / "whole")
 
 
 # --------------------------------------------------------------------------------------------------
