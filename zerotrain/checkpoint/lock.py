@@ -40,7 +40,7 @@ class RunLock(SoftFileLease):
         )
 
     def __enter__(self) -> None:
-        """Raises UserError: another run uses the folder, or what is there is no lock of a run."""
+        """Raises UserError: another run uses the folder, or run.lock is not a lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(self.lock_file):
             print(f"{self.lock_file}: waiting for {self._holder()} to end")

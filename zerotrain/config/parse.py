@@ -95,10 +95,10 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
         SystemExit: 0, after `--help`.
     """
     if "--help" in argv or "-h" in argv:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print(USAGE.format(prog), settings_table(), sep="\n")
         sys.exit(0)
-    # the model first, which takes back what was said of another one
+    # The model comes first: its name resets a from_config meant for a different model.
     flags = sorted(_flags(argv), key=lambda flag: flag[0] != "model.name_or_path")
     files = [value for name, value in flags if name == "config"]
     if len(files) != 1:

@@ -65,7 +65,7 @@ ROLES = {spelling: role for role, names in SPELLINGS.items() for spelling in nam
 # Keys that rows may have besides those of their format. `prompt` and `text` are not used: UltraChat
 # repeats the first message, Alpaca the rendered text.
 OPTIONAL_KEYS = {"messages": {"prompt"}, "instruction": {"input", "text"}}
-# of ShareGPT; of OpenAI, before there were several calls
+# from, value: ShareGPT. function_call: OpenAI before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
 # Spellings of a turn's weight: 0 or false is not to be trained on, 1 or true is.
