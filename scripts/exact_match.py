@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.messages import canonical_row
 from zerotrain.data.questions import exact_match
-from zerotrain.data.sources import BadRow, parse_row, read_rows
+from zerotrain.rows.messages import canonical_row
+from zerotrain.rows.sources import BadRow, parse_row, read_rows
 from zerotrain.runtime.errors import UserError, exit_on_error
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from harness.processes import free_port, run
 from transformers import AutoTokenizer
 
 from zerotrain.config.schema import Source
-from zerotrain.data.sources import loaded_commit
 from zerotrain.model.hub import load_pretrained
 from zerotrain.model.load import load_model_config
+from zerotrain.rows.sources import loaded_commit
 from zerotrain.runtime.errors import UserError
 
 COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20

@@ -9,8 +9,8 @@ import pytest
 from harness.inputs import write_rows
 
 import zerotrain.data.loader
-import zerotrain.data.readers
 import zerotrain.data.tokenize
+import zerotrain.rows.readers
 from zerotrain.runtime.errors import UserError
 
 
@@ -95,7 +95,7 @@ def test_nulls_that_a_table_adds_are_no_arguments(prove, tiny_config, tmp_path, 
     )
     code, out = prove("data", config)
     assert code == 0, out
-    monkeypatch.setattr(zerotrain.data.readers, "_object", dict)  # keeps them
+    monkeypatch.setattr(zerotrain.rows.readers, "_object", dict)  # keeps them
     code, out = prove("data", config, "--data.cache_dir", tmp_path / "other")
     assert code == 1 and "nulls.jsonl:1: " in out
 

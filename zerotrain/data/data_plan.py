@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.config.schema import HELD_OUT, Config
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
-from zerotrain.data.sources import require_distinct
 from zerotrain.data.tokenize import TokenizedRows, hold_out, tokenize_sources
+from zerotrain.rows.sources import require_distinct
 from zerotrain.runtime.errors import UserError
 
 

@@ -32,11 +32,11 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.end_marks import describe_examples
 from zerotrain.data.epoch_order import permute
-from zerotrain.data.messages import detect_format
-from zerotrain.data.render import cut_to_length, tokenize_row
-from zerotrain.data.sources import (
+from zerotrain.rows.end_marks import describe_examples
+from zerotrain.rows.messages import detect_format
+from zerotrain.rows.render import cut_to_length, tokenize_row
+from zerotrain.rows.sources import (
     BadRow,
     JsonObject,
     RawRow,

@@ -24,7 +24,7 @@ import xxhash
 from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.config.parse import dump_config, parse_command_line
 from zerotrain.config.schema import chat_template_file
-from zerotrain.data.sources import local_files
+from zerotrain.rows.sources import local_files
 from zerotrain.runtime.errors import UserError, describe
 
 MARK = "REPORT "

@@ -20,7 +20,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.sources import hub_error, is_hub_silent, loaded_commit
+from zerotrain.rows.sources import hub_error, is_hub_silent, loaded_commit
 from zerotrain.runtime.errors import UserError, describe
 
 # of each file

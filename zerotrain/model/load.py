@@ -21,7 +21,6 @@ from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, TrainConfig, chat_template_file
-from zerotrain.data.end_marks import end_answers, fit_template
 from zerotrain.model.hub import (
     NO_TOKENIZER,
     Base,
@@ -31,6 +30,7 @@ from zerotrain.model.hub import (
 )
 from zerotrain.model.partitions import computed_part
 from zerotrain.model.trained import choose_trained
+from zerotrain.rows.end_marks import end_answers, fit_template
 from zerotrain.runtime.errors import UserError, first_of, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.progress import print_line

@@ -49,7 +49,7 @@ INTERNALS = {
     "zerotrain/checkpoint/save.py": """
         torch.utils._pytree: tree_map_only
     """,
-    "zerotrain/data/sources.py": """
+    "zerotrain/rows/sources.py": """
         datasets.arrow_dataset: _fingerprint
     """,
     "zerotrain/model/hub.py": """

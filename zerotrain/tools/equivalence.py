@@ -31,10 +31,10 @@ from zerotrain.checkpoint.shards import Shards
 from zerotrain.config.ds_config import read_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
-from zerotrain.data.sources import read_rows
 from zerotrain.model.hub import summarize
 from zerotrain.model.load import DTYPES, load_model_config, load_tokenizer
 from zerotrain.model.trained import choose_trained
+from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError
 from zerotrain.runtime.seeding import seed_everything
 from zerotrain.tools.local_ranks import Ended, run_local_ranks

@@ -24,7 +24,9 @@ class Ended(NamedTuple):
     output: str
     """What all ranks have printed."""
     peak_gib: float
-    """The peak resident memory of the largest rank."""
+    """The peak resident memory of the largest rank; at least that of this process, since Linux
+    counts what a child had before it started its program.
+    """
 
 
 def run_local_ranks(

@@ -1,7 +1,7 @@
 """Compares rows of the sources with the decoded text of their examples, for the proof of data.
 
 Tokens and masks are compared with the contents of the row and with what apply_chat_template makes
-of its first messages, not with what zerotrain/data/turns.py knows of the template.
+of its first messages, not with what zerotrain/rows/turns.py knows of the template.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.sources import BadRow
 from zerotrain.data.tokenize import TokenizedRows
-from zerotrain.data.turns import FIXED_DATE, Template, with_arguments_as_text
+from zerotrain.rows.sources import BadRow
+from zerotrain.rows.turns import FIXED_DATE, Template, with_arguments_as_text
 from zerotrain.tools.source_rows import canonical_rows, supervised_answers
 
 MAX_NAMED = 5  # problems listed by file and line

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.messages import canonical_row
-from zerotrain.data.sources import BadRow, parse_row, read_rows
 from zerotrain.data.tokenize import TokenizedRows
+from zerotrain.rows.messages import canonical_row
+from zerotrain.rows.sources import BadRow, parse_row, read_rows
 
 
 def canonical_rows(

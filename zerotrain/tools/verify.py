@@ -153,7 +153,7 @@ def sample_requests(data: "TokenizedRows", config: "Config", held_out: bool) -> 
 
 def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(part, arguments of prompt_ids) of a canonical row."""
-    from zerotrain.data.turns import FIXED_DATE, with_arguments_as_text
+    from zerotrain.rows.turns import FIXED_DATE, with_arguments_as_text
     from zerotrain.tools.source_rows import supervised_answers
 
     if "messages" not in row:  # no template: the tokenizer alone

@@ -9,8 +9,8 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig
-from zerotrain.data.sources import BadRow, JsonObject
-from zerotrain.data.turns import locate
+from zerotrain.rows.sources import BadRow, JsonObject
+from zerotrain.rows.turns import locate
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.progress import print_line
 

@@ -1,5 +1,5 @@
 """Rows of every format in one form; every key is used, meta-data or refused.
-pytest tests/data/test_messages.py
+pytest tests/rows/test_messages.py
 """
 
 import json
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.messages import METADATA, canonical_row, detect_format
-from zerotrain.data.sources import BadRow, RawRow, parse_row
+from zerotrain.rows.messages import METADATA, canonical_row, detect_format
+from zerotrain.rows.sources import BadRow, RawRow, parse_row
 
 
 def canonical(row, columns=None, **options):

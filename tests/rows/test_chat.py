@@ -1,5 +1,5 @@
 """Which text of a row is supervised, over templates in the style of well-known families and over
-generated ones.    pytest tests/data/test_chat.py
+generated ones.    pytest tests/rows/test_chat.py
 """
 
 import copy
@@ -16,10 +16,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, Source
-from zerotrain.data.end_marks import end_answers, fit_template
-from zerotrain.data.render import tokenize_row
-from zerotrain.data.sources import BadRow
 from zerotrain.model.load import set_chat_template
+from zerotrain.rows.end_marks import end_answers, fit_template
+from zerotrain.rows.render import tokenize_row
+from zerotrain.rows.sources import BadRow
 from zerotrain.runtime.errors import UserError
 
 CONFIG = DataConfig(train_sources=["rows"])

@@ -21,7 +21,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from zerotrain.data.sources import BadRow, JsonObject
+from zerotrain.rows.sources import BadRow, JsonObject
 from zerotrain.runtime.errors import UserError, describe
 
 Span = tuple[int, int]

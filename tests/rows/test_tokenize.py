@@ -1,4 +1,4 @@
-"""From sources to the cache.    pytest tests/data/test_tokenize.py"""
+"""From sources to the cache.    pytest tests/rows/test_tokenize.py"""
 
 import copy
 import dataclasses
@@ -17,8 +17,8 @@ from harness.inputs import write_rows
 from transformers import ByT5Tokenizer
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.sources import read_rows
 from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
+from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import UserError
 
 

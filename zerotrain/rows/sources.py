@@ -1,6 +1,6 @@
 """Where rows come from: files and the hub; and what a row is once it is parsed, a JSON object.
 
-zerotrain/data/readers.py reads the files, zerotrain/data/messages.py converts the row formats.
+zerotrain/rows/readers.py reads the files, zerotrain/rows/messages.py converts the row formats.
 """
 
 import glob
@@ -19,7 +19,7 @@ from huggingface_hub import is_offline_mode
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.utils import http_backoff
 
-from zerotrain.data.readers import (
+from zerotrain.rows.readers import (
     COMPRESSIONS,
     MAX_ROW_CHARACTERS,
     READERS,

@@ -20,8 +20,8 @@ import re
 from typing import Any
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.readers import parse_json
-from zerotrain.data.sources import MESSAGE_COLUMNS, BadRow, JsonObject
+from zerotrain.rows.readers import parse_json
+from zerotrain.rows.sources import MESSAGE_COLUMNS, BadRow, JsonObject
 
 # Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
 # that is a list, prompt + completion is conversational.

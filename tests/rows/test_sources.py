@@ -1,5 +1,5 @@
 """Reading rows: files, formats of files, damaged files, bounds.
-pytest tests/data/test_sources.py"""
+pytest tests/rows/test_sources.py"""
 
 import codecs
 import gzip
@@ -16,8 +16,8 @@ import pytest
 from harness.inputs import write_rows
 
 from zerotrain.config.schema import Source
-from zerotrain.data import readers
-from zerotrain.data.sources import (
+from zerotrain.rows import readers
+from zerotrain.rows.sources import (
     BadRow,
     RawRow,
     local_files,
@@ -222,8 +222,8 @@ def test_columns_rename_keys():
 PEAK = """
 import sys, resource, json
 from zerotrain.config.schema import Source
-from zerotrain.data.readers import MAX_ROW_CHARACTERS
-from zerotrain.data.sources import read_rows
+from zerotrain.rows.readers import MAX_ROW_CHARACTERS
+from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import UserError
 import pyarrow.parquet, pyarrow.compute
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

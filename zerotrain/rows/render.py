@@ -7,9 +7,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.messages import canonical_row
-from zerotrain.data.sources import BadRow, JsonObject
-from zerotrain.data.turns import Span, locate, special_tokens
+from zerotrain.rows.messages import canonical_row
+from zerotrain.rows.sources import BadRow, JsonObject
+from zerotrain.rows.turns import Span, locate, special_tokens
 from zerotrain.runtime.errors import UserError
 
 

@@ -1,0 +1,4 @@
+"""From rows to tokens: sources -> messages -> render.
+
+May import: runtime, config.
+"""
