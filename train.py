@@ -59,7 +59,7 @@ from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
-from zerotrain.training.setup import load_plans, open_run_on_all_ranks
+from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,20 @@ def main(config: Config, dry_run: bool = False) -> None:
         world.run_on_all(lambda: check_start(config))
         setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
 
-        # 2. Its data: tokenized by the first rank of each node, memory-mapped by all ranks.
-        train_plan, eval_plans, questions = load_plans(setup, tokenizer, ranks)
+        # 2. Its data: token caches, memory-mapped by all ranks.
+        setup, data = open_data(setup, tokenizer, ranks)
+        # the one that has rendered the rows, for exports
+        tokenizer.chat_template = data.plan.data.meta.chat_template
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
-        identity = RunIdentity.of(setup, train_plan)
+        identity = RunIdentity.of(setup, data.plan)
         lock = RunLock(Path(config.output_dir))
         if not dry_run:
             ranks.run_on_first(lambda: stack.enter_context(lock))
-        start = find_start(setup.config, identity, train_plan, ranks)
+        start = find_start(setup.config, identity, data.plan, ranks)
         schedule = make_schedule(setup.config.train, start.plan)
         if ranks.is_first:
-            show_rows(startup_table(setup, start.plan, eval_plans, schedule))
+            show_rows(startup_table(setup, start.plan, data.eval_plans, schedule))
         if dry_run:
             return
 
@@ -127,7 +129,8 @@ def main(config: Config, dry_run: bool = False) -> None:
             engine=engine,
             loss=loss,
             held_out=HeldOutSets(
-                eval_plans, questions, config.eval.max_new_tokens, tokenizer, engine, loss, ranks
+                data.eval_plans, data.questions, config.eval.max_new_tokens, tokenizer, engine,
+                loss, ranks,
             ),
             saver=Saver(
                 engine, base, tokenizer, identity, config.checkpoint, ranks, lock,

@@ -30,7 +30,7 @@ from zerotrain.runtime.process_group import process_group
 from zerotrain.tools.memory import estimate_memory
 from zerotrain.tracking.steps import PhaseTimer
 from zerotrain.training.engine import build_engine
-from zerotrain.training.setup import load_plans, open_run_on_all_ranks
+from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
 
 class Watch(PhaseTimer):
@@ -51,7 +51,8 @@ def main(config: Config) -> None:
         stack.enter_context(profiler)
         world = stack.enter_context(process_group(config.distributed.timeout_seconds))
         setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
-        plan, *_ = load_plans(setup, tokenizer, ranks)
+        setup, data = open_data(setup, tokenizer, ranks)
+        plan = data.plan
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         watch = Watch(ranks.device)
         watch.model = engine.module

@@ -124,7 +124,7 @@ def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], N
             )
     except (UserError, OSError) as error:
         raise UserError(f"--verify: the run's data are needed: {error}") from error
-    if not state.run.plan.content.startswith(plan.data.meta["content"]):
+    if not state.run.plan.content.startswith(plan.data.meta.content):
         raise UserError(
             "--verify: the training data, or the options that they are tokenized with, have "
             "changed since the checkpoint; bring them back, or export without --verify"

@@ -37,9 +37,9 @@ def main() -> None:
     quieten_libraries(is_first=True)
     config, tokenizer, plan, eval_plans = open_plans(asked, args.ranks[0])
     show_rows(data_rows(config.data, plan, eval_plans))
-    print_counts("training examples", plan)
+    print_counts("training examples", plan.data)
     for name, eval_plan in eval_plans.items():
-        print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan)
+        print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan.data)
     print_examples(plan, tokenizer, args.show)
     on_cpu = " (data.batching auto, resolved for CPU)" if asked.data.batching == "auto" else ""
     print_plans(plan, args.ranks, config.data.batching + on_cpu)

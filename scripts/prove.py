@@ -99,14 +99,18 @@ def prove_data(config: Config) -> bool:
     Raises:
         UserError: there is no row that can be compared.
     """
-    from zerotrain.data.tokenize import tokenize_sources
-    from zerotrain.model.load import load_tokenizer
+    from zerotrain.data.cache import open_caches, sets_of
+    from zerotrain.model.tokenizer import load_tokenizer
+    from zerotrain.rows.tokenize import make_caches
     from zerotrain.tools.row_proof import prove_rows
 
+    make_caches(config)
     tokenizer = load_tokenizer(config.model)
+    caches = open_caches(config, tokenizer)
+    tokenizer.chat_template = caches[0].meta.chat_template
     counts = [
-        prove_rows(given, tokenizer, tokenize_sources(given, tokenizer, config.data), config)
-        for given in [config.data.train_sources, *config.data.eval_sources.values()]
+        prove_rows(given, tokenizer, rows, config)
+        for given, rows in zip(sets_of(config), caches, strict=True)
     ]
     compared, problems = map(sum, zip(*counts, strict=True))
     if compared == 0:

@@ -1,7 +1,7 @@
 """What train.py and the scripts import.
 
-The template: runtime, config, rows, data, model, training, checkpoint, tracking; each imports only
-from those before it. The tools, which train.py does not import: tools, launch.
+The template: runtime, config, data, model, training, checkpoint, tracking; each imports only from
+those before it. What train.py does not import: rows, the program that tokenizes; tools; launch.
 """
 
 import sys

@@ -20,7 +20,7 @@ from zerotrain.runtime.process_group import process_group
 from zerotrain.runtime.rank_env import rank_variables
 from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
-from zerotrain.training.setup import load_plans, open_run_on_all_ranks
+from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     path = tiny_config(ds_config=strategy(tmp_path, name), train__precision="fp32")
     config = read_config(path)
     setup, tokenizer, _ = open_run_on_all_ranks(config, one_rank)
-    plan, *_ = load_plans(setup, tokenizer, one_rank)
+    plan = open_data(setup, tokenizer, one_rank)[1].plan
     batches = [step.micro_batches for step in load_steps(plan, 0, 0, 3)]
 
     def update(engine, loss, micro_batches):

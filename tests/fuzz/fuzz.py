@@ -31,7 +31,7 @@ import psutil
 import yaml
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO / folder) for folder in (".", "tests", "tests/data", "tests/tools")]
+sys.path[:0] = [str(REPO / folder) for folder in (".", "tests", "tests/rows", "tests/tools")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
 CPU_SECONDS, MEMORY_BYTES = 10, 4 << 30
 CANARY = "canary"
@@ -150,12 +150,13 @@ def rows_target():
     from pyarrow.feather import write_feather
     from pyarrow.parquet import write_table
     from test_messages import AS_THEY_ARE
-    from transformers import AutoTokenizer
 
-    from zerotrain.config.schema import DataConfig, Source
-    from zerotrain.data.tokenize import tokenize_sources
+    from zerotrain.config.schema import Config, DataConfig, ModelConfig, Source, TrainConfig
+    from zerotrain.data.cache import open_cache
+    from zerotrain.rows.tokenize import make_caches
 
-    tokenizer = AutoTokenizer.from_pretrained(REPO / "data" / "sample" / "model")
+    model = ModelConfig(str(REPO / "data" / "sample" / "model"))
+    train = TrainConfig(learning_rate=1.0, epochs=1, global_batch_size=1)
     rows = [json.loads(text) for text, *_ in AS_THEY_ARE.values()] + [{"text": "one"}]
     binary = []
     for row in rows:
@@ -184,7 +185,8 @@ def rows_target():
             config = DataConfig(
                 [source], as_chat=as_chat, max_length=64, on_too_long="split", cache_dir="cache"
             )
-            rows = tokenize_sources([source], tokenizer, config)
+            [cache] = make_caches(Config("run", model, config, train))
+            rows = open_cache(cache)
             assert all(ids.size <= 64 for ids, _ in rows.fetch(np.arange(len(rows))))
 
     return make, read

@@ -13,6 +13,6 @@ def main(config, dry_run):
     """As train.main."""
     import train
 
-    constants.HF_HUB_CACHE = os.environ["HUB_CACHE"]
-    datasets.config.HF_DATASETS_CACHE = Path(os.environ["DATASETS_CACHE"])
+    constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]
+    datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])
     train.main(config, dry_run)

@@ -42,7 +42,7 @@ def hub(tmp_path, tiny_model, chat_rows):
     info |= {"config_name": "default", "dataset_name": "rows", "version": "0.0.0",
              "splits": {"train": split}}  # fmt: skip
     (prepared / "dataset_info.json").write_text(json.dumps(info))
-    return {"HUB_CACHE": str(tmp_path / "hub"), "DATASETS_CACHE": str(tmp_path / "datasets")}
+    return {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
 
 
 def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
 
 def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
     """Without network `datasets` takes the newest commit that it has."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path(hub["DATASETS_CACHE"]))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path(hub["HF_DATASETS_CACHE"]))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for revision in (None, "main", ROWS_COMMIT):
         assert loaded_commit(Source(hub="org/rows", revision=revision)) == ROWS_COMMIT

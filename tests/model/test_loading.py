@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from zerotrain.config.schema import ModelConfig
-from zerotrain.model.load import load_model, load_model_config, load_tokenizer
+from zerotrain.model.load import load_model, load_model_config
+from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.runtime.errors import UserError
 
 SIZES = {**SMALL_SIZES, "initializer_range": 0.2}

@@ -7,9 +7,9 @@ from pathlib import Path
 from harness.repository import REPO
 
 LAYERS = (
-    "zerotrain.runtime", "zerotrain.config", "zerotrain.rows", "zerotrain.data", "zerotrain.model",
+    "zerotrain.runtime", "zerotrain.config", "zerotrain.data", "zerotrain.model",
     "zerotrain.training", "zerotrain.checkpoint", "zerotrain.tracking", "train",
-    "zerotrain.tools", "zerotrain.launch", "scripts", "benchmarks",
+    "zerotrain.rows", "zerotrain.tools", "zerotrain.launch", "scripts", "benchmarks",
 )  # fmt: skip
 """From the bottom to the top. Those after train serve it; it knows none of them."""
 

@@ -16,8 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, Source
-from zerotrain.model.load import set_chat_template
-from zerotrain.rows.end_marks import end_answers, fit_template
+from zerotrain.rows.chat_template import end_answers, fit_template, set_chat_template
 from zerotrain.rows.render import tokenize_row
 from zerotrain.rows.sources import BadRow
 from zerotrain.runtime.errors import UserError

@@ -11,14 +11,16 @@ import re
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from harness.inputs import write_rows
 from transformers import ByT5Tokenizer
 
-from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.tokenize import cache_path, hold_out, open_cache, tokenize_sources
+from zerotrain.config.schema import Config, DataConfig, ModelConfig, Source, TrainConfig
+from zerotrain.data.cache import hold_out, open_cache
 from zerotrain.rows.sources import read_rows
+from zerotrain.rows.tokenize import make_caches
 from zerotrain.runtime.errors import UserError
 
 
@@ -29,12 +31,17 @@ def data_config(tmp_path, rows, on_bad_row="error", **changes):
     )
 
 
-def tokenize(config, tokenizer):
-    return tokenize_sources(config.train_sources, tokenizer, config)
-
-
 def path_of(config, tokenizer):
-    return cache_path(config.train_sources, tokenizer, config)
+    """The cache of a data section, which is made if it is missing."""
+    model = Path(config.cache_dir).with_name("tokenizer")
+    tokenizer.save_pretrained(model)
+    train = TrainConfig(learning_rate=1.0, epochs=1, global_batch_size=1)
+    [folder] = make_caches(Config("run", ModelConfig(str(model)), config, train))
+    return folder
+
+
+def tokenize(config, tokenizer):
+    return open_cache(path_of(config, tokenizer))
 
 
 def build(tmp_path, tokenizer, rows, **changes):
@@ -59,7 +66,7 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
     assert data.lengths.tolist() == lengths
     masks = [mask for _, mask in data.fetch(range(len(data)))]
     assert data.supervised.tolist() == supervised == [*map(sum, masks)]
-    assert data.meta["over_length"] == count and data.meta["rows_read"] == 2
+    assert data.meta.over_length == count and data.meta.rows_read == 2
 
 
 @pytest.mark.parametrize(
@@ -176,11 +183,11 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
         os.utime(rows, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert (path_of(config, sample_tokenizer) == path) == (letter == "c")
     assert rows.stat().st_size == status.st_size
-    # and it is read once
-    for known in (tmp_path / "cache/.contents").iterdir():
-        known.unlink()
-        known.symlink_to("0")
-    assert path_of(config, sample_tokenizer) != path
+    # and it is read once: afterwards a link for the files' status is enough
+    path.rename(path.with_name("renamed"))
+    for link in path.parent.glob(".links/*"):
+        link.write_text("renamed")
+    assert path_of(config, sample_tokenizer).name == "renamed"
 
 
 def test_rows_that_change_while_they_are_read_are_not_cached(
@@ -190,7 +197,7 @@ def test_rows_that_change_while_they_are_read_are_not_cached(
         yield from read_rows(source)
         write_rows(tmp_path / "rows.jsonl", [SHORT] * 2)
 
-    monkeypatch.setattr("zerotrain.data.tokenize.read_rows", read_and_change)
+    monkeypatch.setattr("zerotrain.rows.tokenize.read_rows", read_and_change)
     with pytest.raises(UserError, match="changed"):
         build(tmp_path, sample_tokenizer, [SHORT])
     assert not list((tmp_path / "cache").glob("*/meta.json"))
@@ -202,10 +209,10 @@ def test_rows_of_other_splits_are_bad_rows(tmp_path, sample_tokenizer):
     with pytest.raises(UserError, match=r"rows\.jsonl:2: its split is test"):
         build(tmp_path, sample_tokenizer, rows)
     data = build(tmp_path, sample_tokenizer, rows, on_bad_row="skip")
-    assert data.meta["rejected"] == {"other split": 3}
+    assert data.meta.rejected == {"other split": 3}
     held_out = Source(str(tmp_path / "rows.jsonl"), split="test", on_bad_row="skip")
     config = data_config(tmp_path, rows, train_sources=[held_out])
-    assert tokenize(config, sample_tokenizer).meta["rejected"] == {"other split": 1}
+    assert tokenize(config, sample_tokenizer).meta.rejected == {"other split": 1}
 
 
 def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
@@ -231,9 +238,9 @@ def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
 def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer, monkeypatch):
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(2000)]
     one = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "one"))
-    monkeypatch.setattr("zerotrain.data.tokenize.MIN_POOL_BATCHES", 2)
+    monkeypatch.setattr("zerotrain.rows.tokenize.MIN_POOL_BATCHES", 2)
     two = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "two"))
-    assert one.meta["content"] == two.meta["content"] and two.folder != one.folder
+    assert one.meta.content == two.meta.content and two.folder != one.folder
 
 
 def test_a_disk_without_locks_works(tmp_path, sample_tokenizer, monkeypatch):
@@ -249,7 +256,7 @@ def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
     train, held = hold_out(data, 0.1, seed=3)
     rows = [*train.column("row"), *held.column("row")]
     assert len(held) == 20 and sorted(rows) == list(range(200))
-    assert train.meta["content"] != data.meta["content"]
+    assert train.meta.content != data.meta.content
     for part in (train, held):
         assert [ids.size for ids, _ in part.fetch(range(len(part)))] == part.lengths.tolist()
 
@@ -275,11 +282,11 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     data = tokenize(config, sample_tokenizer)
     texts = [sample_tokenizer.decode(ids) for ids, _ in data.fetch(range(len(data)))]
     assert texts == ["first<|end|>", "last<|end|>"]
-    assert data.meta["rejected"] == {
+    assert data.meta.rejected == {
         "not UTF-8": 2, "wrong type": 1, "unknown key": 1, "not JSON": 2, "not an object": 1,
         "empty answer": 1,
     }  # fmt: skip
-    assert data.meta["rows_read"] == 10 and len(data) == 2
+    assert data.meta.rows_read == 10 and len(data) == 2
     listed = [*map(json.loads, (data.folder / "rejected_rows.jsonl").read_text().splitlines())]
     assert [line["place"] for line in listed] == [2, 3, 4, 6, 7, 8, 9, 10]
     assert all(line["file"].endswith("rows.jsonl") and line["problem"] for line in listed)
@@ -293,8 +300,8 @@ def test_each_source_has_its_own_format_and_columns_and_decides_on_bad_rows(
     named = write_rows(tmp_path / "b.jsonl", [{"q": "two", "a": "2"}] * 2 + [{"q": "no answer"}])
     skipping = Source(str(named), columns={"prompt": "q", "completion": "a"}, on_bad_row="skip")
     data = build(tmp_path, sample_tokenizer, [], train_sources=[str(text), skipping])
-    assert data.meta["source_examples"] == [3, 2] and data.meta["rejected"] == {"missing key": 1}
-    assert data.meta["formats"] == ["text", "prompt_completion"]
+    assert data.meta.source_examples == [3, 2] and data.meta.rejected == {"missing key": 1}
+    assert data.meta.formats == ["text", "prompt_completion"]
     assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
     with pytest.raises(UserError, match=r"b\.jsonl:3: it has no value for 'a'"):
         build(
@@ -327,12 +334,12 @@ def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
     rows = [{"messages": TURNS}, {"messages": [TURNS[0], call, *TURNS[:2]]}]
     whole = build(tmp_path, tokenizer, rows)
     ends = {"<|call|>", "<|end|>", "<|return|>"}
-    assert {*tokenizer.convert_ids_to_tokens(whole.meta["end_tokens"])} == ends
+    assert {*tokenizer.convert_ids_to_tokens(whole.meta.end_tokens)} == ends
     cut = build(
         tmp_path, tokenizer, rows[:1], cache_dir=str(tmp_path / "cut"),
         max_length=int(whole.lengths[0]) - 2  # ends in <|assistant|>
     )  # fmt: skip
-    assert tokenizer.convert_ids_to_tokens(cut.meta["end_tokens"]) == ["<|end|>"]
+    assert tokenizer.convert_ids_to_tokens(cut.meta.end_tokens) == ["<|end|>"]
 
 
 def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
@@ -344,7 +351,7 @@ def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_toke
         for i, row in enumerate([{"messages": TURNS}, {"text": "one"}])
     ]
     meta = build(tmp_path, tokenizer, [], train_sources=sources).meta
-    assert sorted(tokenizer.convert_ids_to_tokens(meta["end_tokens"])) == ["<|end|>", "<|tool|>"]
+    assert sorted(tokenizer.convert_ids_to_tokens(meta.end_tokens)) == ["<|end|>", "<|tool|>"]
 
 
 @pytest.mark.parametrize("thinks", [True, False])
@@ -354,7 +361,7 @@ def test_rows_without_what_the_generation_prompt_ends_with_are_counted(
     thought = "<think>\n" if thinks else ""
     template = GPT_OSS.replace("<|assistant|>{% endif", "<|assistant|>" + thought + "{% endif")
     data = build(tmp_path, tokenizer_with(sample_tokenizer, template), [{"messages": TURNS}] * 3)
-    assert data.meta["unprompted"] == ({thought: 3} if thinks else {})
+    assert data.meta.unprompted == ({thought: 3} if thinks else {})
 
 
 def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(tmp_path, sample_tokenizer):
@@ -379,7 +386,7 @@ def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer,
     rows = [{"text": f"row {i} " * 40} for i in range(4_000)]
     config, cache = data_config(tmp_path, rows, max_length=2048), tmp_path / "cache"
     # as many batches as make a pool are needed: without one, a killed process leaves no other
-    monkeypatch.setattr("zerotrain.data.tokenize.MIN_POOL_BATCHES", 10**6)
+    monkeypatch.setattr("zerotrain.rows.tokenize.MIN_POOL_BATCHES", 10**6)
 
     def start():
         process = multiprocessing.get_context("fork").Process(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from harness.inputs import write_rows
 
+import zerotrain.data.cache
 import zerotrain.data.loader
-import zerotrain.data.tokenize
 import zerotrain.rows.readers
 from zerotrain.runtime.errors import UserError
 
@@ -66,7 +66,7 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
     code, out = prove("data", config)
     assert code == 0, out
     assert "20 rows, 20 compared with their text" in out and "  40 answers, compared" in out
-    fetch = zerotrain.data.tokenize.TokenizedRows.fetch
+    fetch = zerotrain.data.cache.TokenizedRows.fetch
 
     def spoiled(self, rows):
         examples = fetch(self, rows)
@@ -75,7 +75,7 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
             np.put(mask, edges[edge::2] + shift, value, mode="clip")
         return examples
 
-    monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", spoiled)
+    monkeypatch.setattr(zerotrain.data.cache.TokenizedRows, "fetch", spoiled)
     code, out = prove("data", config)
     assert code == 1 and "REFUTED" in out and "answers.jsonl:1: " in out and said in out
 

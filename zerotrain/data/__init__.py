@@ -1,4 +1,4 @@
-"""From rows to micro-batches: sources -> messages -> render -> tokenize -> plan -> loader.
+"""From token caches to micro-batches: cache -> plan -> loader.
 
 May import: runtime, config.
 """

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
-from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import HELD_OUT, Config
+from zerotrain.data.cache import TokenizedRows, hold_out
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
-from zerotrain.data.tokenize import TokenizedRows, hold_out, tokenize_sources
-from zerotrain.rows.sources import require_distinct
 from zerotrain.runtime.errors import UserError
 
 
@@ -102,26 +100,23 @@ class DataPlan:
 
 
 def make_plans(
-    config: Config, tokenizer: PreTrainedTokenizerBase, budget: Budget
+    config: Config, caches: list[TokenizedRows], budget: Budget
 ) -> tuple[DataPlan, dict[str, DataPlan]]:
-    """The plans of the training data and of each held-out set, which are tokenized if not cached.
+    """The plans of the training data and of each held-out set.
+
+    Args:
+        caches: the examples of the training data, and of each of data.eval_sources.
 
     Raises:
-        UserError: a row cannot be used, there is less than one global batch, or an example exceeds
-            the budget.
+        UserError: there is less than one global batch, or an example exceeds the budget.
     """
     data = config.data
     train = config.train
-    for given in ([], *data.eval_sources.values()):
-        require_distinct([*data.train_sources, *given])
-    train_rows = tokenize_sources(data.train_sources, tokenizer, data)
-    held_out = {
-        name: tokenize_sources(given, tokenizer, data) for name, given in data.eval_sources.items()
-    }
-    # after tokenizing: with another fraction the cache is the same
+    train_rows, *eval_rows = caches
+    held_out = dict(zip(data.eval_sources, eval_rows, strict=True))
     if data.eval_fraction:
         train_rows, held_out[HELD_OUT] = hold_out(train_rows, data.eval_fraction, train.seed)
-    counts = train_rows.meta["source_examples"]
+    counts = train_rows.meta.source_examples
     mix = tuple(
         (n, n and max(1, round(n * source.repeat)))  # none if all are held out
         for n, source in zip(counts, data.train_sources, strict=True)
@@ -177,7 +172,7 @@ class PlanRecord:
         order = plan.order
         return cls(
             PLAN_VERSION,
-            plan.data.meta["content"] + str(order.mix or ""),
+            plan.data.meta.content + str(order.mix or ""),
             order.seed,
             order.global_batch_size,
             order.global_batch_tokens,

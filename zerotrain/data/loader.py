@@ -9,9 +9,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from zerotrain.data.cache import TokenizedRows
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.plan import Budget, StepPlan
-from zerotrain.data.tokenize import TokenizedRows, map_ahead
+from zerotrain.runtime.ahead import map_ahead
 
 PREFETCH_STEPS = 2
 

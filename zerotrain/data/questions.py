@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerotrain.data.tokenize import TokenizedRows
+from zerotrain.data.cache import TokenizedRows
 from zerotrain.runtime.errors import UserError
 
 

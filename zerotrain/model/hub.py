@@ -4,12 +4,15 @@ the files of the hub that were loaded.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeAlias
 
 import xxhash
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.utils import http_backoff
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -19,9 +22,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from zerotrain.config.schema import Config, Source
-from zerotrain.rows.sources import hub_error, is_hub_silent, loaded_commit
-from zerotrain.runtime.errors import UserError, describe
+from zerotrain.config.schema import ModelConfig
+from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe
 
 # of each file
 SAMPLES = 128
@@ -40,6 +42,26 @@ Base: TypeAlias = dict[str, str | None]
 """name_or_path and revision of a pretrained model, and a fingerprint of its files. What a stranger
 leaves out counts as None.
 """
+
+
+@cache
+def is_hub_silent() -> bool:
+    """Whether the hub does not answer within seconds, or is overloaded. It is asked once: without
+    network, loading would repeat each of its requests for half a minute.
+    """
+    try:
+        answer = http_backoff("HEAD", ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
+        return answer.status_code >= 429  # too many requests, or an error of its own
+    except Exception:  # of the network, or HF_HUB_OFFLINE
+        return True
+
+
+def hub_error() -> type[UserError]:
+    """The error to raise after loading from the hub has failed: EnvironmentFailure if the hub does
+    not answer now and the user has not set HF_HUB_OFFLINE.
+    """
+    is_hub_silent.cache_clear()  # it may have answered before
+    return EnvironmentFailure if is_hub_silent() and not is_offline_mode() else UserError
 
 
 def load_pretrained(
@@ -116,30 +138,15 @@ def summarize(error: Exception) -> str:
     return shorten(describe(error), MAX_ERROR_CHARACTERS)
 
 
-def pin_revisions(config: Config) -> Config:
-    """The config with the commits that were loaded in place of branches and tags. Folders have
-    none. Model config and tokenizer have been loaded; data sets of the hub are loaded here.
-
-    Raises:
-        UserError: a data set cannot be loaded.
+def pin_revisions(model: ModelConfig) -> ModelConfig:
+    """The model and tokenizer with the commits that were loaded in place of branches and tags.
+    Folders have none.
     """
-    model = config.model
-    data = config.data
-    model = replace(
+    return replace(
         model,
         name_or_path=_at_commit(model.name_or_path, "config.json"),
         tokenizer=model.tokenizer and _at_commit(model.tokenizer, "tokenizer_config.json"),
     )
-    data = replace(
-        data,
-        train_sources=_pinned(data.train_sources),
-        eval_sources={name: _pinned(given) for name, given in data.eval_sources.items()},
-    )
-    return replace(config, model=model, data=data)
-
-
-def _pinned(sources: list[Source]) -> list[Source]:
-    return [replace(s, revision=loaded_commit(s)) if s.hub else s for s in sources]
 
 
 def _at_commit(source: str, file: str) -> str:

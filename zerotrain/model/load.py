@@ -1,4 +1,4 @@
-"""Load tokenizer and model, partitioning the model as it is built under ZeRO-3."""
+"""Load the model, partitioning the model as it is built under ZeRO-3."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -20,9 +19,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.ds_config import group_sizes
-from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, TrainConfig, chat_template_file
+from zerotrain.config.schema import ModelConfig, TrainConfig
 from zerotrain.model.hub import (
-    NO_TOKENIZER,
     Base,
     describe_base,
     load_pretrained,
@@ -30,53 +28,12 @@ from zerotrain.model.hub import (
 )
 from zerotrain.model.partitions import computed_part
 from zerotrain.model.trained import choose_trained
-from zerotrain.rows.end_marks import end_answers, fit_template
-from zerotrain.runtime.errors import UserError, first_of, similar
-from zerotrain.runtime.files import read_text
+from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
 
 LAYER = re.compile(r"\.(\d+)\.")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, with model.chat_template, if given, instead of its own.
-
-    Raises:
-        UserError: tokenizer or template cannot be loaded.
-    """
-    source = config.tokenizer or config.name_or_path
-    tokenizer = load_pretrained(
-        AutoTokenizer.from_pretrained,
-        source,
-        "model.tokenizer" if config.tokenizer else "model.name_or_path",
-        config.trust_remote_code,
-    )
-    if len(tokenizer.get_vocab()) == len(tokenizer.added_tokens_decoder):  # made from no files
-        raise UserError(f"cannot load the tokenizer of {source}: {NO_TOKENIZER}")
-    if config.chat_template:
-        set_chat_template(tokenizer, config.chat_template)
-    end_answers(tokenizer)
-    return tokenizer
-
-
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer the chat template of a Jinja file, or of a name in data/chat_templates.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    file = chat_template_file(name)
-    if not file.is_file():
-        names = sorted(path.stem for path in CHAT_TEMPLATES.glob("*.jinja"))
-        raise UserError(
-            f"model.chat_template: {name} is no file, and no template of data/chat_templates: "
-            f"{', '.join(names)}{similar(name, names)}"
-        )
-    template = read_text(str(file), "model.chat_template: ")
-    named = file.parent == CHAT_TEMPLATES
-    tokenizer.chat_template = fit_template(template, tokenizer) if named else template
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:

@@ -1,4 +1,4 @@
-"""From rows to tokens: sources -> messages -> render.
+"""The program that tokenizes rows: sources -> messages -> render -> token caches.
 
-May import: runtime, config.
+May import: runtime, config, data.cache, model.hub, model.tokenizer. The trainer imports none of it.
 """

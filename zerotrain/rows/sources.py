@@ -3,22 +3,17 @@
 zerotrain/rows/readers.py reads the files, zerotrain/rows/messages.py converts the row formats.
 """
 
-import glob
 import hashlib
-import operator
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
-from huggingface_hub import is_offline_mode
-from huggingface_hub.constants import ENDPOINT
-from huggingface_hub.utils import http_backoff
 
+from zerotrain.data.cache import COMMIT, files_of
+from zerotrain.model.hub import hub_error
 from zerotrain.rows.readers import (
     COMPRESSIONS,
     MAX_ROW_CHARACTERS,
@@ -28,7 +23,7 @@ from zerotrain.rows.readers import (
     parse_json,
     rows_of,
 )
-from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, first_of
+from zerotrain.runtime.errors import UserError, describe, first_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,9 +38,6 @@ NO_ROWS = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
 SAVED = re.compile('"filename": "(.+?)"')
 # How rows are stored, and perhaps compressed, by the end of a file's name
 FORMAT = re.compile(f"({'|'.join(READERS)})+({'|'.join(COMPRESSIONS)})?$".replace(".", r"\."))
-COMMIT = re.compile("[0-9a-f]{40}")
-# What differs if a file was replaced or changed. tar, rsync and images keep the first two.
-STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 # A word that names a split, but not a topic as in evaluation_code.jsonl; or a commit in the hub's
 # cache. Its first two letters are the same for train and training, for val and validation.
 SPLIT = re.compile(
@@ -89,10 +81,7 @@ def local_files(path: str) -> list[str]:
     Raises:
         UserError: there are none, a link is broken, or they belong to several splits.
     """
-    path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
-    # as a glob, as a name that may contain brackets, and as a folder
-    patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
-    found = [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
+    found = files_of(path)
     rows = [file for file in found if FORMAT.search(file) and _has_rows(Path(file))]
     if not rows:
         what = "no file that rows are read from" if found else "no such file"
@@ -171,13 +160,9 @@ def name_of(source: "Source") -> str:
     return ":".join(filter(None, [source.hub, source.subset, source.split]))
 
 
-def fingerprint(source: "Source", remembered: Path) -> list[Any]:
+def fingerprint(source: "Source") -> list[Any]:
     """Changes whenever the source's rows have changed: its files and a hash of their content; for a
     hub data set, the fingerprint of `datasets`.
-
-    Args:
-        remembered: folder with a link for each content hash. Its name has what the hash follows
-            from, so nodes may share the folder; it points to the hash, so none is written by half.
 
     Raises:
         UserError: a file cannot be read.
@@ -185,10 +170,6 @@ def fingerprint(source: "Source", remembered: Path) -> list[Any]:
     if source.hub is not None:
         return [name_of(source), _from_hub(source)._fingerprint]
     files = [os.path.realpath(file) for file in local_files(source.path)]
-    status = repr([(file, STATUS(os.stat(file))) for file in files])  # noqa: PTH116
-    known = remembered / xxhash.xxh3_128_hexdigest(status.encode())
-    with suppress(OSError):
-        return [files, str(known.readlink())]
     content = xxhash.xxh3_128()
     try:
         for file in files:
@@ -196,30 +177,7 @@ def fingerprint(source: "Source", remembered: Path) -> list[Any]:
                 content.update(hashlib.file_digest(stream, xxhash.xxh3_128).digest())
     except OSError as error:
         raise UserError(f"{name_of(source)}: cannot be read: {describe(error)}") from error
-    with suppress(OSError):  # otherwise the files are read again at the next start
-        remembered.mkdir(parents=True, exist_ok=True)
-        known.symlink_to(content.hexdigest())
     return [files, content.hexdigest()]
-
-
-@cache
-def is_hub_silent() -> bool:
-    """Whether the hub does not answer within seconds, or is overloaded. It is asked once: without
-    network, loading would repeat each of its requests for half a minute.
-    """
-    try:
-        answer = http_backoff("HEAD", ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
-        return answer.status_code >= 429  # too many requests, or an error of its own
-    except Exception:  # of the network, or HF_HUB_OFFLINE
-        return True
-
-
-def hub_error() -> type[UserError]:
-    """The error to raise after loading from the hub has failed: EnvironmentFailure if the hub does
-    not answer now and the user has not set HF_HUB_OFFLINE.
-    """
-    is_hub_silent.cache_clear()  # it may have answered before
-    return EnvironmentFailure if is_hub_silent() and not is_offline_mode() else UserError
 
 
 def _from_hub(source: "Source") -> "Dataset":

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from zerotrain.data.cache import TokenizedRows
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.plan import Budget
 from zerotrain.runtime.errors import printable
@@ -40,21 +41,20 @@ def segments(
         yield kind, tokenizer.decode(part, clean_up_tokenization_spaces=False)
 
 
-def print_counts(name: str, plan: DataPlan) -> None:
+def print_counts(name: str, data: TokenizedRows) -> None:
     """What was read, how long rows were handled, token counts, and what is supervised."""
-    data = plan.data
     meta = data.meta
-    too_long = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
+    too_long = [f"{n:,} {text}" for text, n in meta.over_length.items()]
     lengths = np.percentile(data.lengths, QUANTILES)
     quantiles = [f"{q:g}%: {n:,.0f}" for q, n in zip(QUANTILES, lengths, strict=True)]
     tokens = data.lengths.sum()
     supervised = data.supervised.sum()
     rows = {
-        "examples": f"{len(data):,}, of {meta['rows_read']:,} rows of {', '.join(meta['sources'])}",
-        "format": ", ".join(dict.fromkeys(meta["formats"])),
+        "examples": f"{len(data):,}, of {meta.rows_read:,} rows of {', '.join(meta.sources)}",
+        "format": ", ".join(dict.fromkeys(meta.formats)),
         "over max_length": ", ".join(too_long) or "none",
         "tokens": f"{tokens:,}, {tokens / len(data):,.1f} per example",
-        "supervised": f"{supervised:,}, {supervised / tokens:.1%}; {meta['masks']}",
+        "supervised": f"{supervised:,}, {supervised / tokens:.1%}; {meta.masks}",
         "length": "  ".join(quantiles),
     }
     print(f"\n{name}")

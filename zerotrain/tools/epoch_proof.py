@@ -28,11 +28,11 @@ def prove_epochs(plan: DataPlan, then: int, cut: float, epochs: int) -> bool:
     middle = round(cut * last)
     print(f"{len(plan.data):,} examples, {epochs:,} epochs: {last:,} steps")
     meta = plan.data.meta
-    mix = plan.order.mix or [(n, n) for n in meta["source_examples"]]
+    mix = plan.order.mix or [(n, n) for n in meta.source_examples]
     numbers = count()
     least, most = Counter(), Counter()
     places = {}
-    for source, (n, m) in zip(meta["sources"], mix, strict=True):
+    for source, (n, m) in zip(meta.sources, mix, strict=True):
         print(f"  {source}: {n:,} examples, {m:,} per epoch")
         for number in islice(numbers, n):
             key = _key(*plan.data.fetch(np.array([number])))

@@ -32,7 +32,8 @@ from zerotrain.config.ds_config import read_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
 from zerotrain.model.hub import summarize
-from zerotrain.model.load import DTYPES, load_model_config, load_tokenizer
+from zerotrain.model.load import DTYPES, load_model_config
+from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.model.trained import choose_trained
 from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError

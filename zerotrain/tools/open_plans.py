@@ -3,9 +3,11 @@
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config
+from zerotrain.data.cache import open_caches
 from zerotrain.data.data_plan import DataPlan, make_plans
+from zerotrain.rows.tokenize import make_caches
 from zerotrain.runtime.machine import Machine
-from zerotrain.training.setup import open_run
+from zerotrain.training.setup import open_run, pin_sources
 
 
 def open_plans(
@@ -18,4 +20,8 @@ def open_plans(
         UserError: whatever train.py would refuse.
     """
     setup, tokenizer = open_run(config, Machine(world_size, world_size))
-    return setup.config, tokenizer, *make_plans(setup.config, tokenizer, setup.budget)
+    make_caches(setup.config)
+    caches = open_caches(setup.config, tokenizer)
+    tokenizer.chat_template = caches[0].meta.chat_template
+    config = pin_sources(setup, caches).config
+    return config, tokenizer, *make_plans(config, caches, setup.budget)

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from zerotrain.config.schema import Config, DataConfig, Source
+from zerotrain.config.schema import Config
+from zerotrain.data.cache import TokenizedRows, open_caches
 from zerotrain.data.epoch_order import EpochOrder
-from zerotrain.data.tokenize import tokenize_sources
+from zerotrain.rows.tokenize import make_caches
 
 Row = tuple[torch.Tensor, torch.Tensor]
 """Token ids, int64 [1, tokens], and which of them carry loss, bool [1, tokens]."""
@@ -53,9 +54,9 @@ def train_plainly(
         eps: AdamW's.
     """
     train = config.train
-    rows = read_rows(config.data.train_sources, tokenizer, config.data)
-    eval_sources = list(chain(*config.data.eval_sources.values()))
-    held_out = read_rows(eval_sources, tokenizer, config.data)
+    make_caches(config)
+    rows, *eval_sets = map(read_rows, open_caches(config, tokenizer))
+    held_out = [*chain(*eval_sets)]
     model = AutoModelForCausalLM.from_pretrained(
         config.model.name_or_path,
         dtype=torch.float32,
@@ -98,13 +99,8 @@ def train_plainly(
     return PlainRun(losses, norms, rates, evals, weights, peaks)
 
 
-def read_rows(
-    sources: list[Source], tokenizer: PreTrainedTokenizerBase, data: DataConfig
-) -> list[Row]:
-    """The tokenized rows of some sources."""
-    if not sources:
-        return []
-    cache = tokenize_sources(sources, tokenizer, data)
+def read_rows(cache: TokenizedRows) -> list[Row]:
+    """All examples of a cache."""
     return [
         (ids[None], mask[None].bool())
         for ids, mask in map(torch.from_numpy, cache.fetch(np.arange(len(cache))))

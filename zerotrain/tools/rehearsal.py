@@ -24,7 +24,7 @@ from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
-from zerotrain.training.setup import load_plans, open_run_on_all_ranks
+from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
 USED_SHARE = 0.9  # A micro-batch fits if its peak is at most this share of the memory.
 SMALLEST_GROWTH = 1.1  # Stop if the next micro-batch would be less than 1.1 times the last.
@@ -57,7 +57,8 @@ def rehearse(config: Config) -> None:
     with process_group(job.timeout_seconds, job.preempt_grace_seconds, job.world_size) as world:
         quieten_libraries(world.is_first)
         setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
-        plan, _, _ = load_plans(setup, tokenizer, ranks)
+        setup, data = open_data(setup, tokenizer, ranks)
+        plan = data.plan
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         if ranks.is_first:
             print(model_states(setup))

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.tokenize import TokenizedRows
+from zerotrain.data.cache import TokenizedRows
 from zerotrain.rows.sources import BadRow
 from zerotrain.rows.turns import FIXED_DATE, Template, with_arguments_as_text
 from zerotrain.tools.source_rows import canonical_rows, supervised_answers
@@ -181,7 +181,7 @@ def prove_rows(
         problems += [f"{place}: {problem}" for problem in wrong]
     listed = ", ".join(f"{text!r} {n:,} times" for text, n in ends.most_common(MAX_NAMED))
     print(
-        ", ".join(data.meta["sources"]),
+        ", ".join(data.meta.sources),
         f"{rows:,} rows, {compared:,} compared with their text",
         f"{compared_answers:,} answers, compared with what the chat template writes around them",
         f"last tokens of answers: {listed}",

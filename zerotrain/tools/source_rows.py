@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerotrain.config.schema import Config, Source
-from zerotrain.data.tokenize import TokenizedRows
+from zerotrain.data.cache import TokenizedRows
 from zerotrain.rows.messages import canonical_row
 from zerotrain.rows.sources import BadRow, parse_row, read_rows
 
@@ -17,7 +17,7 @@ def canonical_rows(
     """(FILE:LINE, row) of all rows of the sources that `data` were tokenized from; a row that
     cannot be used is empty.
     """
-    for source, kind in zip(sources, data.meta["formats"], strict=True):
+    for source, kind in zip(sources, data.meta.formats, strict=True):
         for raw in read_rows(source):
             row = {}
             with contextlib.suppress(BadRow):

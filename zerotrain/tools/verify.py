@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from zerotrain.checkpoint.state import TrainerState
     from zerotrain.config.schema import Config
+    from zerotrain.data.cache import TokenizedRows
     from zerotrain.data.data_plan import DataPlan
-    from zerotrain.data.tokenize import TokenizedRows
 
 SAMPLED_ROWS = 20
 FIRST_EXAMPLES = 10_000  # from which they are taken, so that not all of a large file is read
@@ -100,7 +100,7 @@ def verify_export(
         result["evaluation loss"] = text
     result["prompts"] = check_prompts(answers["prompts"], requests, tokenizer)
     ends = tokenizer.convert_ids_to_tokens(answers["end_tokens"])
-    trained = tokenizer.convert_ids_to_tokens(train_plan.data.meta["end_tokens"])
+    trained = tokenizer.convert_ids_to_tokens(train_plan.data.meta.end_tokens)
     if not {*trained} <= {*ends}:
         raise VerificationFailed(
             f"end tokens: generate() stops at {ends}, but answers were trained to end in {trained}"

@@ -40,7 +40,7 @@ def startup_table(
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data, plan, eval_plans),
         "supervised": f"{supervised:.0%} of the tokens, {plan.order.tokens_per_epoch:,} per epoch; "
-        f"{plan.data.meta['masks']}",
+        f"{plan.data.meta.masks}",
         "batch": f"{counted(plan.mean_examples, 'example')} per step, the first one in "
         f"{counted(len(first.micro_batches), 'micro-step')} x "
         f"{counted(plan.budget.world_size, 'data rank')} x <= "
@@ -74,13 +74,13 @@ def data_rows(
 ) -> dict[str, str]:
     """The rows about the data: where they are from, and what of them is not trained on."""
     meta = plan.data.meta
-    too_long = [f"{n:,} {text}" for text, n in meta["over_length"].items()]
+    too_long = [f"{n:,} {text}" for text, n in meta.over_length.items()]
     rows = {
-        "data": f"{counted(meta['rows_read'], 'row')}, "
+        "data": f"{counted(meta.rows_read, 'row')}, "
         f"{counted(len(plan.data), 'training example')}; over data.max_length "
         f"{config.max_length:,}: {', '.join(too_long) or 'none'}"
     }
-    found = zip(meta["sources"], meta["formats"], meta["source_examples"], strict=True)
+    found = zip(meta.sources, meta.formats, meta.source_examples, strict=True)
     for source, (name, kind, count) in zip(config.train_sources, found, strict=True):
         rows[f"source {len(rows)}"] = (
             f"{name}, read as {kind}: {counted(count, 'example')} x {source.repeat:g} per epoch"
@@ -94,10 +94,10 @@ def data_rows(
     # once each: rows held out of the training data have its folder and its counts
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
     for i, data in enumerate(tokenized.values(), start=1):  # first the training data
-        for reason, count in data.meta["rejected"].items():
+        for reason, count in data.meta.rejected.items():
             text = f"{counted(count, 'row')}, listed in {data.folder}/rejected_rows.jsonl"
             rows[f"rejected {i}: {reason}"] = text
-        for text, count in data.meta["unprompted"].items():
+        for text, count in data.meta.unprompted.items():
             rows[f"WARNING {i}: {text!r}"] = (
                 f"ends the generation prompt, but {counted(count, 'row')} have no such text before "
                 "an answer: the trained model would be asked for what it has not seen; see "

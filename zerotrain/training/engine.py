@@ -77,7 +77,7 @@ def build_engine(
     model, base = ranks.run_on_all(
         lambda: load_model(config.model, config.train, setup.architecture.model_config, ds_config)
     )
-    set_end_tokens(model, tokenizer, plan.data.meta["end_tokens"])
+    set_end_tokens(model, tokenizer, plan.data.meta.end_tokens)
     stage = zero_stage(ds_config)
     # before initialize(), where ZeRO-3 puts its hooks on the blocks as they are then
     change_blocks(model, config.model, stage)
@@ -131,7 +131,7 @@ def check_engine(
     tokens = ordinary_tokens(tokenizer)
     # One at a time: where a rank has an error, no other may be in the next one's collectives.
     ranks.run_on_all(lambda: check_causal(engine, tokens))
-    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta["end_tokens"]))
+    ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta.end_tokens))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.sequence_group))
 

@@ -3,14 +3,16 @@ are read. Every command that has to know calls `resolve`.
 """
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import dump_config
-from zerotrain.config.schema import Config, ModelConfig
+from zerotrain.config.schema import Config, ModelConfig, Source
+from zerotrain.data.cache import TokenizedRows, make_missing_caches, open_caches
 from zerotrain.data.data_plan import DataPlan, PlanRecord, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import Question, choose_questions
@@ -24,8 +26,9 @@ from zerotrain.model.architecture import (
     meta_model,
 )
 from zerotrain.model.hub import pin_revisions
-from zerotrain.model.load import load_model_config, load_tokenizer
+from zerotrain.model.load import load_model_config
 from zerotrain.model.packing import resolve_batching
+from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.model.trained import count_trained
 from zerotrain.runtime.machine import Machine, this_machine
 from zerotrain.runtime.ranks import Ranks
@@ -105,7 +108,7 @@ def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokeniz
     """
     tokenizer = load_tokenizer(config.model)
     model_config = load_model_config(config.model)
-    pinned = pin_revisions(config)  # to the commits that have just been loaded
+    pinned = replace(config, model=pin_revisions(config.model))  # to the commits just loaded
     architecture = Architecture.of(pinned.model, model_config)
     check_model_fits(architecture.skeleton, tokenizer, config.data.max_length)
     return resolve(pinned, machine, architecture), tokenizer
@@ -134,21 +137,55 @@ def open_run_on_all_ranks(
     return setup, tokenizer, world.in_groups(*group_sizes(setup.ds_config))
 
 
-def load_plans(
+def pin_sources(setup: Setup, caches: Iterable[TokenizedRows]) -> Setup:
+    """The run with the commits of the hub data sets that its caches are from."""
+
+    def pinned(sources: list[Source], rows: TokenizedRows) -> list[Source]:
+        pairs = zip(sources, rows.meta.revisions, strict=True)
+        return [replace(source, revision=commit) for source, commit in pairs]
+
+    train_rows, *eval_rows = caches
+    data = setup.config.data
+    held_out = zip(data.eval_sources.items(), eval_rows, strict=True)
+    data = replace(
+        data,
+        train_sources=pinned(data.train_sources, train_rows),
+        eval_sources={name: pinned(sources, rows) for (name, sources), rows in held_out},
+    )
+    return replace(setup, config=replace(setup.config, data=data))
+
+
+class RunData(NamedTuple):
+    """What a run trains and evaluates on, the same on all ranks."""
+
+    plan: DataPlan
+    """The plan of the training examples."""
+    eval_plans: dict[str, DataPlan]
+    """The plan of each held-out set."""
+    questions: dict[str, list[Question]]
+    """The questions of each held-out set for eval.generate, none if it is 0."""
+
+
+def open_data(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> tuple[DataPlan, dict[str, DataPlan], dict[str, list[Question]]]:
-    """The plans of the training examples and of each held-out set, the same on all ranks; and the
-    questions of each set for eval.generate, none if it is 0.
+) -> tuple[Setup, RunData]:
+    """Open the token caches, which the first rank of each node has made if they are missing, and
+    plan the steps; called by all ranks. Also returns the run with the commits of its data sets.
 
     Raises:
         UserError: unusable rows, different data on different ranks, or nothing to ask for
             eval.generate.
     """
+
+    def open_rows() -> list[TokenizedRows]:
+        if ranks.local_rank == 0:
+            make_missing_caches(setup.config, tokenizer)
+        return open_caches(setup.config, tokenizer)
+
+    caches = ranks.run_on_all(open_rows, first_on_node=True)
+    setup = pin_sources(setup, caches)
     config = setup.config
-    # the first rank of a node tokenizes, the others map the same files into memory
-    plan, eval_plans = ranks.run_on_all(
-        lambda: make_plans(config, tokenizer, setup.budget), first_on_node=True
-    )
+    plan, eval_plans = ranks.run_on_all(lambda: make_plans(config, caches, setup.budget))
     for each in (plan, *eval_plans.values()):
         ranks.require_same("the data plan", repr(PlanRecord.of(each)))
     count = config.eval.generate
@@ -156,4 +193,4 @@ def load_plans(
         name: choose_questions(name, each.data, config.data.max_length, count) if count else []
         for name, each in eval_plans.items()
     }
-    return plan, eval_plans, questions
+    return setup, RunData(plan, eval_plans, questions)

@@ -1,9 +1,4 @@
-"""Tokenizes rows into examples (token ids and loss mask), once per node, into a cache of Arrow
-files that every rank memory-maps.
-
-    examples.arrow      SCHEMA
-    meta.json           counts for the start-up table, and `content`, a hash of tokens and masks
-    rejected_rows.jsonl rows skipped under on_bad_row: skip, with reasons
+"""Tokenize rows into token caches; zerotrain/data/cache.py has their format.
 
 A cache folder is written under a temporary name, synced to disk, and renamed when complete, so
 neither a killed process nor a failed node leaves an incomplete cache.
@@ -13,185 +8,159 @@ import json
 import os
 import shutil
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, count, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import DataConfig, Source
-from zerotrain.data.epoch_order import permute
+from zerotrain.config.schema import Config, DataConfig, Source
+from zerotrain.data.cache import (
+    CACHE_VERSION,
+    NOT_OF_TOKENS,
+    SCHEMA,
+    Meta,
+    cache_of,
+    link_of,
+    sets_of,
+    tokenizer_key,
+)
+from zerotrain.model.tokenizer import load_tokenizer
+from zerotrain.rows.chat_template import set_chat_template
 from zerotrain.rows.end_marks import describe_examples
 from zerotrain.rows.messages import detect_format
 from zerotrain.rows.render import cut_to_length, tokenize_row
 from zerotrain.rows.sources import (
     BadRow,
-    JsonObject,
     RawRow,
     check_split,
     fingerprint,
+    loaded_commit,
     name_of,
     parse_row,
     read_rows,
+    require_distinct,
 )
+from zerotrain.runtime.ahead import map_ahead
 from zerotrain.runtime.errors import UserError, describe, disk_error
-from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
+from zerotrain.runtime.files import replace_text, sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.progress import LINE_SECONDS, print_line
 
-T = TypeVar("T")
-R = TypeVar("R")
-CACHE_VERSION = 17  # increase it when the same input is to give another cache than before
 # at most so much is tokenized at a time
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
 MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
 SHOWN_CHARACTERS = 80  # of a bad row, in messages
-# Keys of the data section that do not change a row's tokens
-NOT_OF_TOKENS = {
-    "train_sources", "eval_sources", "eval_fraction", "batching", "micro_batch_tokens", "cache_dir",
-}  # fmt: skip
-SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "length": pa.int32(),  # tokens
-        "supervised": pa.int32(),  # tokens that carry loss
-        "file": pa.string(),
-        "place": pa.int64(),  # line of the file, or number of the row in it
-        "row": pa.int64(),  # number among all rows read, the same for split pieces
-        "content": pa.uint64(),  # hash of input_ids
-    }
-)
+_printed_at = time.monotonic()
 
 
-@dataclass(frozen=True)
-class TokenizedRows:
-    """The rows `index`, int64 [examples], of a memory-mapped cache. Index i of every array is the
-    same example.
-    """
-
-    table: pa.Table
-    index: np.ndarray
-    meta: JsonObject
-    folder: Path
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """int32 [examples], in tokens."""
-        return self.column("length")
-
-    @cached_property
-    def supervised(self) -> np.ndarray:
-        """int32 [examples], the number of tokens that carry loss."""
-        return self.column("supervised")
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def column(self, name: str) -> np.ndarray:
-        """A column of numbers of SCHEMA, [examples]."""
-        # pyarrow's to_numpy would import pandas
-        return np.from_dlpack(self.table[name].combine_chunks())[self.index]
-
-    def fetch(self, examples: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Of each of the examples with these indices, int64 [n], its token ids and its loss mask,
-        0 or 1: int64 [2, tokens].
-        """
-        columns = self.table["input_ids"], self.table["loss_mask"]
-        return [
-            np.stack([np.from_dlpack(column[row].values.cast("int64")) for column in columns])
-            for row in self.index[examples]
-        ]
-
-    def place_of(self, example: int) -> str:
-        """FILE:LINE of the row that an example came from."""
-        row = self.index[example]
-        return f"{self.table['file'][row]}:{self.table['place'][row]}"
+def print_progress(source: str, examples: int) -> None:
+    """Print a line, but not more often than every ten seconds."""
+    global _printed_at
+    if time.monotonic() - _printed_at > LINE_SECONDS:
+        _printed_at = time.monotonic()
+        print_line(f"tokenizing {source}: {examples:,} examples")
 
 
-def cache_path(given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Path:
-    """Folder of the cache for these sources, this tokenizer and these options.
+def make_caches(config: Config, show: Callable[[str, int], None] = print_progress) -> list[Path]:
+    """Tokenize the training data and each held-out set, unless a cache of the same content is
+    there, and return the folders of the caches. A set that is a cache already is left alone.
+
+    Args:
+        show: called with the name of a source and its examples so far.
 
     Raises:
-        UserError: the tokenizer cannot tell which characters its tokens are from.
+        UserError: a row cannot be used (the message has file and line), a set has no rows,
+            data.cache_dir cannot be written, or two sources have the same rows.
     """
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path} has no tokenizer.json, which maps answers to "
-            "tokens; set model.tokenizer to a folder that has one"
-        )
-    tokenizer.backend_tokenizer.no_padding()  # otherwise it contains those of its last call
-    tokenizer.backend_tokenizer.no_truncation()
-    remembered = Path(config.cache_dir) / ".contents"
-    key = json.dumps(
-        [
-            CACHE_VERSION,
-            [
-                [fingerprint(s, remembered), s.split, s.format, s.columns, s.on_bad_row]
-                for s in given
-            ],
-            {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
-            tokenizer.chat_template,
-            tokenizer.backend_tokenizer.to_str(),
-            # eos and bos, which tokenizer.json does not know as such
-            str(sorted(tokenizer.special_tokens_map.items())),
-        ]
-    )
-    return Path(config.cache_dir) / xxhash.xxh3_64_hexdigest(key.encode())
+    data = config.data
+    for given in ([], *data.eval_sources.values()):
+        require_distinct([*data.train_sources, *given])
+    tokenizer = load_tokenizer(config.model)
+    key = tokenizer_key(tokenizer)  # as the trainer has it: without the run's chat template
+    set_chat_template(tokenizer, config.model.chat_template)
+    folders = []
+    for sources in sets_of(config):
+        folder = cache_of(sources, key, config)
+        if folder is None or any(source.hub for source in sources):
+            folder = _make_cache(sources, tokenizer, key, config, show)
+        folders.append(folder)
+    return folders
 
 
-def tokenize_sources(
-    given: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> TokenizedRows:
-    """The cache of these sources, which is created unless it exists.
+def _make_cache(
+    sources: list[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    config: Config,
+    show: Callable[[str, int], None],
+) -> Path:
+    """The folder of the cache of one set.
 
     Concurrent callers wait for the first of them. Where the disk has no locks they do the same work
     twice; the first to finish creates the cache.
 
-    Raises:
-        UserError: a row cannot be used (the message has file and line), a source has no rows, or
-            data.cache_dir cannot be written, or the cache is damaged.
+    Args:
+        key: tokenizer_key, before the run's chat template was set.
     """
-    target = cache_path(given, tokenizer, config)
+    cache_dir = Path(config.data.cache_dir)
+    # the file for the sources as the config has them, and the one for their commits
+    pinned = [replace(s, revision=loaded_commit(s)) if s.hub else s for s in sources]
+    links = [link_of(given, key, config) for given in (sources, pinned)]
+    target = cache_dir / _content_key(pinned, tokenizer, config.data)
     draft = temporary_name(target)
     try:
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
+            cache_dir.mkdir(parents=True, exist_ok=True)
             # the first of the processes that ask; the others wait, and then find the cache
             with ExitStack() as stack:
                 with suppress(OSError):  # on a disk without locks the others do not wait
                     stack.enter_context(FileLock(f"{target}.lock"))
                 if not target.exists():
                     draft.mkdir()
-                    _build_cache(given, tokenizer, config, draft)
-                    if cache_path(given, tokenizer, config) != target:
+                    _build_cache(pinned, tokenizer, config.data, draft, show)
+                    if link_of(pinned, key, config) != links[1]:
                         raise UserError("a source's file changed while it was read; start again")
                     # before it gets its name: what has the name is whole, also after a power cut
                     sync_tree(draft)
                 # where locks hold on one node only, another may have been faster
                 if not target.exists():
                     os.replace(draft, target)
-                    sync_folder(target.parent)
+                    sync_folder(cache_dir)
+        links[0].parent.mkdir(exist_ok=True)
+        for link in links:
+            replace_text(link, target.name)
     except OSError as error:
         raise disk_error(error)(
-            f"data.cache_dir: cannot write {target.parent}: {describe(error)}; set it to a folder "
-            "that you can write to and that has room"
+            f"data.cache_dir: cannot write {cache_dir}: {describe(error)}; set it to a folder that "
+            "you can write to and that has room"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return open_cache(target)
+    return target
+
+
+def _content_key(
+    sources: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> str:
+    """The name of the cache: a hash of all that its content follows from."""
+    key = [
+        CACHE_VERSION,
+        [[fingerprint(s), s.split, s.format, s.columns, s.on_bad_row] for s in sources],
+        {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
+        tokenizer_key(tokenizer),
+    ]
+    return xxhash.xxh3_64_hexdigest(json.dumps(key).encode())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -291,20 +260,6 @@ def _tokenized(
         yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
 
 
-def map_ahead(
-    pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: int
-) -> Iterator[R]:
-    """The results of `work` on each item, in their order. Of the items that follow the one whose
-    result is taken, at most `ahead` are worked on: Executor.map would take all of them at once.
-    """
-    pending = deque()
-    for item in items:
-        pending.append(pool.submit(work, item))
-        if len(pending) > ahead:
-            yield pending.popleft().result()
-    yield from (future.result() for future in pending)
-
-
 # --------------------------------------------------------------------------------------------------
 # Sources -> cache
 
@@ -347,12 +302,12 @@ def _build_cache(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     cache: Path,
+    show: Callable[[str, int], None],
 ) -> None:
     given = [replace(source, format=_format_of(source, config)) for source in given]
     examples = []
     numbers = count()  # of rows
     counts = Counter()
-    shown_at = time.monotonic()
     with (
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
         pa.ipc.new_stream(out, SCHEMA) as writer,
@@ -368,9 +323,7 @@ def _build_cache(
                 rejected.writelines(lines)
                 of_source += of_batch
                 examples[-1] += len(batch)
-                if time.monotonic() - shown_at > LINE_SECONDS:
-                    shown_at = time.monotonic()
-                    print_line(f"tokenizing: {sum(examples):,} examples")
+                show(name_of(source), examples[-1])
             if not examples[-1]:
                 lost = ", ".join(f"{n:,} {kind}: {name}" for (kind, name), n in of_source.items())
                 raise UserError(
@@ -378,74 +331,20 @@ def _build_cache(
                     f"(data.max_length is {config.max_length:,})"
                 )
             counts += of_source
-    meta = {
-        "sources": [name_of(source) for source in given],
-        "formats": [source.format for source in given],
-        "source_examples": examples,
-        "rows_read": next(numbers),
+    with pa.memory_map(str(cache / "examples.arrow")) as file:
+        described = describe_examples(pa.ipc.open_stream(file).read_all(), tokenizer, config)
+    meta = Meta(
+        version=CACHE_VERSION,
+        chat_template=tokenizer.chat_template,
+        sources=[name_of(source) for source in given],
+        formats=[source.format for source in given],
+        source_examples=examples,
+        revisions=[source.revision for source in given],
+        rows_read=next(numbers),
         **{
             what: {name: n for (kind, name), n in counts.items() if kind == what}
             for what in ("over_length", "rejected", "unprompted")
         },
-        **describe_examples(_memory_map(cache), tokenizer, config),
-    }
-    (cache / "meta.json").write_text(json.dumps(meta, indent=2))
-
-
-def _memory_map(cache: Path) -> pa.Table:
-    return pa.ipc.open_stream(pa.memory_map(str(cache / "examples.arrow"))).read_all()
-
-
-def open_cache(path: Path) -> TokenizedRows:
-    """Memory-map a cache folder.
-
-    Raises:
-        UserError: a file cannot be read, or lacks its end.
-    """
-    try:
-        meta = json.loads((path / "meta.json").read_text())
-        table = _memory_map(path)
-        table.validate()  # that lists end within the file
-        ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
-        # a stream that ends between two batches can be read
-        is_whole = len(table) == sum(meta["source_examples"])
-        if not is_whole or table.schema != SCHEMA or not ids == mask == table["length"]:
-            raise ValueError("examples, columns or lengths differ")
-        return TokenizedRows(table, np.arange(len(table)), meta, path)
-    except Exception as error:  # JSON and Arrow files raise their own
-        raise UserError(
-            f"data.cache_dir: cannot read {path} ({describe(error)}); delete it, and the rows are "
-            "tokenized again, or set data.cache_dir to a folder of your own"
-        ) from error
-
-
-def hold_out(
-    data: TokenizedRows, fraction: float, seed: int
-) -> tuple[TokenizedRows, TokenizedRows]:
-    """(training, held-out) data: a random `fraction` of the rows is held out, in their order.
-
-    The examples of a split row stay together: otherwise the model would be evaluated on rows that
-    it was partly trained on.
-    """
-    # without holes, which rows leave that became no example
-    _, index = np.unique(data.column("row"), return_inverse=True)
-    rows = int(index[-1]) + 1
-    count = max(1, round(rows * fraction))
-    if count == rows:
-        raise UserError(
-            f"data.eval_fraction: {fraction:g} of {rows:,} rows leaves none to train on; lower it, "
-            "or set data.eval_sources"
-        )
-    held = np.isin(index, permute(np.arange(count), rows, seed))
-    ends = np.cumsum(data.meta["source_examples"])
-
-    def part(is_in: np.ndarray) -> TokenizedRows:
-        index = np.flatnonzero(is_in)
-        meta = data.meta | {
-            # a run that resumes with another fraction or seed has other data
-            "content": xxhash.xxh3_64_hexdigest(data.meta["content"].encode() + index.tobytes()),
-            "source_examples": np.diff(np.searchsorted(index, ends), prepend=0).tolist(),
-        }
-        return replace(data, index=index, meta=meta)
-
-    return part(~held), part(held)
+        **described,
+    )
+    (cache / "meta.json").write_text(json.dumps(asdict(meta), indent=2))
