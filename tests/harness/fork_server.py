@@ -1,129 +1,98 @@
-"""Starts ranks of train.py by forking a process that has already imported everything, which saves
-4 s per rank. Each rank is a separate process, with the variables that a launcher would set.
+"""Runs train.py and scripts in forks of a process that has imported everything already. This saves
+4 s per rank. Each rank is a process of its own, with the variables that a launcher would set.
 
-    python tests/harness/fork_server.py
+    python -m harness.fork_server
 
-Reads requests from standard input and writes answers to standard output, as one JSON per line:
-    {"argv": [...], "ranks": 2, "log": FILE, "port": P, "environment": {...}, "module": "train"}
-        -> {"pids": [...]}; the module's main is called like train.py's. "environment" may replace
-        the variables of the launcher. With "at": FOLDER and
-        "disks": {"/disk_1": 2, ...} 2 ranks run on node-1, where FOLDER shows disk_1.
-        "module" may be scripts.NAME instead, which is run as by `python -m scripts.NAME ARGV`.
-        Without "launched" it gets no variables of a launcher.
-    {"wait": [pid, ...]}  -> {"codes": [...]}, negative for a signal
+It reads requests from standard input and answers on standard output, one JSON value per line:
+    {"module": "train", "argv": [...], "log": FILE, "environment": {...}, "patches": {...},
+     "node": [HOST, DISK, FOLDER] or null}  -> the process id
+    {"wait": [pid, ...]}  -> the exit codes, negative for a signal
+
+The module is train, one of tests/mains, or scripts.NAME, which runs as by `python -m scripts.NAME`.
+"patches" replaces values of modules and classes: a name with dots -> a Python expression, evaluated
+where the name is defined. With "node", the process runs as host HOST, where FOLDER shows DISK.
 """
 
 import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
+import pkgutil
 import runpy
-import signal
 import socket
+import subprocess
 import sys
-import threading
-import traceback
-from pathlib import Path
-
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "mains")]
-gc.disable()  # until serve(), as in train.py
-os.environ.pop("TORCHDYNAMO_DISABLE", None)  # of the launch tests: some forked ranks compile
 
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-import pandas  # noqa: F401  by pyarrow, where rows are tokenized
-import peft  # noqa: F401  where model.lora is set, takes a second; loads the compiler
+import pandas  # noqa: F401  pyarrow imports it where rows are tokenized
+import peft  # noqa: F401  imported where model.lora is set; loads the compiler, 1 s
 import transformers.models.llama.modeling_llama
-import transformers.optimization  # noqa: F401  for get_scheduler
+import transformers.optimization  # noqa: F401  get_scheduler imports it
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import train  # noqa: F401  and everything that it imports
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
 
-get_checkpoint_conversion_mapping("")  # compiles the patterns of all models, .2 s
-CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_PRIVATE = 0x20000, 0x4000000, 4096, 1 << 18  # <sched.h>
-MS_REC = 16384
+get_checkpoint_conversion_mapping("")  # compiles the patterns of all models, 0.2 s
+CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000  # <sched.h>; os.unshare comes with Python 3.12
+Process = multiprocessing.get_context("fork").Process
 
 
-def move_to_node(request, number):
-    """Give this process the host name and mounts of its rank's node. Needs root."""
-    nodes = list(request["disks"].items())
-    places = [(i, local) for i, (_, ranks) in enumerate(nodes) for local in range(ranks)]
-    node, local_rank = places[number]
-    disk, ranks = nodes[node]
+def enter_node(host, disk, folder):
+    """Give this process a host name, and mounts in which `folder` shows `disk`. Needs root."""
     libc = ctypes.CDLL(None, use_errno=True)
-    done = [
-        libc.unshare(CLONE_NEWNS | CLONE_NEWUTS),
-        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None),
-        libc.mount(disk.encode(), request["at"].encode(), None, MS_BIND, None),
-    ]
-    assert done == [0, 0, 0], os.strerror(ctypes.get_errno())
-    socket.sethostname(f"node-{node + 1}")
-    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(ranks))
+    assert libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", disk, folder], check=True)
+    socket.sethostname(host)
 
 
-def rank(request, number):
-    """Run one rank, in a forked process."""
+def work(request):
+    """Do what a request asks for, in a forked process."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.setsid()
-    # a suite that a shell has started in the background ignores it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ranks = str(request["ranks"])
-    launched = dict(
-        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
-        LOCAL_SIZE=ranks,  # or DeepSpeed runs numactl in each backward pass of ZeRO 3
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"],
-    )  # fmt: skip
-    if request["launched"]:
-        os.environ.update(launched)
     os.environ.update(request["environment"])
-    if request.get("disks"):
-        move_to_node(request, number)
-    if "." in request["module"]:  # not train, nor one of tests/mains
-        sys.argv = [request["module"], *request["argv"]]
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    if request["node"]:
+        enter_node(*request["node"])
+    for name, expression in request["patches"].items():
+        owner, _, attribute = name.rpartition(".")
+        owner = pkgutil.resolve_name(owner)
+        setattr(owner, attribute, eval(expression, dict(vars(owner))))
+    module, argv = request["module"], request["argv"]
+    if module.startswith(("scripts.", "benchmarks.", "fuzz.")):
+        sys.argv = [module, *argv]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
-    main = importlib.import_module(request["module"]).main
+    main = importlib.import_module(module).main
 
     def run():
-        command_line = parse_command_line(request["argv"])
+        command_line = parse_command_line(argv)
         main(command_line.config, command_line.dry_run)
 
     exit_on_error(run)
 
 
 def serve():
-    gc.enable()
     gc.freeze()  # collections in the forked processes would copy all pages
+    started = {}
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            ended = (os.waitpid(pid, 0)[1] for pid in request["wait"])
-            answer = {"codes": list(map(os.waitstatus_to_exitcode, ended))}
+            ended = [started.pop(pid) for pid in request["wait"]]
+            for process in ended:
+                process.join()
+            answer = [process.exitcode for process in ended]
         else:
-            pids = []
-            for number in range(request["ranks"]):
-                if (pid := os.fork()) == 0:
-                    code = 1
-                    try:
-                        rank(request, number)
-                        code = 0
-                    except SystemExit as end:
-                        code = end.code or 0
-                    except BaseException:
-                        traceback.print_exc()
-                    finally:
-                        threading._shutdown()  # as Python does: ends executors, joins threads
-                        sys.stdout.flush()
-                        sys.stderr.flush()
-                        os._exit(code)
-                pids.append(pid)
-            answer = {"pids": pids}
+            process = Process(target=work, args=(request,))
+            process.start()
+            started[process.pid] = process
+            answer = process.pid
         print(json.dumps(answer), flush=True)
 
 

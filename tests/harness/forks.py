@@ -38,7 +38,7 @@ class Forked:
                 self.kill(rank)
             raise
         finally:
-            codes = self.server.ask({"wait": self.pids})["codes"]
+            codes = self.server.ask({"wait": self.pids})
         finished = Finished(next(filter(None, codes), 0), self.log.read_text())
         assert code in (None, finished.code), finished.output
         return finished
@@ -53,13 +53,15 @@ class Forked:
 
 
 class ForkServer:
-    """Runs train.py on forked ranks; see fork_server.py."""
+    """Runs train.py and scripts in forks; see fork_server.py."""
 
     def __init__(self, folder, repo=REPO):
         self.folder, self.repo, self.runs = folder, repo, 0
+        packages = [str(repo / name) for name in (".", "tests", "tests/mains")]
+        variables = environment() | {"PYTHONPATH": os.pathsep.join(packages)}
+        del variables["TORCHDYNAMO_DISABLE"]  # some forked ranks compile
         self.process = subprocess.Popen(
-            [sys.executable, str(repo / "tests" / "harness" / "fork_server.py")], cwd=repo,
-            env={**environment(), "PYTHONPATH": str(repo)},
+            [sys.executable, "-m", "harness.fork_server"], cwd=repo, env=variables,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -72,28 +74,68 @@ class ForkServer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, config, *flags, ranks=1, module="train", disks=None, at=None, **variables):
-        """`disks`: folder -> number of ranks; each folder is a node's own disk, mounted at `at`."""
-        nodes = {}
-        if disks:
-            ranks, nodes["disks"] = sum(disks.values()), {str(k): n for k, n in disks.items()}
-            nodes["at"] = str(at)
-        return self._start(module, ["--config", config, *flags], ranks, variables, **nodes)
+    def make_cache(self, config, *flags, patches=None, **variables):
+        """Tokenize the rows of a run in one fork, so that no rank has to start a process that
+        imports everything. The ranks meet the same errors again, and report them.
+        """
+        self._start("make_cache", ["--config", config, *flags], [(variables, None)], patches).wait()
+
+    def start(
+        self,
+        config,
+        *flags,
+        ranks=1,
+        module="train",
+        patches=None,
+        disks=None,
+        at=None,
+        **variables,
+    ):
+        """Start the ranks of a run, and leave them running.
+
+        Args:
+            module: train, or one of tests/mains, whose main is called like train.py's.
+            patches: values to replace, described in fork_server.py.
+            disks: folder -> number of ranks; each folder is a node's own disk, mounted at `at`.
+            variables: environment variables; they replace the launcher's.
+        """
+        self.make_cache(config, *flags, patches=patches, **variables)
+        places = [
+            (disk and (f"node-{node}", str(disk), str(at)), local_rank, local_size)
+            for node, (disk, local_size) in enumerate((disks or {None: ranks}).items(), 1)
+            for local_rank in range(local_size)
+        ]
+        port, processes = free_port(), []
+        for rank, (node, local_rank, local_size) in enumerate(places):
+            launched = {
+                "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": len(places),
+                "LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "LOCAL_SIZE": len(places),  # or each backward pass of ZeRO 3 runs numactl
+            }  # fmt: skip
+            processes.append(({k: str(v) for k, v in launched.items()} | variables, node))
+        return self._start(module, ["--config", config, *flags], processes, patches)
 
     def script(self, module, *args, code=None, **variables):
         """Run a script like `python -m MODULE ARGS`, but with its imports already done."""
         variables["TORCHDYNAMO_DISABLE"] = "1"  # for what it starts, as in `environment`
-        return self._start(module, args, 1, variables, launched=False).wait(code)
+        return self._start(module, args, [(variables, None)]).wait(code)
 
-    def _start(self, module, argv, ranks, variables, launched=True, **nodes):
+    def _start(self, module, argv, processes, patches=None):
+        """Start a module in forks with the given (environment variables, node)."""
         self.runs += 1
         log = self.folder / f"log_{self.runs}"
-        request = {
-            "argv": list(map(str, argv)), "ranks": ranks, "log": str(log), "port": free_port(),
-            "environment": variables, "module": str(module), "launched": launched, **nodes,
-        }  # fmt: skip
         log.touch()
-        return Forked(self, log, self.ask(request)["pids"])
+        request = {
+            "module": module,
+            "argv": list(map(str, argv)),
+            "log": str(log),
+            "patches": patches or {},
+        }
+        pids = [
+            self.ask(request | {"environment": variables, "node": node})
+            for variables, node in processes
+        ]
+        return Forked(self, log, pids)
 
     def train(self, config, *flags, code=None, **options):
         """Train, and fail the test if the exit code is not `code`, if that is given."""
