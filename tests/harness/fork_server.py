@@ -34,6 +34,7 @@ import transformers.optimization  # noqa: F401  get_scheduler imports it
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import train  # noqa: F401  and everything that it imports
+import zerotrain.rows.tokenize  # noqa: F401
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
 

@@ -1,5 +1,7 @@
-"""Makes the cache of a run's rows, for forks.py, before the ranks of the run start."""
+"""Makes the token caches of a run, for forks.py, before the ranks of the run start."""
+
+from zerotrain.rows.tokenize import make_caches
 
 
 def main(config, dry_run):
-    """Tokenize the rows that `config` names. Nothing yet: the ranks do so themselves."""
+    make_caches(config)

@@ -22,6 +22,7 @@ from harness.runs import (
 )
 from transformers import AutoModelForCausalLM
 
+from zerotrain.data.cache import open_caches
 from zerotrain.tools.plain_loop import mean_loss, read_rows
 
 
@@ -167,7 +168,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
     assert evals[0] == evals[1] and len(evals[0]) == 1 + 3 + 1
     parsed = read_config(config)  # its model, as read, without dropout
-    held_out = read_rows(parsed.data.eval_sources["held_out"], sample_tokenizer, parsed.data)
+    held_out = read_rows(open_caches(parsed, sample_tokenizer)[1])
     model = AutoModelForCausalLM.from_pretrained(tiny_model_with_dropout)
     assert evals[0][0] == pytest.approx(mean_loss(model, held_out), rel=1e-5)
 
