@@ -7,9 +7,21 @@ import pytest
 import torch
 from harness.processes import free_port
 
-from zerotrain.runtime.errors import EnvironmentFailure
+from zerotrain.runtime.errors import EnvironmentFailure, UserError
 from zerotrain.runtime.process_group import check_devices
 from zerotrain.runtime.seeding import rng_state, set_rng_state
+
+
+@pytest.mark.parametrize("line, place, key", [
+    ("runs/a.yaml:3: train.seed: not a number", "runs/a.yaml:3", "train.seed"),
+    ("error: command line: --bf16: unknown", "command line", "--bf16"),
+    ("[rank 3 @ host] error: ds.json: fp16.enabled: false", "ds.json", "fp16.enabled"),
+    ("train.steps: too many: 5", None, "train.steps"),
+    ("/rows/a b.jsonl is empty: why", None, None),
+])  # fmt: skip
+def test_an_error_knows_the_place_and_the_key_that_its_message_names(line, place, key):
+    error = UserError(line)
+    assert (error.place, error.key) == (place, key)
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):

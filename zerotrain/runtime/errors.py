@@ -6,6 +6,7 @@ reports it) with nothing to save or without the time to, 1 anything else, such a
 """
 
 import difflib
+import re
 import socket
 import sys
 import textwrap
@@ -24,15 +25,33 @@ EXIT_PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, try again later
 EXIT_INTERRUPTED = 130
 
 
+# PLACE: KEY: PROBLEM; each of the two may be missing. A rank's prefix may come first.
+WHERE = re.compile(
+    r"(?:\[rank .*?\] )?(?:error: )?"
+    r"(?:(?P<place>command line|\S*(?:/|:\d|\.json|\.yaml)\S*): )?"
+    r"(?:(?P<key>[\w.-]+): )?"
+)
+
+
 class UserError(Exception):
-    """Bad input. `str(error)` is the one line that the user sees: what is wrong, where, and what
-    to do about it.
+    """Bad input. `str(error)` is the one line that the user sees: PLACE: KEY: what is wrong; what
+    to do.
     """
 
     exit_code = EXIT_USER_MISTAKE
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+    @property
+    def place(self) -> str | None:
+        """FILE:LINE, FILE or `command line`, as the message names it."""
+        return WHERE.match(str(self))["place"]
+
+    @property
+    def key(self) -> str | None:
+        """The setting that is wrong, such as train.seed, as the message names it."""
+        return WHERE.match(str(self))["key"]
 
 
 class EnvironmentFailure(UserError):
