@@ -25,7 +25,9 @@ def main() -> None:
     from zerotrain.data.cache import open_cache
     from zerotrain.rows.tokenize import make_caches, print_progress
     from zerotrain.tools.data_report import print_counts
+    from zerotrain.tracking.console import quieten_libraries
 
+    quieten_libraries(is_first=True)
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -10,15 +10,18 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from harness.inputs import write_rows
+from harness.repository import REPO
 from transformers import ByT5Tokenizer
 
 from zerotrain.config.schema import Config, DataConfig, ModelConfig, Source, TrainConfig
-from zerotrain.data.cache import hold_out, open_cache
+from zerotrain.data.cache import hold_out, make_missing_caches, open_cache, open_caches
+from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.sources import read_rows
 from zerotrain.rows.tokenize import make_caches
 from zerotrain.runtime.errors import UserError
@@ -31,13 +34,17 @@ def data_config(tmp_path, rows, on_bad_row="error", **changes):
     )
 
 
-def path_of(config, tokenizer):
-    """The cache of a data section, which is made if it is missing."""
-    model = Path(config.cache_dir).with_name("tokenizer")
+def config_of(data, tokenizer):
+    """A run config with this data section and a copy of the tokenizer."""
+    model = Path(data.cache_dir).with_name("tokenizer")
     tokenizer.save_pretrained(model)
     train = TrainConfig(learning_rate=1.0, epochs=1, global_batch_size=1)
-    [folder] = make_caches(Config("run", ModelConfig(str(model)), config, train))
-    return folder
+    return Config("run", ModelConfig(str(model)), data, train)
+
+
+def path_of(data, tokenizer):
+    """The cache of a data section, which is made if it is missing."""
+    return make_caches(config_of(data, tokenizer))[0]
 
 
 def tokenize(config, tokenizer):
@@ -188,6 +195,38 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
     for link in path.parent.glob(".links/*"):
         link.write_text("renamed")
     assert path_of(config, sample_tokenizer).name == "renamed"
+
+
+def test_a_rank_starts_the_program_if_a_cache_is_missing(tmp_path, sample_tokenizer, monkeypatch):
+    config = config_of(data_config(tmp_path, [SHORT]), sample_tokenizer)
+    tokenizer = load_tokenizer(config.model)
+    make_missing_caches(config, tokenizer)
+    [rows] = open_caches(config, tokenizer)
+    assert len(rows) == 1
+    write_rows(tmp_path / "rows.jsonl", [SHORT, {**SHORT, "completion": ""}])
+    with pytest.raises(UserError) as caught:
+        make_missing_caches(config, tokenizer)
+    assert caught.value.place.endswith("rows.jsonl:2")
+    write_rows(tmp_path / "rows.jsonl", [SHORT, SHORT])
+    make_caches(config)
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # it is not started again
+    make_missing_caches(config, tokenizer)
+    assert len(open_caches(config, tokenizer)[0]) == 2
+
+
+def test_a_cache_of_another_program_is_a_source(tmp_path, sample_tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (REPO / "data" / "README.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    data = data_config(tmp_path, [], train_sources=["tokens"])
+    [rows] = open_caches(config_of(data, sample_tokenizer), sample_tokenizer)
+    assert [ids.tolist() for ids, _ in rows.fetch([1, 0])] == [[74, 75, 76, 0], [72, 73, 0]]
+    for refused in (
+        dataclasses.replace(data, max_length=3),
+        dataclasses.replace(data, train_sources=[Source("tokens"), Source("rows.jsonl")]),
+    ):
+        with pytest.raises(UserError, match=r"^tokens: "):
+            open_caches(config_of(refused, sample_tokenizer), sample_tokenizer)
 
 
 def test_rows_that_change_while_they_are_read_are_not_cached(
