@@ -5,12 +5,15 @@
     deepspeed --hostfile hostfile train.py --config ...
     torchrun --nproc_per_node 2 train.py --config ...
 
-Each step: the plan assigns the step's examples to ranks and micro-steps (zerotrain/data/plan.py).
-Each rank runs forward and backward on its micro-batches, with each loss scaled so that the
-accumulated gradient is that of the mean over the step's supervised tokens. DeepSpeed averages
-gradients over the ranks, under ZeRO 0 and 1 once, in the last micro-batch, and under ZeRO 2 and 3
-in every micro-batch. Then the optimizer updates once. Under ZeRO 1 and 2 the ranks gather the
-updated weights; under ZeRO 3 each layer is gathered when it runs.
+What happens in a step:
+
+1. The plan assigns the step's examples to ranks and micro-steps (zerotrain/data/plan.py).
+2. Each rank runs forward and backward on its micro-batches. Each loss is scaled so that the
+   accumulated gradient is the gradient of the mean over the step's supervised tokens.
+3. DeepSpeed averages gradients over the ranks: under ZeRO 0 and 1 in the last micro-batch, under
+   ZeRO 2 and 3 in each.
+4. The optimizer updates once. Under ZeRO 1 and 2 the ranks then gather the updated weights; under
+   ZeRO 3 each layer gathers its weights when it runs.
 
 The exit codes are in zerotrain/runtime/errors.py.
 """
@@ -61,6 +64,9 @@ from zerotrain.training.optimizer import Schedule, make_schedule
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
 from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
+FINISHED = "finished"
+PREEMPTED = "preempted"
+
 
 @dataclass(frozen=True)
 class Training:
@@ -95,9 +101,10 @@ def main(config: Config, dry_run: bool = False) -> None:
         world.run_on_all(lambda: check_start(config))
         setup, tokenizer, ranks = open_run_on_all_ranks(config, world)
 
-        # 2. Its data: token caches, memory-mapped by all ranks.
+        # 2. Its data: token caches, which all ranks map into memory.
         setup, data = open_data(setup, tokenizer, ranks)
-        # the one that has rendered the rows, for exports
+        config = setup.config  # from here on as resolved
+        # Exports serve the template with which the rows were rendered.
         tokenizer.chat_template = data.plan.data.meta.chat_template
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
@@ -105,8 +112,8 @@ def main(config: Config, dry_run: bool = False) -> None:
         lock = RunLock(Path(config.output_dir))
         if not dry_run:
             ranks.run_on_first(lambda: stack.enter_context(lock))
-        start = find_start(setup.config, identity, data.plan, ranks)
-        schedule = make_schedule(setup.config.train, start.plan)
+        start = find_start(config, identity, data.plan, ranks)
+        schedule = make_schedule(config.train, start.plan)
         if ranks.is_first:
             show_rows(startup_table(setup, start.plan, data.eval_plans, schedule))
         if dry_run:
@@ -115,92 +122,107 @@ def main(config: Config, dry_run: bool = False) -> None:
         # 4. Model and engine, in the state that the run starts from.
         engine, loss, model_base = build_engine(setup, tokenizer, start.plan, ranks)
         ranks.run_on_first(lambda: write_resolved_configs(setup))
-        # the files of the frozen weights, which checkpoints then need not hold
+        # Checkpoints need not hold the frozen weights that are in the files of `base`.
         base = load_start(engine, start, ranks, model_base, config.train.seed)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
-        metrics = open_metrics(setup.config, start.progress, schedule.total_steps, ranks, lock)
+        metrics = open_metrics(config, start.progress, schedule.total_steps, ranks, lock)
+        held_out = HeldOutSets(
+            plans=data.eval_plans,
+            questions=data.questions,
+            max_new_tokens=config.eval.max_new_tokens,
+            tokenizer=tokenizer,
+            engine=engine,
+            loss=loss,
+            ranks=ranks,
+        )
+        saver = Saver(
+            engine=engine,
+            base=base,
+            tokenizer=tokenizer,
+            identity=identity,
+            settings=config.checkpoint,
+            ranks=ranks,
+            lock=lock,
+            started_from=start.checkpoint,
+            log=metrics.log,
+        )
         run = Training(
-            config=setup.config,
+            config=config,
             ranks=ranks,
             plan=start.plan,
             schedule=schedule,
             engine=engine,
             loss=loss,
-            held_out=HeldOutSets(
-                data.eval_plans, data.questions, config.eval.max_new_tokens, tokenizer, engine,
-                loss, ranks,
-            ),
-            saver=Saver(
-                engine, base, tokenizer, identity, config.checkpoint, ranks, lock,
-                start.checkpoint, metrics.log,
-            ),
+            held_out=held_out,
+            saver=saver,
             metrics=metrics,
             reporter=StepReporter(setup, start.plan, metrics, ranks),
             timer=PhaseTimer(ranks.device),
             hang_watch=HangWatch(job.timeout_seconds),
-        )  # fmt: skip
+        )
         exit_code = run_to_its_end(run, start.progress)
     if exit_code:
         sys.exit(exit_code)
 
 
 def run_to_its_end(run: Training, progress: Progress) -> int:
-    """Train, say how training ended, and return the exit code."""
+    """Train, print how training ended, and return the exit code."""
     exit_code = EXIT_FAILURE
-    ending = "interrupted"
+    line = "interrupted"
     try:
         with run.ranks.stop.deferred():
             progress, ending = train(run, progress)
-        exit_code = EXIT_PREEMPTED if ending == "preempted" else 0
-        ending += f": step {progress.step:,}, {progress.examples:,} examples"
+        exit_code = EXIT_PREEMPTED if ending == PREEMPTED else 0
+        line = f"{ending}: step {progress.step:,}, {progress.examples:,} examples"
     finally:
         run.hang_watch.close()
         run.metrics.close(exit_code)
         if run.ranks.is_first:
             with suppress(OSError):  # the folder is out of reach
                 last = max(list_complete(run.saver.folder), default="none")
-                print(f"{ending}; last checkpoint: {last}")
+                print(f"{line}; last checkpoint: {last}")
     return exit_code
 
 
 def train(run: Training, progress: Progress) -> tuple[Progress, str]:
-    """Optimizer steps from `progress` to the last one, with evaluations and saves in between.
+    """Take optimizer steps from `progress` to the last one, with evaluations and saves in between.
 
     Returns:
-        The progress after the last step taken, and how the run has ended: finished, preempted, or
-        stopped by its user.
+        The progress after the last step taken, and how training ended: FINISHED, PREEMPTED, or
+        "stopped by" its user.
     """
     ranks = run.ranks
     steps = run.schedule.total_steps
     batches = load_steps(run.plan, ranks.data_rank, progress.step, steps, ranks.sequence_part)
     saved = progress
-    stopped = preempted = save = False
+    ending = ""  # why training ends before its last step
+    save = False  # whether a save is due
     while True:
-        # before step 1, after a step, or first of all where a preempted run has left it undone
-        if is_evaluation_due(run, progress) and not (stopped or preempted):
-            progress, preempted = evaluate(run, progress)
+        # Before step 1 and after a step; and first of all if a preempted run has left it undone.
+        if is_evaluation_due(run, progress) and not ending:
+            progress, ending = evaluate(run, progress)
             save = save or (run.config.checkpoint.keep_best and progress.is_best)
         is_last = progress.step >= steps
-        save = save or is_last or stopped or preempted
-        if save and progress.step > 0 and progress != saved:
+        if (save or is_last or ending) and progress.step > 0 and progress != saved:
             run.hang_watch.restart()
             run.saver.save(progress)
             saved = progress
-            preempted = preempted or ranks.any_preempted()  # during the save
-        if is_last or stopped or preempted:
+            if not ending and ranks.any_preempted():  # during the save
+                ending = PREEMPTED
+        if is_last or ending:
             break
         progress = take_step(run, batches, progress)
-        stopped, preempted, save = agree_on_requests(run, progress.step)
-    run.saver.finish()  # an asynchronous save: a run ends when its checkpoint is complete
+        ending, save = agree_on_requests(run, progress.step)
+    run.saver.finish()  # An asynchronous save: a run ends when its checkpoint is complete.
     if is_last and not is_evaluation_due(run, progress):
-        return progress, "finished"
-    return progress, f"stopped by {run.config.output_dir}/{STOP}" if stopped else "preempted"
+        ending = FINISHED
+    return progress, ending
 
 
 def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -> Progress:
-    """One optimizer step, measured and reported. Returns the progress after it.
+    """Take one optimizer step, measure and report it, and return the progress after it.
 
     Raises:
         RunFailed: the loss has been bad for too long.
@@ -244,18 +266,19 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
 
 
 def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Problem | None]:
-    """Forward, backward and update on this rank's share of the step.
+    """Run forward, backward and update on this rank's share of the step.
 
-    DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks with
-    the same micro-batch. With N the supervised tokens of the step over all ranks, known from the
-    plan, backward on sum_CE * W / N in every micro-batch gives exactly the gradient of the mean
-    over tokens, for any W and number of micro-steps. The router loss, one value per micro-batch, is
-    averaged in the same way, weighted by tokens without padding.
+    DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks that
+    share a micro-batch. The plan knows N, the step's supervised tokens over all ranks. Backward on
+    sum_CE * W / N in every micro-batch then gives exactly the gradient of the mean over tokens, for
+    any W and any number of micro-steps. The router loss, one value per micro-batch, is averaged in
+    the same way, weighted by tokens without padding.
 
     Returns:
-        loss, nats per supervised token of the global batch; grad_norm, before clipping;
-        update_skipped, also by fp16 to find its loss scale; for mixtures of experts also
-        router_loss, without its coefficient. And why the update was skipped.
+        The step's values, and why its update was skipped (None if it was applied). The values are
+        loss, in nats per supervised token of the global batch; grad_norm, before clipping;
+        update_skipped, which is also true while fp16 looks for its loss scale; and router_loss of
+        mixtures of experts, without its coefficient.
     """
     engine = run.engine
     loss_sum = run.loss
@@ -263,11 +286,11 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
     timer = run.timer
     scale = ranks.replicas / batch.plan.supervised_tokens
     router_scale = loss_sum.router_coefficient * ranks.replicas / batch.plan.tokens
-    # cross entropy and router loss of each micro-step; on the device, so that no step waits for it
+    # Cross entropy and router loss of each micro-step, on the device: no micro-step waits for them.
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     for i, micro_batch in enumerate(batch.micro_batches):
         is_last = i == len(batch.micro_batches) - 1
-        # Set explicitly, because the number of micro-steps differs between steps.
+        # DeepSpeed cannot count: the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
         cross_entropy, router = loss_sum(engine, micro_batch, timer.mark)
         loss = cross_entropy * scale + router * router_scale
@@ -275,9 +298,9 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
         timer.mark("head")
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
-    # engine.step(): clip, update, zero the gradients
+    # Calls engine.step(), which clips, updates and zeroes the gradients.
     grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping)
-    # the ranks of a tensor-parallel group have the same losses
+    # The ranks of a tensor-parallel group have the same losses.
     totals = (ranks.sum(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens
     problem = None
@@ -290,9 +313,13 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
     return values, problem
 
 
-def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
-    """Whether OUTPUT_DIR/stop was created; whether a rank was preempted; and whether a save is due
-    or OUTPUT_DIR/save_now was created. The same on all ranks.
+def agree_on_requests(run: Training, step: int) -> tuple[str, bool]:
+    """Agree on what users and schedulers have asked for since the last step, and finish an
+    asynchronous save that all ranks have written.
+
+    Returns:
+        "stopped by OUTPUT_DIR/stop" if that file was created, PREEMPTED if a rank was, or ""; and
+        whether a save is due or OUTPUT_DIR/save_now was created. The same on all ranks.
 
     Raises:
         UserError: another run has taken over the output folder.
@@ -304,17 +331,20 @@ def agree_on_requests(run: Training, step: int) -> tuple[bool, bool, bool]:
     stop = save = False
     if ranks.is_first and not is_lost:
         stop = take_request(lock.folder, STOP)
+        # Rank 0 decides for all: whether a save is due may depend on its clock.
         save = take_request(lock.folder, SAVE_NOW) or saver.is_due(step)
     preempted = ranks.stop.signal is not None
-    # one collective for all of them: stopping and saving take every rank, at the same step
+    # One collective for all: stopping and saving take every rank, at the same step.
     stop, preempted, save, written, lost = ranks.count(
         stop, preempted, save, saver.is_written, is_lost
     )
     if lost:
         ranks.run_on_first(lock.check)
-    if written == ranks.world_size:  # the files of an asynchronous save
+    if written == ranks.world_size:
         saver.finish()
-    return stop > 0, preempted > 0, save > 0
+    if stop:
+        return f"stopped by {lock.folder / STOP}", save > 0
+    return PREEMPTED if preempted else "", save > 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,22 +359,25 @@ def is_evaluation_due(run: Training, progress: Progress) -> bool:
     return progress.step == run.schedule.total_steps or (every > 0 and progress.step % every == 0)
 
 
-def evaluate(run: Training, progress: Progress) -> tuple[Progress, bool]:
-    """Evaluate and report. Returns the progress with what was measured, and whether a rank was
-    preempted meanwhile; then nothing was, and a resumed run starts with the evaluation.
+def evaluate(run: Training, progress: Progress) -> tuple[Progress, str]:
+    """Evaluate and report.
+
+    Returns:
+        The progress with what was measured, and "". If a rank was preempted meanwhile, nothing was
+        measured: the same progress, and PREEMPTED. A resumed run starts with the evaluation.
     """
     run.hang_watch.restart()
     began = time.perf_counter()
     try:
         values, answers = run.held_out.measure()
     except Preempted:
-        return progress, True
+        return progress, PREEMPTED
     progress = progress.evaluated(next(iter(values.values())))  # of the first set
     values = {"step": progress.step, "eval_loss": progress.eval_loss, **values}
     run.metrics.log("eval", values | {"eval_seconds": time.perf_counter() - began})
     for name, rows in answers.items():
         run.metrics.log("generations", {"step": progress.step, "set": name, "rows": rows})
-    return progress, False
+    return progress, ""
 
 
 if __name__ == "__main__":
