@@ -237,7 +237,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(describe_micro_batch, run.plan, examples):
         values, problem = train_step(run, batch)
-    phases = run.timer.take()  # of rank 0; waits for the device
+    phases = run.timer.take()  # Waits for the device. Rank 0 reports its own.
     values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
     in_a_row = progress.skipped_in_a_row
     if problem is not None:
@@ -372,7 +372,7 @@ def evaluate(run: Training, progress: Progress) -> tuple[Progress, str]:
         values, answers = run.held_out.measure()
     except Preempted:
         return progress, PREEMPTED
-    progress = progress.evaluated(next(iter(values.values())))  # of the first set
+    progress = progress.evaluated(next(iter(values.values())))  # The first set decides.
     values = {"step": progress.step, "eval_loss": progress.eval_loss, **values}
     run.metrics.log("eval", values | {"eval_seconds": time.perf_counter() - began})
     for name, rows in answers.items():

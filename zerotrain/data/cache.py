@@ -1,4 +1,4 @@
-"""The token cache: tokenized examples, which every rank maps into its memory.
+"""The token cache: a folder of tokenized examples, which every rank maps into its memory.
 
     examples.arrow      an Arrow stream with the columns of SCHEMA, one line per example
     meta.json           Meta
@@ -82,11 +82,11 @@ class Meta:
     """Commit of each source that is a hub data set, None for others."""
     rows_read: int
     over_length: dict[str, int]
-    """Rows longer than data.max_length: what was done to them, and how many."""
+    """Outcome -> number of rows longer than data.max_length that had it."""
     rejected: dict[str, int]
-    """Rows left out: reason, and how many."""
+    """Reason -> number of rows that were left out for it."""
     unprompted: dict[str, int]
-    """What a server's generation prompt ends with although the rows lack it, and how many do."""
+    """End of a server's generation prompt -> number of rows that lack it before an answer."""
 
 
 @dataclass(frozen=True)
@@ -141,38 +141,38 @@ class TokenizedRows:
 
 
 def sets_of(config: Config) -> list[list[Source]]:
-    """The sources of the training data, and of each held-out set."""
+    """Return the sources of the training data, and of each held-out set."""
     return [config.data.train_sources, *config.data.eval_sources.values()]
 
 
 def files_of(path: str) -> list[str]:
-    """All files of a path, a folder (with subfolders) or a glob, without hidden ones, in any order.
-    ~ and variables are expanded.
+    """Return all files of a path, a folder (with subfolders) or a glob, in any order. ~ and
+    variables are expanded, hidden files are left out.
     """
     path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
-    # as a glob, as a name that may contain brackets, and as a folder
+    # As a glob, as a name that may contain brackets, and as a folder.
     patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
     return [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A text with everything that decides which tokens a tokenizer gives a row."""
+    """Return a text with everything about a tokenizer that decides the tokens of a row."""
     return json.dumps(
         [
             tokenizer.backend_tokenizer.to_str(),
             tokenizer.chat_template,
-            # eos and bos, which tokenizer.json does not know as such
+            # tokenizer.json does not say which tokens are eos and bos.
             str(sorted(tokenizer.special_tokens_map.items())),
         ]
     )
 
 
 def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
-    """The file in data.cache_dir that names the cache of these sources: any change of a file, the
-    tokenizer or a setting of tokens leads to another link. Only the status of files is read.
+    """Return the file in data.cache_dir that names the cache of these sources. A change of a file,
+    the tokenizer or a setting of tokens leads to another link. Only the status of files is read.
 
     Args:
-        tokenizer: tokenizer_key, before the run's chat template is set.
+        tokenizer: tokenizer_key before the run's chat template is set.
     """
     data = config.data
     files = {*map(os.path.realpath, (f for s in sources if s.path for f in files_of(s.path)))}
@@ -191,7 +191,7 @@ def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
 
 
 def cache_of(sources: list[Source], tokenizer: str, config: Config) -> Path | None:
-    """The folder of the cache of these sources, or None if it has to be made.
+    """Return the folder of the cache of these sources; None if it has to be made.
 
     Raises:
         UserError: a source is a cache, but not the only one.
@@ -210,8 +210,8 @@ def cache_of(sources: list[Source], tokenizer: str, config: Config) -> Path | No
 
 
 def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Run the program that tokenizes rows, unless all caches of the config are there. A hub data
-    set that is not pinned to a commit may have changed, so the program looks.
+    """Run the program that tokenizes rows, unless all caches of the config exist. It also runs for
+    a hub data set without a commit, which may have changed.
 
     Raises:
         UserError: the program's one line.
@@ -231,7 +231,7 @@ def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> N
         program = subprocess.Popen(
             [sys.executable, "-m", "scripts.tokenize", "--config", file.name, *trust],
             env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.DEVNULL,  # its summary: the start-up table says the same
+            stdout=subprocess.DEVNULL,  # Its summary: the start-up table says the same.
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -251,7 +251,7 @@ def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def open_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[TokenizedRows]:
-    """The examples of the training data, and of each held-out set.
+    """Memory-map the examples of the training data, and of each held-out set.
 
     Raises:
         UserError: a cache is missing, damaged or not of this config.
@@ -282,14 +282,14 @@ def open_cache(path: Path) -> TokenizedRows:
         table = pa.ipc.open_stream(pa.memory_map(str(path / "examples.arrow"))).read_all()
         table.validate()  # that lists end within the file
         if table.schema != SCHEMA:
-            raise ValueError("its columns are not those of data/README.md")
+            raise ValueError("its columns differ from the format in data/README.md")
         ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
-        # a stream that ends between two batches can be read
+        # A stream that ends between two batches can be read, but lacks examples.
         is_whole = len(table) == sum(meta.source_examples)
         if not is_whole or not ids == mask == table["length"]:
             raise ValueError("its numbers of examples or tokens differ")
         return TokenizedRows(table, np.arange(len(table)), meta, path)
-    except Exception as error:  # JSON and Arrow files raise their own
+    except Exception as error:  # pydantic and pyarrow raise their own.
         raise UserError(
             f"data.cache_dir: cannot read {path} ({describe(error)}); delete it, and the rows are "
             "tokenized again, or set data.cache_dir to a folder of your own"
@@ -326,12 +326,12 @@ def _as_one_source(
 def hold_out(
     data: TokenizedRows, fraction: float, seed: int
 ) -> tuple[TokenizedRows, TokenizedRows]:
-    """(training, held-out) data: a random `fraction` of the rows is held out, in their order.
+    """Return (training, held-out) examples: a random `fraction` of the rows is held out.
 
-    The examples of a split row stay together: otherwise the model would be evaluated on rows that
-    it was partly trained on.
+    The pieces of a split row stay together, or the model would be evaluated on rows that it was
+    partly trained on.
     """
-    # without holes, which rows leave that became no example
+    # Number the rows again: rows without an example have left gaps.
     _, index = np.unique(data.column("row"), return_inverse=True)
     rows = int(index[-1]) + 1
     count = max(1, round(rows * fraction))
@@ -347,7 +347,7 @@ def hold_out(
         index = np.flatnonzero(is_in)
         meta = replace(
             data.meta,
-            # a run that resumes with another fraction or seed has other data
+            # A run cannot resume with another fraction or seed, since its data would differ.
             content=xxhash.xxh3_64_hexdigest(data.meta.content.encode() + index.tobytes()),
             source_examples=np.diff(np.searchsorted(index, ends), prepend=0).tolist(),
         )

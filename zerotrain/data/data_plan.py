@@ -1,8 +1,7 @@
-"""The step plans of a run: tokenized examples, their order and the budget joined, for any global
-step.
+"""Plans: examples, their order and the budget of a micro-batch together give any step of a run.
 
-A run whose global batch changes goes on with the rest of its epoch in steps of the new size, so
-every example is still trained on as often per epoch.
+If the global batch of a run changes, the rest of its epoch is split into steps of the new size. An
+epoch still has every example the same number of times.
 """
 
 from dataclasses import dataclass, replace
@@ -19,18 +18,20 @@ from zerotrain.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class PlanStart:
-    """Where the steps of a plan begin: at the beginning of a run, or where the global batch was
-    changed, in the middle of an epoch.
+    """Where a plan begins: at the start of a run, or in the middle of an epoch where the global
+    batch changed.
     """
 
-    step: NonNegativeInt = 0  # global
+    step: NonNegativeInt = 0
+    """Global step."""
     epoch: NonNegativeInt = 0
-    position: NonNegativeInt = 0  # in that epoch's order
+    position: NonNegativeInt = 0
+    """Position in the order of that epoch."""
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Every step of a run over one tokenized data set. Step numbers continue across epochs."""
+    """Every step of a run over one set of examples. Step numbers continue across epochs."""
 
     data: TokenizedRows
     order: EpochOrder
@@ -39,7 +40,9 @@ class DataPlan:
     """Earlier steps belong to another plan."""
 
     def with_budget(self, tokens: int) -> "DataPlan":
-        """With `tokens` as the budget of a micro-batch, no less than the longest example has."""
+        """Return a plan with a budget of `tokens` per micro-batch, or of the longest example if
+        that has more.
+        """
         longest = int(self.budget.padded(self.data.lengths.max()))
         budget = replace(self.budget, micro_batch_tokens=max(longest, tokens))
         return replace(self, budget=budget)
@@ -56,8 +59,8 @@ class DataPlan:
 
     @property
     def mean_batch(self) -> float:
-        """Mean examples, or tokens, per step: at most the global batch of the config, since an
-        epoch is divided into equal steps.
+        """Mean examples, or tokens, per step. An epoch is split into equal steps, so this is at
+        most the global batch of the config.
         """
         return self.epoch_size / self.steps_per_epoch
 
@@ -68,29 +71,29 @@ class DataPlan:
 
     @property
     def step_shift(self) -> int:
-        """What to add to a global step to get its number had all epochs been of this plan."""
-        # The epoch after the one in which the plan begins is whole, and so are all that follow.
+        """Offset: a global step + this = its number if the run had always used this plan."""
+        # The epochs after the one in which the plan begins are whole.
         start = self.start
         next_epoch = start.step + self.order.steps_from(start.epoch, start.position)
         return (start.epoch + 1) * self.steps_per_epoch - next_epoch
 
     def locate(self, global_step: int) -> tuple[int, int, int]:
-        """Where a global step is, as EpochOrder.examples takes it: its epoch, its number, and the
-        position in the epoch from which on steps are numbered.
+        """Return the arguments of EpochOrder.examples for a global step: its epoch, its number
+        there, and the position in the epoch at which the numbers begin.
         """
         start = self.start
-        # Only the epoch in which the plan begins is divided otherwise than this assumes.
+        # This assumes whole epochs; the epoch in which the plan begins may lack its first steps.
         epoch, step = divmod(global_step + self.step_shift, self.steps_per_epoch)
         if epoch <= start.epoch:
             return start.epoch, global_step - start.step, start.position
         return epoch, step, 0
 
     def epochs_at(self, global_step: int) -> float:
-        """Passes over the data, as a fraction, after this many steps."""
+        """Return how many epochs this many steps are, as a fraction."""
         return (global_step + self.step_shift) / self.steps_per_epoch
 
     def step(self, global_step: int) -> StepPlan:
-        """The step's examples assigned to all ranks: any step, in any order, in milliseconds."""
+        """Assign the examples of a step to all ranks. Any step takes milliseconds, in any order."""
         examples = self.order.examples(*self.locate(global_step))
         return plan_step(examples, self.data.lengths, self.data.supervised, self.budget)
 
@@ -131,15 +134,15 @@ def make_plans(
     train_plan = DataPlan(train_rows, order, budget)
     if train.global_batch > train_plan.epoch_size:
         raise UserError(
-            f"train.{train.global_batch_key}: {train.global_batch:,} is more than an epoch has "
-            f"({train_plan.epoch_size:,} without data.eval_fraction); lower it, add data, or raise "
-            "repeat of a source"
+            f"train.{train.global_batch_key}: {train.global_batch:,} is larger than the epoch "
+            f"({train_plan.epoch_size:,} after holding out data.eval_fraction); lower it, add "
+            "data, or raise `repeat` of a source"
         )
     eval_plans = {
         name: DataPlan(rows, replace(order, lengths=rows.lengths, shuffle=False, mix=()), budget)
         for name, rows in held_out.items()
     }
-    # with such an example plan_step would never return
+    # plan_step would never return with an example over the budget.
     for rows in (train_rows, *held_out.values()):
         longest = np.argmax(rows.lengths)
         tokens = budget.padded(rows.lengths[longest])
@@ -158,11 +161,11 @@ def make_plans(
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What the examples of a plan's steps follow from: neither world size nor token budget."""
+    """All that decides which examples a plan's steps have. World size and budget do not."""
 
     version: int
     content: str
-    """A hash of the tokenized examples, and EpochOrder.mix if it is not empty."""
+    """A hash of the examples, followed by EpochOrder.mix if that is not empty."""
     seed: int
     global_batch_size: PositiveInt | None
     global_batch_tokens: PositiveInt | None
@@ -182,10 +185,13 @@ class PlanRecord:
 def continue_plan(
     plan: DataPlan, before: PlanRecord, start: PlanStart, global_step: int
 ) -> DataPlan:
-    """`plan` as it goes on at `global_step` of a run of the plan `before`, which began at `start`:
-    if the global batch is another one now, the rest of the epoch is divided anew.
+    """Return `plan` as it continues a run at `global_step`. If the global batch has changed, the
+    rest of the epoch is split again.
+
+    Args:
+        before: the plan of the run so far, which began at `start`.
     """
-    # dividing the rest anew would move the bounds of its steps, even by the same global batch
+    # Splitting the rest again would move the bounds of its steps, even by the same global batch.
     if PlanRecord.of(plan) == before:
         return replace(plan, start=start)
     order = replace(
@@ -193,6 +199,6 @@ def continue_plan(
         global_batch_size=before.global_batch_size,
         global_batch_tokens=before.global_batch_tokens,
     )
-    # where the plan before would have gone on: what it has trained on are the first positions
+    # The plan so far has trained on the positions before the one at which it would continue.
     place = replace(plan, order=order, start=start).locate(global_step)
     return replace(plan, start=PlanStart(global_step, place[0], order.first_of(*place)))

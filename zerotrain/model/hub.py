@@ -1,5 +1,6 @@
-"""Load from the hub or a folder, with a one-line error for any failure, and name the commits and
-the files of the hub that were loaded.
+"""Load models and tokenizers from a folder or the hub. Any failure is one line.
+
+Also names the commits and files that were loaded.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,42 +26,42 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from zerotrain.config.schema import ModelConfig
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe
 
-# of each file
+# How much of each weight file the fingerprint reads.
 SAMPLES = 128
 SAMPLE_BYTES = 256
-MAX_ERROR_CHARACTERS = 400  # of a library's message
+MAX_ERROR_CHARACTERS = 400  # Longer messages of libraries are cut.
 NO_TOKENIZER = "it has no tokenizer; save the model's there, or set model.tokenizer to its folder"
-LFS_BYTES = 1024  # more than a pointer has
+LFS_BYTES = 1024  # Pointers of Git LFS are smaller.
 NOT_A_MODEL = {
     "COMPLETE": "a checkpoint",
     "resolved_config.yaml": "the folder of a run",
     "adapter_config.json": "an adapter",
 }
-"""A file of a folder that is no model -> what the folder is."""
+"""What a folder is, by a file that models lack."""
 
 Base: TypeAlias = dict[str, str | None]
-"""name_or_path and revision of a pretrained model, and a fingerprint of its files. What a stranger
-leaves out counts as None.
+"""The name_or_path and revision of a pretrained model, and the fingerprint of its weight files. A
+missing entry counts as None.
 """
 
 
 @cache
 def is_hub_silent() -> bool:
-    """Whether the hub does not answer within seconds, or is overloaded. It is asked once: without
-    network, loading would repeat each of its requests for half a minute.
+    """Whether the hub is overloaded or does not answer within seconds. It is asked once: without a
+    network, loading would repeat each request for half a minute.
     """
     try:
         answer = http_backoff("HEAD", ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
-        return answer.status_code >= 429  # too many requests, or an error of its own
-    except Exception:  # of the network, or HF_HUB_OFFLINE
+        return answer.status_code >= 429  # Too many requests, or a server error.
+    except Exception:  # The network failed, or HF_HUB_OFFLINE is set.
         return True
 
 
 def hub_error() -> type[UserError]:
-    """The error to raise after loading from the hub has failed: EnvironmentFailure if the hub does
-    not answer now and the user has not set HF_HUB_OFFLINE.
+    """Return the class of error to raise after a load from the hub failed: EnvironmentFailure if
+    the hub does not answer and the user has not set HF_HUB_OFFLINE.
     """
-    is_hub_silent.cache_clear()  # it may have answered before
+    is_hub_silent.cache_clear()  # It may have answered before.
     return EnvironmentFailure if is_hub_silent() and not is_offline_mode() else UserError
 
 
@@ -71,12 +72,12 @@ def load_pretrained(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Any:
-    """Call `load(name, ...)`; code that comes with a model only runs if it is trusted, and nobody
-    is asked.
+    """Return `load(name, ...)`. Code that comes with a model runs only if it is trusted; the user
+    is never asked.
 
     Args:
-        source: folder, or ID@REVISION.
-        key: config key that gives `source`, for the error.
+        source: a folder, or ID@REVISION.
+        key: the config key that gives `source`, for messages.
 
     Raises:
         UserError: loading failed.
@@ -85,7 +86,7 @@ def load_pretrained(
     name, revision = split_revision(source)
     place = f"{key and f'{key}: '}cannot load {source}"
     is_here = Path(name).is_dir()
-    # the owner of a hub id is no folder here; its hub may have a model of that name
+    # A name that begins with a folder of this machine means a folder, although the hub may have it.
     if "/" in name and Path(name).parent.is_dir() and not is_here:
         raise UserError(f"{place}: there is no such folder in {Path.cwd()}")
     try:
@@ -98,7 +99,7 @@ def load_pretrained(
         )
     except (KeyboardInterrupt, SystemExit):
         raise
-    # each library's own; that of Rust, with which tokenizers panics, is no Exception
+    # Each library raises its own. When the Rust code of tokenizers panics, it is a BaseException.
     except BaseException as error:
         reason = summarize(error)
         if "backend tokenizer" in reason:
@@ -113,7 +114,7 @@ def load_pretrained(
 
 
 def _what_else(folder: Path) -> str | None:
-    """What a folder is that cannot be loaded, or which of its files is missing."""
+    """Say what a folder without a model is, or which file it lacks; None if unknown."""
     for file in folder.iterdir():
         if kind := NOT_A_MODEL.get(file.name):
             return f"it is {kind}: give what python -m scripts.export makes of its run"
@@ -123,25 +124,23 @@ def _what_else(folder: Path) -> str | None:
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """A folder and None, or a hub id and the branch, tag or commit of ID@REVISION."""
+    """Return (folder, None), or (hub id, branch, tag or commit) of ID@REVISION."""
     name, _, revision = source.partition("@")
     return (source, None) if Path(source).exists() else (name, revision or None)
 
 
 def source_of(base: Base) -> str:
-    """Folder or ID@REVISION of a pretrained model."""
+    """Return the folder or ID@REVISION of a pretrained model."""
     return "@".join(filter(None, map(base.get, ("name_or_path", "revision"))))
 
 
 def summarize(error: Exception) -> str:
-    """The beginning of an error's message, in one line."""
+    """Return the beginning of an error's message, in one line."""
     return shorten(describe(error), MAX_ERROR_CHARACTERS)
 
 
 def pin_revisions(model: ModelConfig) -> ModelConfig:
-    """The model and tokenizer with the commits that were loaded in place of branches and tags.
-    Folders have none.
-    """
+    """Return the section with loaded commits in place of branches and tags. Folders stay."""
     return replace(
         model,
         name_or_path=_at_commit(model.name_or_path, "config.json"),
@@ -150,7 +149,7 @@ def pin_revisions(model: ModelConfig) -> ModelConfig:
 
 
 def _at_commit(source: str, file: str) -> str:
-    """ID@COMMIT of a model of the hub that has been loaded, otherwise `source`."""
+    """Return ID@COMMIT of a hub model that has been loaded; other sources unchanged."""
     name, revision = split_revision(source)
     found = None if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
     # models--OWNER--NAME/snapshots/COMMIT/config.json
@@ -162,8 +161,8 @@ def _at_commit(source: str, file: str) -> str:
 
 
 def weight_files(source: str) -> list[Path]:
-    """The files that transformers reads weights from, in its order of preference, of a folder or of
-    the hub, which are downloaded unless they are in its cache; none if they have other names.
+    """Return the files from which transformers reads the weights of a folder or hub id. Files that
+    are not in the hub's cache are downloaded. The list is empty if they have other names.
 
     Raises:
         UserError: they cannot be downloaded.
@@ -185,8 +184,8 @@ def weight_files(source: str) -> list[Path]:
 
 
 def describe_base(source: str) -> Base:
-    """A folder or a model of the hub's cache whose weights have been loaded. A checkpoint need not
-    hold frozen weights that its files have; whoever reads it checks that they are still the same.
+    """Describe a model whose weights have been loaded. A checkpoint need not hold the frozen
+    weights in its files; whoever reads the checkpoint compares this description.
     """
     name, revision = split_revision(source)
     files = weight_files(source)
@@ -195,15 +194,15 @@ def describe_base(source: str) -> Base:
 
 
 def is_same_base(one: Base, other: Base) -> bool:
-    """Whether two descriptions are of the same weights, which may have moved."""
+    """Whether two descriptions name the same weights. They may have moved to another folder."""
     digest = one.get("fingerprint")
     return one == other if digest is None else digest == other.get("fingerprint")
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """The 64-bit xxh3 of the sizes of files and of bytes at 128 places of each, in hexadecimal.
-    Training changes nearly every weight, so it tells a model from another one of the same shape;
-    it need not tell files that differ in a few tensors.
+    """Return a sampled checksum of weight files: the 64-bit xxh3 of their sizes and of 128 samples
+    of each. It detects a different model of the same shape, since training changes nearly every
+    weight. It can miss a change of a few tensors.
     """
     digest = xxhash.xxh3_64()
     for file in files:

@@ -56,11 +56,11 @@ from zerotrain.runtime.errors import UserError, describe, disk_error
 from zerotrain.runtime.files import replace_text, sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.progress import LINE_SECONDS, print_line
 
-# at most so much is tokenized at a time
+# Most rows and characters that are tokenized at a time.
 BATCH_ROWS = 500
 BATCH_CHARACTERS = 1 << 24
-MIN_POOL_BATCHES = 20  # a source of fewer batches is tokenized in this process
-SHOWN_CHARACTERS = 80  # of a bad row, in messages
+MIN_POOL_BATCHES = 20  # A source of fewer batches is tokenized in this process.
+SHOWN_CHARACTERS = 80  # Messages show this much of a bad row.
 _printed_at = time.monotonic()
 
 
@@ -73,8 +73,8 @@ def print_progress(source: str, examples: int) -> None:
 
 
 def make_caches(config: Config, show: Callable[[str, int], None] = print_progress) -> list[Path]:
-    """Tokenize the training data and each held-out set, unless a cache of the same content is
-    there, and return the folders of the caches. A set that is a cache already is left alone.
+    """Return the folders of the caches of the training data and of each held-out set. Sets without
+    one are tokenized.
 
     Args:
         show: called with the name of a source and its examples so far.
@@ -87,7 +87,7 @@ def make_caches(config: Config, show: Callable[[str, int], None] = print_progres
     for given in ([], *data.eval_sources.values()):
         require_distinct([*data.train_sources, *given])
     tokenizer = load_tokenizer(config.model)
-    key = tokenizer_key(tokenizer)  # as the trainer has it: without the run's chat template
+    key = tokenizer_key(tokenizer)  # The trainer computes it without the run's chat template, too.
     set_chat_template(tokenizer, config.model.chat_template)
     folders = []
     for sources in sets_of(config):
@@ -105,16 +105,16 @@ def _make_cache(
     config: Config,
     show: Callable[[str, int], None],
 ) -> Path:
-    """The folder of the cache of one set.
+    """Return the folder of the cache of one set, which is made unless it exists.
 
-    Concurrent callers wait for the first of them. Where the disk has no locks they do the same work
-    twice; the first to finish creates the cache.
+    Concurrent callers wait for the first. On a disk without locks they all do the work, and the
+    first to finish creates the cache.
 
     Args:
         key: tokenizer_key, before the run's chat template was set.
     """
     cache_dir = Path(config.data.cache_dir)
-    # the file for the sources as the config has them, and the one for their commits
+    # One link for the sources as the config names them, one for the commits that were loaded.
     pinned = [replace(s, revision=loaded_commit(s)) if s.hub else s for s in sources]
     links = [link_of(given, key, config) for given in (sources, pinned)]
     target = cache_dir / _content_key(pinned, tokenizer, config.data)
@@ -122,18 +122,18 @@ def _make_cache(
     try:
         if not target.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            # the first of the processes that ask; the others wait, and then find the cache
+            # The other processes wait for the first one, and then find the cache.
             with ExitStack() as stack:
-                with suppress(OSError):  # on a disk without locks the others do not wait
+                with suppress(OSError):  # On a disk without locks the others do not wait.
                     stack.enter_context(FileLock(f"{target}.lock"))
                 if not target.exists():
                     draft.mkdir()
                     _build_cache(pinned, tokenizer, config.data, draft, show)
                     if link_of(pinned, key, config) != links[1]:
                         raise UserError("a source's file changed while it was read; start again")
-                    # before it gets its name: what has the name is whole, also after a power cut
+                    # A folder with the final name is complete, even after a power cut.
                     sync_tree(draft)
-                # where locks hold on one node only, another may have been faster
+                # Some locks hold on one node only: another node may have been faster.
                 if not target.exists():
                     os.replace(draft, target)
                     sync_folder(cache_dir)
@@ -153,7 +153,7 @@ def _make_cache(
 def _content_key(
     sources: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> str:
-    """The name of the cache: a hash of all that its content follows from."""
+    """Return the name of a cache: a hash of everything that its content depends on."""
     key = [
         CACHE_VERSION,
         [[fingerprint(s), s.split, s.format, s.columns, s.on_bad_row] for s in sources],
@@ -172,9 +172,11 @@ RowBatch = list[tuple[int, RawRow]]
 
 
 TokenizedBatch = tuple[pa.RecordBatch, Counter[tuple[str, str]], list[str]]
-"""What became of a RowBatch: examples, with SCHEMA; lines of rejected_rows.jsonl; and counts: of
-examples ("over_length", what cut_to_length says), of rows ("rejected", BadRow.reason) and
-("unprompted", TokenizedRow.unprompted).
+"""The result of a RowBatch: its examples, with SCHEMA; its counts; and its lines of
+rejected_rows.jsonl.
+
+Counted are examples by ("over_length", outcome of cut_to_length), and rows by ("rejected",
+BadRow.reason) and ("unprompted", TokenizedRow.unprompted).
 """
 
 
@@ -184,7 +186,7 @@ def tokenize_batch(
     """Tokenize the rows of a batch, and cut them to data.max_length.
 
     Args:
-        source: where the rows come from, with another format than "auto".
+        source: the source of the rows. Its format must not be "auto".
 
     Raises:
         UserError: a row cannot be used, and on_bad_row of the source is error.
@@ -221,7 +223,7 @@ def tokenize_batch(
                 mask,
                 len(ids),
                 np.count_nonzero(mask),
-                raw.file,  # and the place, so that messages can name the row during training
+                raw.file,  # Messages name the row during training.
                 raw.place,
                 number,
                 xxhash.xxh3_64_intdigest(ids),
@@ -237,7 +239,10 @@ def _refused(raw: RawRow, error: BadRow) -> UserError:
     )
 
 
-_tokenize: Callable[[RowBatch], TokenizedBatch]  # which the processes of a pool inherit
+_tokenize: Callable[[RowBatch], TokenizedBatch]
+"""The processes of a pool inherit this by fork: a tokenizer has megabytes, too many to send with
+each batch.
+"""
 
 
 def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
@@ -247,15 +252,16 @@ def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
 def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
-    """The batches in their order, from a process per core if there are enough, else from here."""
+    """Yield the tokenized batches in order: from one process per core if there are enough batches,
+    otherwise from this one.
+    """
     global _tokenize
     _tokenize = tokenize
-    # Forked processes inherit it: the tokenizer, of megabytes, is not sent with each batch.
     read = list(islice(batches, MIN_POOL_BATCHES))
     if len(read) < MIN_POOL_BATCHES:
         yield from map(tokenize, read)
         return
-    workers = len(os.sched_getaffinity(0))  # of a container or a job, not of the node
+    workers = len(os.sched_getaffinity(0))  # A container or a job may have fewer than the node.
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
 
@@ -265,14 +271,14 @@ def _tokenized(
 
 
 def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
-    """The rows of a source, with the next of the numbers."""
+    """Yield the rows of a source in batches, with the next of the numbers."""
     batch = []
     characters = 0
-    # rows first: zip would otherwise take a number before it finds that there is no row left
+    # The rows come first, or zip would take a number after the last row.
     for raw, number in zip(read_rows(source), numbers, strict=False):
         batch.append((number, raw))
         characters += len(raw.text)
-        # where batches end is part of `content`, the hash of what the run trains on
+        # The content hash covers where batches end, so these limits must not change.
         if len(batch) == BATCH_ROWS or characters > BATCH_CHARACTERS:
             yield batch
             batch = []
@@ -282,10 +288,10 @@ def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
 
 
 def _format_of(source: Source, config: DataConfig) -> str:
-    """The format of a source's rows. If it is auto, the first row that can be parsed decides."""
+    """Return the row format of a source. If it is auto, the first row that can be parsed decides."""
     if source.format != "auto":
         return source.format
-    # Later rows of another format are bad rows, rather than read in another way without a word.
+    # Later rows of another format are then bad rows.
     problem = "it has no rows"
     for raw in read_rows(source):
         try:
@@ -306,7 +312,7 @@ def _build_cache(
 ) -> None:
     given = [replace(source, format=_format_of(source, config)) for source in given]
     examples = []
-    numbers = count()  # of rows
+    numbers = count()  # The number of each row.
     counts = Counter()
     with (
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
@@ -317,7 +323,7 @@ def _build_cache(
             tokenize = partial(tokenize_batch, tokenizer=tokenizer, source=source, config=config)
             examples.append(0)
             of_source = Counter()
-            # Batches come in the order of the rows: the cache has the same bytes every time.
+            # Batches keep the order of the rows, so the cache has the same bytes every time.
             for batch, of_batch, lines in _tokenized(_batches(source, numbers), tokenize):
                 writer.write_batch(batch)
                 rejected.writelines(lines)

@@ -22,28 +22,29 @@ FEW_STEPS = 50  # fewer are warned of
 def startup_table(
     setup: Setup, plan: DataPlan, eval_plans: dict[str, DataPlan], schedule: Schedule
 ) -> dict[str, str]:
-    """What the run is about to do: a text by name, with units."""
+    """Say what the run is about to do: name of a fact -> text with units."""
     config = setup.config
     train = config.train
     counts = setup.architecture.counts
     steps = schedule.total_steps
-    first = plan.step(plan.start.step)  # earlier steps may be of another plan
-    supervised = plan.data.supervised.sum() / plan.data.lengths.sum()  # low: masks are wrong
-    rate = f"{schedule.peak:.3g}"  # after scaling: the config's own one may be for another batch
+    first = plan.step(plan.start.step)  # Earlier steps may belong to another plan.
+    supervised = plan.data.supervised.sum() / plan.data.lengths.sum()  # A low share: wrong masks.
+    rate = f"{schedule.peak:.3g}"
     if train.lr_scaling != "none":
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
+    weights = "random" if config.model.from_config else "pretrained"
     rows = {
-        "model": f"{config.model.name_or_path}, {'random weights, ' * config.model.from_config}"
-        f"{counts.total:,} parameters, {counts.trained:,} of them trained",
+        "model": f"{config.model.name_or_path}, {weights} weights, {counts.total:,} parameters, "
+        f"{counts.trained:,} of them trained",
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data, plan, eval_plans),
-        "supervised": f"{supervised:.0%} of the tokens, {plan.order.tokens_per_epoch:,} per epoch; "
-        f"{plan.data.meta.masks}",
-        "batch": f"{counted(plan.mean_examples, 'example')} per step, the first one in "
+        "supervised": f"{supervised:.0%} of tokens supervised, {plan.order.tokens_per_epoch:,} "
+        f"tokens per epoch; {plan.data.meta.masks}",
+        "batch": f"{counted(plan.mean_examples, 'example')} per step; first step: "
         f"{counted(len(first.micro_batches), 'micro-step')} x "
-        f"{counted(plan.budget.world_size, 'data rank')} x <= "
+        f"{counted(plan.budget.world_size, 'data rank')} x at most "
         f"{plan.budget.micro_batch_tokens:,} tokens",
         "batching": f"{config.data.batching}: {setup.why_batching}; padding adds "
         f"{first.padded_tokens / first.tokens - 1:.1%} to the first step",
@@ -53,10 +54,10 @@ def startup_table(
         f"{plan.steps_per_epoch:,}; seed {train.seed}",
         "output": config.output_dir,
     }
-    # own rows are often few, and the defaults are for many: the loss would hardly move
+    # A user's own rows are often few, and the recipes are made for many.
     if steps < max(FEW_STEPS, schedule.warmup_steps):
         enough = max(steps, 2 * FEW_STEPS)
-        # as many examples as now, or more where each rank needs one in every step
+        # As many examples as now, or more if each rank needs one in every step.
         batch = max(plan.budget.world_size, int(plan.mean_batch * steps / enough))
         warmup = min(train.warmup_examples, int(plan.mean_examples * steps / 10))
         rows["WARNING: few steps"] = (
@@ -72,7 +73,7 @@ def startup_table(
 def data_rows(
     config: DataConfig, plan: DataPlan, eval_plans: dict[str, DataPlan]
 ) -> dict[str, str]:
-    """The rows about the data: where they are from, and what of them is not trained on."""
+    """Say where the rows came from, and which of them are not trained on."""
     meta = plan.data.meta
     too_long = [f"{n:,} {text}" for text, n in meta.over_length.items()]
     rows = {
@@ -83,41 +84,42 @@ def data_rows(
     found = zip(meta.sources, meta.formats, meta.source_examples, strict=True)
     for source, (name, kind, count) in zip(config.train_sources, found, strict=True):
         rows[f"source {len(rows)}"] = (
-            f"{name}, read as {kind}: {counted(count, 'example')} x {source.repeat:g} per epoch"
+            f"{name}, read as {kind}: {counted(count, 'example')}, {source.repeat:g} times per "
+            "epoch"
         )
     trained = pa.array(plan.data.column("content"))
     for name, each in eval_plans.items():
         same = pc.sum(pc.is_in(trained, pa.array(each.data.column("content"))))
-        rows[f"held out: {name}"] = (
-            f"{counted(len(each.data), 'example')}, in the training data {same.as_py():,} times"
+        rows[f"held-out set: {name}"] = (
+            f"{counted(len(each.data), 'example')}; {same.as_py():,} are also training examples"
         )
-    # once each: rows held out of the training data have its folder and its counts
+    # Each cache once: the rows that eval_fraction holds out are in the training data's cache.
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
-    for i, data in enumerate(tokenized.values(), start=1):  # first the training data
+    for i, data in enumerate(tokenized.values(), start=1):  # The training data is number 1.
         for reason, count in data.meta.rejected.items():
             text = f"{counted(count, 'row')}, listed in {data.folder}/rejected_rows.jsonl"
             rows[f"rejected {i}: {reason}"] = text
         for text, count in data.meta.unprompted.items():
             rows[f"WARNING {i}: {text!r}"] = (
                 f"ends the generation prompt, but {counted(count, 'row')} have no such text before "
-                "an answer: the trained model would be asked for what it has not seen; see "
-                "Reasoning in data/README.md"
+                "an answer. At inference the model would see an unfamiliar prompt; see Reasoning "
+                "in data/README.md"
             )
     return rows
 
 
 def counted(count: float, noun: str) -> str:
-    """For example "1 row", "2,000 rows" or "1.5 epochs"."""
+    """Return a number with its noun, such as "1 row", "2,000 rows" or "1.5 epochs"."""
     number = f"{round(count, 4):,}".removesuffix(".0")
     return f"{number} {noun}{'s' * (number != '1')}"
 
 
 def write_resolved_configs(setup: Setup) -> None:
-    """Write the run config and the merged DeepSpeed config into output_dir, where the former alone
-    starts the same run again.
+    """Write the run config and the merged DeepSpeed config into output_dir. The former names the
+    latter, so that it alone starts the same run again.
     """
     folder = Path(setup.config.output_dir)
-    resolved = folder / RESOLVED_DS_CONFIG  # named in the run config, so that it is used again
+    resolved = folder / RESOLVED_DS_CONFIG
     text = dump_config(replace(setup.config, ds_config=str(resolved.resolve())))
     replace_text(resolved, json.dumps(setup.ds_config, indent=2) + "\n")
     replace_text(folder / RESOLVED_CONFIG, text)

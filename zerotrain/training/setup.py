@@ -1,5 +1,5 @@
-"""What a run is: resolved once, from config, machine and architecture, before any data or weights
-are read. Every command that has to know calls `resolve`.
+"""What a run is, resolved once from its config, the machine and the architecture, before weights
+are read. Every command that needs it calls `resolve`.
 """
 
 import json
@@ -36,10 +36,10 @@ from zerotrain.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without weights, and what follows from its shapes."""
+    """A model without weights, and the numbers that follow from its shapes."""
 
     model_config: PretrainedConfig
-    """As loaded: the skeleton may have the part for text alone."""
+    """As loaded. The skeleton may be only the part for text."""
     skeleton: PreTrainedModel
     """The model on the meta device, with requires_grad as in training."""
     counts: Counts
@@ -64,17 +64,17 @@ class Setup:
     """A run whose settings are all resolved."""
 
     config: Config
-    """The run config with every default that depends on the model or the machine filled in."""
+    """The run config, with every default that depends on model or machine filled in."""
     machine: Machine
     architecture: Architecture
     ds_config: dict[str, Any]
-    """Merged with the run config: no value is "auto"."""
+    """The DeepSpeed config merged with the run config; no value is "auto"."""
     why_batching: str
-    """Why data.batching was resolved as it is, for the start-up table."""
+    """Why data.batching is what it is, for the start-up table."""
 
     @property
     def budget(self) -> Budget:
-        """What a micro-batch may hold, and how many there are in a micro-step."""
+        """What a micro-batch may hold, and how many micro-batches a micro-step has."""
         tensor, sequence = group_sizes(self.ds_config)
         data = self.config.data
         return Budget(
@@ -86,7 +86,7 @@ class Setup:
 
 
 def resolve(config: Config, machine: Machine, architecture: Architecture) -> Setup:
-    """The run of a config on a machine. Nothing is read but the DeepSpeed config file.
+    """Resolve a config for a machine. This reads the DeepSpeed config file and nothing else.
 
     Raises:
         UserError: settings contradict each other, or do not fit the model.
@@ -94,17 +94,17 @@ def resolve(config: Config, machine: Machine, architecture: Architecture) -> Set
     skeleton = architecture.skeleton
     config, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
     tensor, sequence = group_sizes(ds_config)
-    # after ds_config, which has the precision and how many ranks share a sequence
+    # The DeepSpeed config decides the precision and how many ranks share a sequence.
     config, why = resolve_batching(config, skeleton, machine.device, sequence)
     check_tensor_parallel(config, ds_config, skeleton, architecture.counts, tensor)
     return Setup(config, machine, architecture, ds_config, why)
 
 
 def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokenizerBase]:
-    """The resolved run and its tokenizer, from the model's files or the hub.
+    """Load config and tokenizer from the model's folder or the hub, and resolve the run.
 
     Raises:
-        UserError: something cannot be loaded, or as resolve.
+        UserError: something cannot be loaded, or resolve refuses it.
     """
     tokenizer = load_tokenizer(config.model)
     model_config = load_model_config(config.model)
@@ -117,28 +117,30 @@ def open_run(config: Config, machine: Machine) -> tuple[Setup, PreTrainedTokeniz
 def open_run_on_all_ranks(
     config: Config, world: Ranks
 ) -> tuple[Setup, PreTrainedTokenizerBase, Ranks]:
-    """As open_run, for the machine that the ranks are on; called by all of them. Also returns the
-    ranks in the groups of ds_config.
+    """Call open_run for the machine of the ranks. All ranks call this.
+
+    Returns:
+        The resolved run, its tokenizer, and the ranks in the groups of its DeepSpeed config.
 
     Raises:
-        UserError: as open_run; this machine cannot run it; or ranks resolve it differently.
+        UserError: open_run refuses it, this machine cannot run it, or ranks resolve it differently.
     """
     machine = this_machine(world)
-    # the first rank of a node downloads, the others find the files in the cache
+    # The first rank of a node downloads. The others find the files in the cache.
     setup, tokenizer = world.run_on_all(lambda: open_run(config, machine), first_on_node=True)
-    # apart from open_run(), which also resolves runs for machines that are not this one
+    # open_run leaves this out, because tools resolve runs for other machines.
     world.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
     text = (
         f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}"
         f"{json.dumps(setup.ds_config, indent=1)}"
     )
-    # nodes may differ in GPUs, and so in precision, or in versions of libraries
+    # Nodes may differ in their GPUs, and so in precision, or in versions of libraries.
     world.require_same("the resolved config", text)
     return setup, tokenizer, world.in_groups(*group_sizes(setup.ds_config))
 
 
 def pin_sources(setup: Setup, caches: Iterable[TokenizedRows]) -> Setup:
-    """The run with the commits of the hub data sets that its caches are from."""
+    """Return the run with the commits of the hub data sets from which its caches were made."""
 
     def pinned(sources: list[Source], rows: TokenizedRows) -> list[Source]:
         pairs = zip(sources, rows.meta.revisions, strict=True)
@@ -156,21 +158,24 @@ def pin_sources(setup: Setup, caches: Iterable[TokenizedRows]) -> Setup:
 
 
 class RunData(NamedTuple):
-    """What a run trains and evaluates on, the same on all ranks."""
+    """What a run trains and evaluates on. It is the same on all ranks."""
 
     plan: DataPlan
     """The plan of the training examples."""
     eval_plans: dict[str, DataPlan]
     """The plan of each held-out set."""
     questions: dict[str, list[Question]]
-    """The questions of each held-out set for eval.generate, none if it is 0."""
+    """The questions that eval.generate asks of each held-out set; empty lists if it is 0."""
 
 
 def open_data(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> tuple[Setup, RunData]:
-    """Open the token caches, which the first rank of each node has made if they are missing, and
-    plan the steps; called by all ranks. Also returns the run with the commits of its data sets.
+    """Open the token caches and plan the steps. If caches are missing, the first rank of each node
+    has them made. All ranks call this.
+
+    Returns:
+        The run with the commits of its hub data sets, and its data.
 
     Raises:
         UserError: unusable rows, different data on different ranks, or nothing to ask for
