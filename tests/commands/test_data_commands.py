@@ -20,7 +20,7 @@ def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
     inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[str(rows)])]
     finished = forks.script(*inspect, "--rank", 2, 64, code=0, FORCE_COLOR="1")
-    assert "rows.jsonl, read as messages: 70 examples, 1 times per epoch" in finished.output
+    assert "rows.jsonl, read as messages: 70 examples, repeat 1" in finished.output
     assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output
     assert "\033[31m" not in finished.output, "control characters of a row reach no terminal"
     plain = forks.script(*inspect)
@@ -46,7 +46,7 @@ def test_every_option_of_the_pipeline_in_one_run(forks, tiny_config, tmp_path, c
     )  # fmt: skip
     table = forks.finish(config, ranks=2).output
     assert "first.jsonl, read as messages: 40 examples" in table, table
-    assert "second.json, read as messages: 30 examples, 2.5 times per epoch" in table, table
+    assert "second.json, read as messages: 30 examples, repeat 2.5" in table, table
     [file] = set(re.findall(r"1 row, listed in (\S+)", table))
     rejected = Path(file).read_text().splitlines()
     assert [json.loads(line)["place"] for line in rejected] == [41, 42]

@@ -107,7 +107,7 @@ def test_the_mean_batch_is_that_of_the_steps(tiny_config):
     tokens = [plan.step(k).tokens for k in range(plan.steps_per_epoch)]
     assert plan.mean_batch == np.mean(tokens) < 900
 
-    with pytest.raises(UserError, match=r"is more than an epoch has"):
+    with pytest.raises(UserError, match=r"is larger than the epoch"):
         plan_of(tiny_config(train__global_batch_size=71))
 
 

@@ -288,7 +288,7 @@ def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
 
 
 def _format_of(source: Source, config: DataConfig) -> str:
-    """Return the row format of a source. If it is auto, the first row that can be parsed decides."""
+    """Return the row format of a source: if it is auto, that of the first row that parses."""
     if source.format != "auto":
         return source.format
     # Later rows of another format are then bad rows.

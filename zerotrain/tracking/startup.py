@@ -84,8 +84,7 @@ def data_rows(
     found = zip(meta.sources, meta.formats, meta.source_examples, strict=True)
     for source, (name, kind, count) in zip(config.train_sources, found, strict=True):
         rows[f"source {len(rows)}"] = (
-            f"{name}, read as {kind}: {counted(count, 'example')}, {source.repeat:g} times per "
-            "epoch"
+            f"{name}, read as {kind}: {counted(count, 'example')}, repeat {source.repeat:g}"
         )
     trained = pa.array(plan.data.column("content"))
     for name, each in eval_plans.items():
