@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from harness.inputs import write_rows
 from harness.repository import REPO
@@ -214,19 +215,56 @@ def test_a_rank_starts_the_program_if_a_cache_is_missing(tmp_path, sample_tokeni
     assert len(open_caches(config, tokenizer)[0]) == 2
 
 
-def test_a_cache_of_another_program_is_a_source(tmp_path, sample_tokenizer, monkeypatch):
+@pytest.fixture
+def tokens(tmp_path, monkeypatch):
+    """A cache that the program in data/README.md has written."""
     monkeypatch.chdir(tmp_path)
     page = (REPO / "data" / "README.md").read_text()
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
-    data = data_config(tmp_path, [], train_sources=["tokens"])
-    [rows] = open_caches(config_of(data, sample_tokenizer), sample_tokenizer)
+    return tmp_path / "tokens"
+
+
+def test_a_cache_of_another_program_is_a_source(tmp_path, tokens, sample_tokenizer):
+    rows = tokenize(data_config(tmp_path, [], train_sources=["tokens"]), sample_tokenizer)
     assert [ids.tolist() for ids, _ in rows.fetch([1, 0])] == [[74, 75, 76, 0], [72, 73, 0]]
-    for refused in (
-        dataclasses.replace(data, max_length=3),
-        dataclasses.replace(data, train_sources=[Source("tokens"), Source("rows.jsonl")]),
-    ):
-        with pytest.raises(UserError, match=r"^tokens: "):
-            open_caches(config_of(refused, sample_tokenizer), sample_tokenizer)
+    with pytest.raises(UserError, match=r"^tokens: .*max_length"):
+        config = data_config(tmp_path, [], train_sources=["tokens"], max_length=3)
+        tokenize(config, sample_tokenizer)
+    # made of two sources, and then the one source of a run
+    several = data_config(tmp_path, [SHORT], train_sources=[
+        str(write_rows(tmp_path / f"{i}.jsonl", [SHORT])) for i in range(2)
+    ])  # fmt: skip
+    folder = path_of(several, sample_tokenizer)
+    config = config_of(data_config(tmp_path, [], train_sources=[str(folder)]), sample_tokenizer)
+    make_caches(config)
+    [rows] = open_caches(config, sample_tokenizer)
+    assert rows.meta.source_examples == [2] and rows.meta.formats == ["token cache"]
+    with pytest.raises(UserError, match="only source"):
+        sources = ["tokens", str(tmp_path / "0.jsonl")]
+        tokenize(data_config(tmp_path, [], train_sources=sources), sample_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "column, values",
+    [
+        ("input_ids", [[72, 73, 0], [74, 75, 76, 10**6]]),
+        ("input_ids", [[72, None, 0], [74, 75, 76, 0]]),
+        ("loss_mask", [[False, True, True], [True, False, True, False]]),
+        ("supervised", [2, 1]),
+        ("place", [None, 1]),
+    ],
+)
+def test_examples_that_cannot_be_trained_on_are_refused(
+    tmp_path, tokens, sample_tokenizer, column, values
+):
+    with pa.OSFile(str(tokens / "examples.arrow")) as file:
+        table = pa.ipc.open_stream(file).read_all()
+    field = table.schema.get_field_index(column)
+    table = table.set_column(field, column, pa.array(values, table.schema.field(column).type))
+    with pa.ipc.new_stream(str(tokens / "examples.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(UserError, match=r"^tokens: "):
+        tokenize(data_config(tmp_path, [], train_sources=["tokens"]), sample_tokenizer)
 
 
 def test_rows_that_change_while_they_are_read_are_not_cached(

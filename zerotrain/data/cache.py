@@ -191,22 +191,11 @@ def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
 
 
 def cache_of(sources: list[Source], tokenizer: str, config: Config) -> Path | None:
-    """Return the folder of the cache of these sources; None if it has to be made.
-
-    Raises:
-        UserError: a source is a cache, but not the only one.
-    """
-    caches = [s.path for s in sources if s.path and (Path(s.path) / "examples.arrow").is_file()]
-    if not caches:
-        with suppress(OSError):
-            folder = Path(config.data.cache_dir) / link_of(sources, tokenizer, config).read_text()
-            return folder if folder.is_dir() else None
-        return None
-    if len(sources) > 1:
-        raise UserError(
-            f"{caches[0]}: a token cache is the only source of a set; make one cache of all sources"
-        )
-    return Path(caches[0])
+    """Return the folder of the cache of these sources; None if it has to be made or checked."""
+    with suppress(OSError):
+        folder = Path(config.data.cache_dir) / link_of(sources, tokenizer, config).read_text()
+        return folder if folder.is_dir() else None
+    return None
 
 
 def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -263,8 +252,15 @@ def open_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Toke
         if folder is None:
             raise UserError("a file of a source changed while it was read; start again")
         rows = open_cache(folder)
-        if sources[0].path and folder == Path(sources[0].path):
-            rows = _as_one_source(rows, tokenizer, config)
+        if len(rows.meta.sources) > len(sources):  # One source, which is a cache of several.
+            meta = replace(
+                rows.meta,
+                sources=[str(folder)],
+                formats=["token cache"],
+                source_examples=[len(rows)],
+                revisions=[None],
+            )
+            rows = replace(rows, meta=meta)
         opened.append(rows)
     return opened
 
@@ -294,33 +290,6 @@ def open_cache(path: Path) -> TokenizedRows:
             f"data.cache_dir: cannot read {path} ({describe(error)}); delete it, and the rows are "
             "tokenized again, or set data.cache_dir to a folder of your own"
         ) from error
-
-
-def _as_one_source(
-    rows: TokenizedRows, tokenizer: PreTrainedTokenizerBase, config: Config
-) -> TokenizedRows:
-    """A cache that a config names as a source, which may be another program's.
-
-    Raises:
-        UserError: it does not fit the config's tokenizer or data.max_length.
-    """
-    longest = int(rows.lengths.max())
-    ids = pc.min_max(pc.list_flatten(rows.table["input_ids"]))
-    problem = ""
-    if longest > config.data.max_length:
-        problem = f"it has examples of {longest:,} tokens; set data.max_length to {longest}"
-    elif ids["min"].as_py() < 0 or ids["max"].as_py() >= len(tokenizer):
-        problem = "it has token ids that the tokenizer lacks; use the tokenizer that made it"
-    if problem:
-        raise UserError(f"{rows.folder}: {problem}")
-    meta = replace(
-        rows.meta,
-        sources=[str(rows.folder)],
-        formats=["token cache"],
-        source_examples=[len(rows)],
-        revisions=[None],
-    )
-    return replace(rows, meta=meta)
 
 
 def hold_out(

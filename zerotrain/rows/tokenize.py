@@ -32,6 +32,7 @@ from zerotrain.data.cache import (
     Meta,
     cache_of,
     link_of,
+    open_cache,
     sets_of,
     tokenizer_key,
 )
@@ -105,7 +106,7 @@ def _make_cache(
     config: Config,
     show: Callable[[str, int], None],
 ) -> Path:
-    """Return the folder of the cache of one set, which is made unless it exists.
+    """Return the folder of the cache of one set, which is made unless it exists, and link to it.
 
     Concurrent callers wait for the first. On a disk without locks they all do the work, and the
     first to finish creates the cache.
@@ -117,7 +118,8 @@ def _make_cache(
     # One link for the sources as the config names them, one for the commits that were loaded.
     pinned = [replace(s, revision=loaded_commit(s)) if s.hub else s for s in sources]
     links = [link_of(given, key, config) for given in (sources, pinned)]
-    target = cache_dir / _content_key(pinned, tokenizer, config.data)
+    target = _given_cache(sources, tokenizer, config.data)
+    target = target or cache_dir / _content_key(pinned, tokenizer, config.data)
     draft = temporary_name(target)
     try:
         if not target.exists():
@@ -137,9 +139,9 @@ def _make_cache(
                 if not target.exists():
                     os.replace(draft, target)
                     sync_folder(cache_dir)
-        links[0].parent.mkdir(exist_ok=True)
+        links[0].parent.mkdir(parents=True, exist_ok=True)
         for link in links:
-            replace_text(link, target.name)
+            replace_text(link, os.path.relpath(target, cache_dir))
     except OSError as error:
         raise disk_error(error)(
             f"data.cache_dir: cannot write {cache_dir}: {describe(error)}; set it to a folder that "
@@ -148,6 +150,53 @@ def _make_cache(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
+
+
+def _given_cache(
+    sources: list[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Path | None:
+    """Return the cache that a config names as the source of a set; None if it names none.
+
+    Raises:
+        UserError: it is not the only source, or its examples cannot be trained on.
+    """
+    folders = [Path(s.path) for s in sources if s.path and Path(s.path, "examples.arrow").is_file()]
+    if not folders:
+        return None
+    folder = folders[0]
+    problem = ""
+    if len(sources) > 1:
+        problem = "a token cache is the only source of its set; make one cache of all sources"
+    for batch in open_cache(folder).table.to_batches():
+        problem = problem or _problem_of(batch, len(tokenizer), config.max_length)
+    if problem:
+        raise UserError(f"{folder}: {problem}")
+    return folder
+
+
+def _problem_of(batch: pa.RecordBatch, vocabulary: int, max_length: int) -> str:
+    """Say why examples with SCHEMA cannot be trained on; "" if they can."""
+    batch.validate(full=True)  # Offsets beyond a buffer would read other memory.
+    ids, mask = (batch[name].flatten() for name in ("input_ids", "loss_mask"))
+    if any(values.null_count for values in (*batch.columns, ids, mask)):
+        return "it has null values"
+    ids = ids.to_numpy()
+    mask = mask.to_numpy(zero_copy_only=False)  # Arrow's booleans are bits.
+    lengths = batch["length"].to_numpy()
+    if lengths.min() < 2 or lengths.max() > max_length:
+        return (
+            f"it has examples of {lengths.min():,} and {lengths.max():,} tokens; allowed are 2 to "
+            f"data.max_length ({max_length:,})"
+        )
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        return "it has token ids that the tokenizer lacks; use the tokenizer that made it"
+    starts = np.cumsum(lengths) - lengths
+    if mask[starts].any():
+        return "loss_mask is true for the first token of an example, which nothing predicts"
+    supervised = np.add.reduceat(mask, starts, dtype=int)
+    if not supervised.all() or not np.array_equal(supervised, batch["supervised"].to_numpy()):
+        return "supervised is 0, or differs from the number of tokens in loss_mask"
+    return ""
 
 
 def _content_key(
