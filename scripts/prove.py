@@ -99,7 +99,7 @@ def prove_data(config: Config) -> bool:
     Raises:
         UserError: there is no row that can be compared.
     """
-    from zerotrain.data.cache import open_caches, sets_of
+    from zerotrain.data.caches import open_caches, sets_of
     from zerotrain.model.tokenizer import load_tokenizer
     from zerotrain.rows.tokenize import make_caches
     from zerotrain.tools.row_proof import prove_rows

@@ -21,7 +21,8 @@ from harness.repository import REPO
 from transformers import ByT5Tokenizer
 
 from zerotrain.config.schema import Config, DataConfig, ModelConfig, Source, TrainConfig
-from zerotrain.data.cache import hold_out, make_missing_caches, open_cache, open_caches
+from zerotrain.data.cache import hold_out, open_cache
+from zerotrain.data.caches import make_missing_caches, open_caches
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.sources import read_rows
 from zerotrain.rows.tokenize import make_caches

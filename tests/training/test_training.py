@@ -22,7 +22,7 @@ from harness.runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from zerotrain.data.cache import open_caches
+from zerotrain.data.caches import open_caches
 from zerotrain.tools.plain_loop import mean_loss, read_rows
 
 

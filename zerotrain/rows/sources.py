@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from zerotrain.data.cache import COMMIT, files_of
+from zerotrain.data.caches import COMMIT, files_of
 from zerotrain.model.hub import hub_error
 from zerotrain.rows.readers import (
     COMPRESSIONS,

@@ -25,17 +25,8 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config, DataConfig, Source
-from zerotrain.data.cache import (
-    CACHE_VERSION,
-    NOT_OF_TOKENS,
-    SCHEMA,
-    Meta,
-    cache_of,
-    link_of,
-    open_cache,
-    sets_of,
-    tokenizer_key,
-)
+from zerotrain.data.cache import CACHE_VERSION, SCHEMA, Meta, open_cache
+from zerotrain.data.caches import NOT_OF_TOKENS, cache_of, link_of, sets_of, tokenizer_key
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.chat_template import set_chat_template
 from zerotrain.rows.end_marks import describe_examples

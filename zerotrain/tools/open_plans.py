@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config
-from zerotrain.data.cache import open_caches
+from zerotrain.data.caches import open_caches
 from zerotrain.data.data_plan import DataPlan, make_plans
 from zerotrain.rows.tokenize import make_caches
 from zerotrain.runtime.machine import Machine

@@ -16,7 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config
-from zerotrain.data.cache import TokenizedRows, open_caches
+from zerotrain.data.cache import TokenizedRows
+from zerotrain.data.caches import open_caches
 from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.rows.tokenize import make_caches
 

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from zerotrain.config.ds_config import check_machine, group_sizes, resolve_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config, ModelConfig, Source
-from zerotrain.data.cache import TokenizedRows, make_missing_caches, open_caches
+from zerotrain.data.cache import TokenizedRows
+from zerotrain.data.caches import make_missing_caches, open_caches
 from zerotrain.data.data_plan import DataPlan, PlanRecord, make_plans
 from zerotrain.data.plan import Budget
 from zerotrain.data.questions import Question, choose_questions

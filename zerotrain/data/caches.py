@@ -1,0 +1,156 @@
+"""The token caches of a run: which folders they are, and the program that makes missing ones."""
+
+import glob
+import json
+import operator
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from zerotrain.config.parse import dump_config
+from zerotrain.config.schema import Config, Source, chat_template_file
+from zerotrain.data.cache import CACHE_VERSION, TokenizedRows, open_cache
+from zerotrain.runtime.errors import EnvironmentFailure, UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+COMMIT = re.compile("[0-9a-f]{40}")
+# tar, rsync and container images keep size and time of a file that they replace, but not the rest.
+STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+NOT_OF_TOKENS = {
+    "train_sources", "eval_sources", "eval_fraction", "batching", "micro_batch_tokens", "cache_dir",
+}  # fmt: skip
+"""Keys of the data section that do not change the tokens of a row."""
+
+
+def sets_of(config: Config) -> list[list[Source]]:
+    """Return the sources of the training data, and of each held-out set."""
+    return [config.data.train_sources, *config.data.eval_sources.values()]
+
+
+def files_of(path: str) -> list[str]:
+    """Return all files of a path, a folder (with subfolders) or a glob, in any order. ~ and
+    variables are expanded, hidden files are left out.
+    """
+    path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
+    # As a glob, as a name that may contain brackets, and as a folder.
+    patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
+    return [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text with everything about a tokenizer that decides the tokens of a row."""
+    return json.dumps(
+        [
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.chat_template,
+            # tokenizer.json does not say which tokens are eos and bos.
+            str(sorted(tokenizer.special_tokens_map.items())),
+        ]
+    )
+
+
+def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
+    """Return the file in data.cache_dir that names the cache of these sources. A change of a file,
+    the tokenizer or a setting of tokens leads to another link. Only the status of files is read.
+
+    Args:
+        tokenizer: tokenizer_key before the run's chat template is set.
+    """
+    data = config.data
+    files = {*map(os.path.realpath, (f for s in sources if s.path for f in files_of(s.path)))}
+    files = sorted(filter(os.path.exists, files))  # A link may lead to nothing.
+    template = chat_template_file(config.model.chat_template or "")
+    key = json.dumps(
+        [
+            CACHE_VERSION,
+            [asdict(replace(source, repeat=1)) for source in sources],
+            [[file, *STATUS(os.stat(file))] for file in files],  # noqa: PTH116
+            {key: value for key, value in asdict(data).items() if key not in NOT_OF_TOKENS},
+            template.read_text() if template.is_file() else None,
+            tokenizer,
+        ]
+    )
+    return Path(data.cache_dir) / ".links" / xxhash.xxh3_128_hexdigest(key.encode())
+
+
+def cache_of(sources: list[Source], tokenizer: str, config: Config) -> Path | None:
+    """Return the folder of the cache of these sources; None if it has to be made or checked."""
+    with suppress(OSError):
+        folder = Path(config.data.cache_dir) / link_of(sources, tokenizer, config).read_text()
+        return folder if folder.is_dir() else None
+    return None
+
+
+def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Run the program that tokenizes rows, unless all caches of the config exist. It also runs for
+    a hub data set without a commit, which may have changed.
+
+    Raises:
+        UserError: the program's one line.
+    """
+    key = tokenizer_key(tokenizer)
+    if all(
+        cache_of(given, key, config)
+        and all(source.path or COMMIT.fullmatch(source.revision or "") for source in given)
+        for given in sets_of(config)
+    ):
+        return
+    trust = ["--model.trust_remote_code", str(config.model.trust_remote_code)]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(dump_config(config))
+        file.flush()
+        program = subprocess.Popen(
+            [sys.executable, "-m", "scripts.tokenize", "--config", file.name, *trust],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,  # Its summary: the start-up table says the same.
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        error = ""
+        try:
+            for line in program.stderr:
+                _, is_error, message = line.partition("error: ")
+                error = message.strip() if is_error else error
+                if not is_error:
+                    print(line, end="", file=sys.stderr)
+            code = program.wait()
+        finally:
+            program.kill()
+    if code:
+        kind = UserError if code == UserError.exit_code else EnvironmentFailure
+        raise kind(error or f"python -m scripts.tokenize ended with exit code {code}; see above")
+
+
+def open_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[TokenizedRows]:
+    """Memory-map the examples of the training data, and of each held-out set.
+
+    Raises:
+        UserError: a cache is missing, damaged or not of this config.
+    """
+    key = tokenizer_key(tokenizer)
+    opened = []
+    for sources in sets_of(config):
+        folder = cache_of(sources, key, config)
+        if folder is None:
+            raise UserError("a file of a source changed while it was read; start again")
+        rows = open_cache(folder)
+        if len(rows.meta.sources) > len(sources):  # One source, which is a cache of several.
+            meta = replace(
+                rows.meta,
+                sources=[str(folder)],
+                formats=["token cache"],
+                source_examples=[len(rows)],
+                revisions=[None],
+            )
+            rows = replace(rows, meta=meta)
+        opened.append(rows)
+    return opened
