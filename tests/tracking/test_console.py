@@ -44,7 +44,6 @@ def on_a_terminal(work):
 def test_the_bar_is_drawn_below_what_is_printed():
     def train():
         time.sleep(0.2)  # until the terminal has its size
-        console.DRAW_SECONDS = 0.01
         sink = ConsoleSink(0, 200)
         for step in range(1, 201):
             sink.log("train", {"step": step, **TRAIN, "loss": 2.0 - step / 1000})

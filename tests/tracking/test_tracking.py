@@ -199,7 +199,7 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, tiny_confi
             check_start(config)
         for step in range(2, 200):
             metrics.log("train", {"step": step, "text": "x" * 50})
-        assert capsys.readouterr().out.count("WARNING: JsonlSink has failed") == 1
+        assert capsys.readouterr().out.count("WARNING: JsonlSink failed") == 1
         ballast.unlink()
         metrics.log("train", {"step": 200})
         metrics.close(0)

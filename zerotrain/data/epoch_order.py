@@ -1,8 +1,8 @@
-"""Which examples each optimizer step has: a pure function of seed, epoch, step, the examples'
-lengths and the global batch, and of nothing else.
+"""The epoch order: which examples each optimizer step has.
 
-It does not depend on ranks, nodes or memory. So the loss curve does not depend on the cluster,
-resuming takes one integer and no replay, and ranks need not communicate.
+It is a pure function of seed, epoch, step, the lengths of the examples and the global batch. Ranks,
+nodes and memory do not matter. So the loss curve is the same on every cluster, a resumed run needs
+one integer and replays nothing, and ranks do not communicate about examples.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,20 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-PLAN_VERSION = 4  # increase it when a step of the same config is to have other examples than before
-FEISTEL_ROUNDS = 6  # even, so that both halves end up where they started
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads out consecutive integers
+# Increase it when the same config is to give a step other examples than before.
+PLAN_VERSION = 4
+# An even number: each round swaps the halves, so that they end up where they started.
+FEISTEL_ROUNDS = 6
+# 2^64 / golden ratio; its multiples spread consecutive integers over all 64 bits.
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Image of `index` under the pseudo-random permutation of range(size) selected by `key`.
+    """Map indices by the pseudo-random permutation of range(size) that `key` selects.
 
-    A Feistel network over the next power of two (the halves differ by one bit if the exponent is
-    odd), with cycle-walking for values past `size` (Black and Rogaway 2002, "Ciphers with Arbitrary
-    Finite Domains"): O(1) per element, without a table, for any size.
+    A Feistel network permutes the next power of two. Its halves differ by one bit if the exponent
+    is odd. Values past `size` are mapped again (cycle-walking: Black and Rogaway 2002, "Ciphers
+    with Arbitrary Finite Domains"). This takes O(1) per element, without a table, for any size.
 
     Args:
         index: int64 [n], in [0, size).
@@ -28,28 +31,29 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     Returns:
         int64 [n], distinct for distinct indices.
     """
-    bits = max(2, (size - 1).bit_length())  # each half needs one
-    widths = [bits - bits // 2, bits // 2]  # of the left and the right half
-    masks = [(1 << width) - 1 for width in widths]
+    bits = max(2, (size - 1).bit_length())  # At least one for each half.
+    left_bits, right_bits = bits - bits // 2, bits // 2
+    masks = [(1 << left_bits) - 1, (1 << right_bits) - 1]
     round_keys = _mix(key + np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
     out = index.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
         value = out[walking]
-        left = value >> widths[1]
+        left = value >> right_bits
         right = value & masks[1]
         for i, round_key in enumerate(round_keys):
             left, right = right, left ^ (_mix(right + round_key) & masks[i % 2])
-        value = (left << widths[1]) | right
+        value = (left << right_bits) | right
         out[walking] = value
-        # An image past the end is mapped again: its cycle leads back to an index in the range.
+        # Mapping again follows a cycle, which leads back into the range that it started from.
         walking = walking[value >= size]
     return out.astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), uint64 [n] -> uint64 [n]: every bit
-    of the input affects every bit of the output. Products of arrays wrap around.
+    """Mix 64-bit integers, uint64 [n] -> uint64 [n]: every input bit affects every output bit.
+
+    This is the finalizer of splitmix64 (Steele, Lea and Flood 2014). Its products wrap around.
     """
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -57,49 +61,54 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def derive_key(seed: int, epoch: int) -> int:
-    """64-bit key of an epoch's permutation; neighboring epochs have unrelated ones."""
+    """Return the 64-bit key of an epoch's permutation. Neighboring epochs get unrelated keys."""
     key = _mix(np.array([seed % 2**64], np.uint64))
     return int(_mix(key + (epoch + 1) * _GOLDEN % 2**64)[0])
 
 
 @dataclass(frozen=True, eq=False)
 class EpochOrder:
-    """The order of the examples in each epoch, and how steps divide it: every example is in exactly
-    one step per epoch, unless a `mix` has more or fewer of its source.
+    """The order of the examples in each epoch, and the steps that it is divided into.
 
-    A source of n examples that has m places in each epoch is walked round and round, in one random
-    order of the n: epoch e has those at e*m, e*m + 1 ... e*m + m-1, modulo n. So any k epochs in a
-    row have each of them k*m/n times, rounded down or up.
+    Every example is in exactly one step per epoch, unless a `mix` repeats or thins out its source.
 
-    Steps are consecutive slices of the order. With a batch size in examples, step k of S is the
-    slice [k*n//S, (k+1)*n//S): sizes differ by at most one, and any step is found in O(1). With a
-    batch size in tokens, the slices end where the cumulative token count passes k/S of the epoch's;
-    the bounds come from one pass over the lengths per epoch, kept as a table of S + 1 integers. All
-    epochs have the same S, also where a mix gives them other examples.
+    A mix gives a source of n examples m positions per epoch. The source is read cyclically, in one
+    random order: epoch e reads positions e*m to e*m + m-1 of that order, modulo n. So any k
+    consecutive epochs contain each of its examples k*m/n times, rounded down or up.
 
-    `start` is 0 everywhere below, except in an epoch that is divided anew from some position on,
-    because the global batch has changed there.
+    Steps are consecutive slices of an epoch's order:
+
+    - With a batch size in examples, step k of S is the slice [k*n//S, (k+1)*n//S) of the epoch's n
+      positions. Sizes differ by at most one, and any step is found in O(1).
+    - With a batch size in tokens, step k ends where the cumulative token count passes (k+1)/S of
+      the epoch's. One pass over the lengths finds the bounds of an epoch, a table of S + 1
+      integers.
+
+    All epochs have the same number of steps S, also where a mix gives them different examples.
+
+    If the global batch changes within an epoch, the rest of that epoch is split again. `start` is
+    the position where the rest begins; it is 0 for every other epoch.
     """
 
-    lengths: np.ndarray  # int32 [examples], in tokens; may be memory-mapped
+    lengths: np.ndarray  # int32 [examples], in tokens; may be memory-mapped.
     seed: int
     global_batch_size: int | None = None
-    """Maximum examples per step. Set either this or global_batch_tokens."""
+    """Maximum examples per step. Exactly one of the two global batches is set."""
     global_batch_tokens: int | None = None
     """Approximate maximum of tokens per step: the last example of a step may exceed it."""
     shuffle: bool = True
-    """False keeps the examples in their original order, for evaluation."""
+    """False keeps the original order of the examples, for evaluation."""
     mix: tuple[tuple[int, int], ...] = ()
-    """n and m of each source, whose examples follow each other; empty: every example once."""
+    """(n, m) of each source, in the order of the examples; empty: every example once per epoch."""
 
     @cached_property
     def places(self) -> int:
-        """Examples per epoch; one that comes twice counts twice."""
+        """Positions per epoch. A repeated example counts each time."""
         return sum(m for _, m in self.mix) or len(self.lengths)
 
     @cached_property
     def tokens_per_epoch(self) -> int:
-        """Tokens of an epoch; the mean where a mix gives epochs other examples."""
+        """Tokens per epoch; with a mix, in the mean epoch."""
         total = first = 0
         for n, m in self.mix or [[self.places] * 2]:
             total += int(self.lengths[first : first + n].sum()) * m // (n or 1)
@@ -111,44 +120,46 @@ class EpochOrder:
         return self.steps_from(0, 0)
 
     def steps_from(self, epoch: int, start: int) -> int:
-        """Steps of an epoch from position `start` on."""
+        """Return the number of steps of an epoch from position `start` on."""
         if self.global_batch_size:
             return -(-(self.places - start) // self.global_batch_size)
         return len(self._bounds_by_tokens(epoch, start)) - 1
 
     def examples(self, epoch: int, step: int, start: int = 0) -> np.ndarray:
-        """Indices of the examples of a step, int64."""
+        """Return the indices of a step's examples, int64. `step` counts from position `start`."""
         first = self.first_of(epoch, step, start)
         return self.slice(epoch, first, self.first_of(epoch, step + 1, start))
 
     def first_of(self, epoch: int, step: int, start: int = 0) -> int:
-        """The position in the epoch's order at which a step begins."""
+        """Return the position in the epoch's order at which a step begins."""
         if self.global_batch_size:
             left = self.places - start
             return start + step * left // self.steps_from(epoch, start)
         return int(self._bounds_by_tokens(epoch, start)[step])
 
     def slice(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The examples at positions [start, stop) of the epoch's order, int64."""
+        """Return the indices of the examples at positions [start, stop) of the epoch's order."""
         index = np.arange(start, stop)
         if not self.shuffle:
             return index
-        place = permute(index, self.places, derive_key(self.seed, epoch))
-        examples = place.copy()
-        first = 0  # example of the source, whose places are [0, m)
+        slots = permute(index, self.places, derive_key(self.seed, epoch))
+        examples = slots.copy()
+        first = 0
         for source, (n, m) in enumerate(self.mix):
-            is_own = (place >= 0) & (place < m)
-            walked = (epoch * m + place[is_own]) % n
-            # with a key that no epoch has
+            # The slots of this source are now [0, m), and its examples are [first, first + n).
+            is_own = (slots >= 0) & (slots < m)
+            walked = (epoch * m + slots[is_own]) % n
+            # Epochs are never negative, so no epoch has the key of a source.
             examples[is_own] = first + permute(walked, n, derive_key(self.seed, -1 - source))
             first += n
-            place -= m
+            slots -= m
         return examples
 
     @lru_cache(maxsize=64)  # noqa: B019 - a run has few orders, and keeps them
     def _bounds_by_tokens(self, epoch: int, start: int) -> np.ndarray:
-        """Bounds of the steps sized in tokens, from position `start` of an epoch on, int64
-        [steps + 1]; no step is empty.
+        """Return the bounds of the steps sized in tokens, int64 [steps + 1]; no step is empty.
+
+        The first bound is `start`, the last one the end of the epoch.
         """
         tokens = np.cumsum(self.lengths[self.slice(epoch, start, self.places)])
         left = len(tokens)
@@ -156,7 +167,8 @@ class EpochOrder:
         steps = min(left, -(-total // self.global_batch_tokens))
         goals = np.arange(1, steps) * tokens[-1] // steps
         bounds = np.concatenate([[0], 1 + np.searchsorted(tokens, goals), [left]])
+        # A huge example may reach several goals. Each step gets at least one example, and leaves
+        # at least one for each step that follows.
         k = np.arange(steps + 1)
-        bounds = np.maximum.accumulate(bounds - k) + k  # at least one, even next to a huge example
-        # and at least one is left for each step that follows
+        bounds = np.maximum.accumulate(bounds - k) + k
         return start + np.minimum(bounds, left - steps + k)

@@ -1,3 +1,4 @@
-"""What a run reports: the start-up table, the console, metrics.jsonl, Weights & Biases.
+"""What a run reports: the start-up table, the console, metrics.jsonl, Weights & Biases, traces.
+
 May import: runtime, config, data, model, training, checkpoint.
 """

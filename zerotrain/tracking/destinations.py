@@ -1,6 +1,6 @@
-"""Where the records of a run go: the console, metrics.jsonl, Weights & Biases.
+"""The destinations of a run's records: the console, metrics.jsonl, Weights & Biases.
 
-Another destination is a class with the methods log and close and a line in open_metrics.
+To add a destination, write a class with the methods log and close, and add it in open_metrics.
 """
 
 import os
@@ -19,28 +19,31 @@ from zerotrain.tracking.metrics import JsonlSink, Metrics
 def open_metrics(
     config: Config, start: Progress, total_steps: int, ranks: Ranks, lock: RunLock
 ) -> Metrics:
-    """The metrics of this rank, with no sinks on ranks other than 0; all ranks call it.
+    """Open the destinations on rank 0, and report the hosts of the run. All ranks call it.
 
     Args:
-        start: the steps that are finished, and the W&B run, which a resumed run continues.
+        start: the progress that the run starts from, with the id of its W&B run.
+
+    Returns:
+        This rank's metrics; ranks other than 0 have no sinks.
 
     Raises:
-        UserError: W&B rejects its settings; on every rank.
+        UserError: W&B rejects its settings. All ranks raise it.
     """
     metrics = Metrics([])
-    places = ranks.gather_json(f"{socket.gethostname()}: {device_name(ranks.device)}")
+    hosts = ranks.gather_json(f"{socket.gethostname()}: {device_name(ranks.device)}")
 
     def open_sinks() -> None:
         metrics.sinks += [ConsoleSink(start.step, total_steps), JsonlSink(start.step, lock)]
         environment = f"{os.environ.get('WANDB_MODE')} {os.environ.get('WANDB_DISABLED')}"
-        said = f"{config.tracking.wandb} {environment}".lower().split()
-        if not {"disabled", "true", "1"} & {*said}:
-            # imported here, because W&B takes a second and may be disabled
+        switches = f"{config.tracking.wandb} {environment}".lower().split()
+        if not {"disabled", "true", "1"} & {*switches}:
+            # Imported here, because the import takes a second.
             from zerotrain.tracking.wandb import WandbSink
 
             metrics.sinks.append(WandbSink(config, start.wandb_id))
-        cluster = {"step": start.step, "world_size": len(places), "ranks": Counter(places)}
+        cluster = {"step": start.step, "world_size": len(hosts), "ranks": Counter(hosts)}
         metrics.log("start", cluster)
 
-    ranks.run_on_first(open_sinks)  # what rank 0 refuses, all ranks raise
+    ranks.run_on_first(open_sinks)
     return metrics

@@ -1,4 +1,4 @@
-"""What a run reports: records, each passed to every sink, and metrics.jsonl, which has them all."""
+"""The records of a run, which go to every sink, and metrics.jsonl, the sink that keeps them all."""
 
 import json
 import math
@@ -15,16 +15,17 @@ from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import replace_text
 
 BUFFER_BYTES = 1 << 24
-MAX_METRICS_BYTES = 1 << 32  # Millions of steps; 200,000 of 4,096 ranks.
-MAX_LINE_BYTES = 1 << 24  # A step of 65,536 ranks.
+# Enough for millions of steps, or for 200,000 steps of 4,096 ranks.
+MAX_METRICS_BYTES = 1 << 32
+# Enough for the record of 65,536 ranks.
+MAX_LINE_BYTES = 1 << 24
 
 
 class Metrics:
-    """Passes every record to every sink; has none on ranks other than 0. A sink has the methods
-    log and close of this class.
+    """Passes each record to all sinks, which have the same methods: log and close.
 
-    Training goes on where a sink fails, e.g. on a full disk: there is one warning, and the sink
-    gets the next records.
+    Ranks other than 0 have no sinks. If a sink fails, e.g. because the disk is full, training
+    continues after one warning, and the sink still gets the next records.
     """
 
     def __init__(self, sinks: list[Any]) -> None:
@@ -35,15 +36,15 @@ class Metrics:
         """Report a record.
 
         Args:
-            kind: start, train, ranks, eval, generations, save or event; a sink ignores what it
-                does not know.
-            values: of the types of JSON by name, with units in the names; always has `step`, the
-                number of finished optimizer steps.
+            kind: start, train, ranks, eval, generations, save or event; a sink ignores the kinds
+                that it does not know.
+            values: values of JSON types by name, with units in the names. `step`, the number of
+                finished optimizer steps, is always among them.
         """
         self._for_each(lambda sink: sink.log(kind, values))
 
     def close(self, exit_code: int) -> None:
-        """Flush and finish. W&B shows a run whose exit code is not 0 as failed."""
+        """Flush and close all sinks. W&B shows a run with an exit code other than 0 as failed."""
         self._for_each(lambda sink: sink.close(exit_code))
 
     def _for_each(self, work: Callable[[Any], None]) -> None:
@@ -51,17 +52,19 @@ class Metrics:
             try:
                 work(sink)
                 self._failing.discard(sink)
-            except Exception as error:  # whatever it is, e.g. W&B's process was killed
+            except Exception as error:  # For example, W&B's process was killed.
                 if sink not in self._failing:
-                    print(f"WARNING: {type(sink).__name__} has failed: {describe(error)}")
+                    name = type(sink).__name__
+                    print(f"WARNING: {name} failed, training continues: {describe(error)}")
                 self._failing.add(sink)
 
 
 class JsonlSink:
-    """metrics.jsonl: one JSON object per line, with `kind` and `time`, in Unix seconds. A resumed
-    run removes the steps after its checkpoint, which it is about to repeat. Once `lock` is lost,
-    nothing is written. What a full disk does not take, up to BUFFER_BYTES, is written with the next
-    record.
+    """metrics.jsonl: one JSON object per line, with `kind` and `time` (Unix seconds).
+
+    A resumed run removes the records after its checkpoint, because it repeats these steps. Nothing
+    is written once another run has taken `lock`. Records that a full disk does not take are written
+    with a later record, up to BUFFER_BYTES.
     """
 
     def __init__(self, first_step: int, lock: RunLock) -> None:
@@ -70,7 +73,7 @@ class JsonlSink:
         records = filter(None, map(parse_record, lines))
         kept = (json.dumps(record) + "\n" for record in records if record["step"] <= first_step)
         replace_text(path, kept)
-        # what could not be flushed stays in the buffer, and goes out with the next record
+        # After a failed flush the buffer keeps its content for the next one.
         self._file = path.open("ab", buffering=BUFFER_BYTES)
         self._lock = lock
 
@@ -85,29 +88,29 @@ class JsonlSink:
 
 
 def metrics_lines(run_folder: str | Path, max_bytes: float = MAX_METRICS_BYTES) -> Iterator[bytes]:
-    """The lines of a run's metrics.jsonl but the empty ones, read one at a time. A line that is too
-    long comes in pieces.
+    """Yield the non-empty lines of a run's metrics.jsonl. A line over MAX_LINE_BYTES comes in
+    pieces.
 
     Raises:
-        UserError: the folder has no metrics.jsonl that can be read.
+        UserError: the folder has no readable metrics.jsonl, or it has more than `max_bytes`.
     """
     try:
-        stat_inside(Path(run_folder), METRICS, max_bytes)  # it may be a stranger's
+        stat_inside(Path(run_folder), METRICS, max_bytes)  # The folder may be a stranger's.
         with Path(run_folder, METRICS).open("rb", BUFFER_BYTES) as file:
             while line := file.readline(MAX_LINE_BYTES):
                 if not line.isspace():
                     yield line
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{run_folder}: not a run folder ({describe(error)}); give output_dir of a run"
+            f"{run_folder}: not a run folder ({describe(error)}); give the output_dir of a run"
         ) from None
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, or None if it has none, such as one that a killed run has begun."""
+    """Return the record in a line, or None, e.g. for a line that a killed run left incomplete."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         record = json.loads(line)
-        # not isinstance: true is an int
+        # isinstance would accept true, which is an int in Python.
         is_step = type(record["step"]) is int and 0 <= record["step"] < 1 << 53
         if is_step and isinstance(record["kind"], str):
             return record

@@ -1,7 +1,7 @@
-"""Weights & Biases: one run per job, which shows every step when it happens.
+"""Weights & Biases: one W&B run per training run, with a row for every step when it happens.
 
-A resumed run repeats the steps after its checkpoint, and logs them again: the axis of all charts is
-the run's own `step`, so that they are drawn where they belong.
+A resumed run repeats the steps after its checkpoint and logs them again. The x-axis of all charts
+is the run's own `step`, so repeated steps are drawn at the same position.
 """
 
 import os
@@ -14,48 +14,51 @@ from typing import Any
 import wandb
 
 from zerotrain.config.schema import Config
-from zerotrain.runtime.errors import EXIT_PREEMPTED, EnvironmentFailure, UserError, describe
+from zerotrain.runtime.errors import EXIT_PREEMPTED, UserError, describe
 
-INIT_SECONDS = 15  # the default waits 91 s for an unreachable server
-FINISH_SECONDS = 10  # the default waits forever; DeepSpeed's launcher kills after 30 s
-FLUSH_SECONDS = 2  # a killed run loses what was not flushed, by default up to 15 s
-SERVICE = (sys.executable, "-m", "wandb", "beta", "core")
+# W&B's default waits 91 s for an unreachable server.
+INIT_SECONDS = 15
+# W&B's default waits forever. DeepSpeed's launcher kills a rank 30 s after its SIGTERM.
+FINISH_SECONDS = 10
+# W&B's default of 15 s loses that much, if a killed node or container takes W&B's process along.
+FLUSH_SECONDS = 2
 
 
-def start_service() -> str:
-    """Start W&B's process in a session of its own, and return its address.
+def start_service() -> None:
+    """Start W&B's process, which the next `wandb.init` uses.
 
-    As a child of this rank it would get the SIGTERM with which DeepSpeed's launcher stops a rank
-    and its children, and the rank could not report its last steps. If the rank is killed, it exits
-    soon after that.
+    `wandb.init` would start it as a child of this rank. DeepSpeed's launcher stops a rank together
+    with its children, and W&B's process ends at SIGTERM even if started with the signal blocked.
+    The rank could then not log its last steps, nor that it was preempted
+    (test_ctrl_c_under_deepspeed_closes_the_run_of_wandb). This command leaves a process without a
+    parent. It writes all that it has received, also if the rank is killed, and then exits.
     """
-    os.environ.pop("WANDB_SERVICE", None)  # of a failed attempt, whose run's id it would keep
-    command = [*SERVICE, "start", "--idle-timeout", "20s"]
-    started = subprocess.run(command, capture_output=True, text=True)
-    if started.returncode:
-        raise EnvironmentFailure(f"tracking: W&B does not start: {started.stderr.strip()[-200:]}")
-    return started.stdout.strip()
+    # The service of a failed attempt would reject the run's id as taken.
+    os.environ.pop("WANDB_SERVICE", None)
+    command = [sys.executable, "-m", "wandb", "beta", "core", "start", "--idle-timeout", "20s"]
+    address = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)
+    os.environ["WANDB_SERVICE"] = address.strip()
 
 
 class WandbSink:
-    """The run of rank 0. If its server cannot be reached within seconds, tracking is offline."""
+    """The W&B run of rank 0. It is offline if the server does not answer within INIT_SECONDS."""
 
     def __init__(self, config: Config, wandb_id: str) -> None:
         """
         Args:
-            wandb_id: of the W&B run, which a resumed run continues.
+            wandb_id: id of the W&B run; a resumed run continues it.
 
         Raises:
-            UserError: W&B rejects the settings.
+            UserError: W&B rejects the settings or cannot start.
         """
-        # Reports of W&B's own errors: a server that does not answer delays the exit by 17 s.
+        # W&B reports its own errors to its makers. Without a network that delays the exit by 17 s.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         folder = Path(config.output_dir)
         mode = config.tracking.wandb
         for attempt in dict.fromkeys((mode, "offline")):
-            os.environ["WANDB_SERVICE"] = start_service()
             try:
+                start_service()
                 self.run = wandb.init(
                     mode=attempt,
                     id=wandb_id,
@@ -66,23 +69,23 @@ class WandbSink:
                     config=asdict(config),
                     settings=wandb.Settings(
                         init_timeout=INIT_SECONDS,
-                        login_timeout=INIT_SECONDS,  # on a terminal it asks for a key
+                        # On a terminal W&B asks for a key, and waits as long for the answer.
+                        login_timeout=INIT_SECONDS,
                         finish_timeout=FINISH_SECONDS,
                         x_transaction_log_flush_interval=FLUSH_SECONDS,
                     ),
                 )
                 break
-            # RuntimeError: there is no home
-            except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
+            except Exception as error:  # W&B raises its own errors and several of Python's.
                 problem = describe(error)
                 if attempt == "offline":
                     raise UserError(
-                        f"tracking: W&B refuses to start: {problem}; set HOME to a folder if it is "
-                        "not set, or --tracking.wandb disabled"
+                        f"tracking: W&B cannot start: {problem}; if HOME is not set, set HOME to a "
+                        "folder, or set --tracking.wandb disabled"
                     ) from error
                 print(f"W&B: tracking is offline; `wandb sync` uploads it ({problem})")
                 wandb.teardown()
-        # W&B numbers the rows itself: it would drop those of steps that it has had already
+        # W&B numbers the rows itself. Given our numbers, it would drop the rows of repeated steps.
         self.run.define_metric("*", step_metric="step")
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
@@ -96,7 +99,7 @@ class WandbSink:
         if kind == "generations":
             import pandas as pd
 
-            # not W&B's own tables: they are artifacts, which wait for the server
+            # HTML, because W&B's own tables are artifacts, which wait for the server.
             with pd.option_context("display.max_colwidth", None):
                 table = pd.DataFrame(values["rows"]).to_html(index=False)
             row[f"eval/generations/{values['set']}"] = wandb.Html(table, inject=False)
@@ -104,6 +107,5 @@ class WandbSink:
 
     def close(self, exit_code: int) -> None:
         if exit_code == EXIT_PREEMPTED:
-            self.run.mark_preempting()  # shown as preempted, not as failed
+            self.run.mark_preempting()  # W&B shows the run as preempted instead of failed.
         self.run.finish(exit_code=exit_code)
-        subprocess.run([*SERVICE, "stop"], capture_output=True)
