@@ -41,10 +41,11 @@ class ConsoleSink:
         self._shown_at = 0.0
         # soft_wrap keeps long lines whole that are printed above the bar, e.g. with paths.
         console = Console(soft_wrap=True)
-        self._progress = Progress(
+        self._bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=20),
             TimeRemainingColumn(),
+            # A column of its own ratio takes the rest of the width, and wraps.
             TextColumn("{task.description}", "dim", table_column=Column(ratio=1)),
             console=console,
             refresh_per_second=1,
@@ -52,7 +53,7 @@ class ConsoleSink:
             expand=True,
             disable=not console.is_interactive,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         step = values["step"]
@@ -60,7 +61,7 @@ class ConsoleSink:
         facts = "  ".join(
             form.format(self._values[key]) for key, form in FACTS.items() if key in self._values
         )
-        self._progress.update(self._task, completed=step, description=facts)
+        self._bar.update(self._task, completed=step, description=facts)
         if kind == "train":
             self._show(step, facts)
         elif kind == "event":
@@ -68,21 +69,17 @@ class ConsoleSink:
         elif kind == "save":
             self._print(step, f"saved in {values['save_seconds']:.1f} s")
         elif kind == "eval":
-            self._print(
-                step,
-                "  ".join(
-                    f"{name} {value:.4f}" for name, value in values.items() if name != "step"
-                ),
-            )
+            losses = (f"{name} {value:.4f}" for name, value in values.items() if name != "step")
+            self._print(step, "  ".join(losses))
 
     def _show(self, step: int, facts: str) -> None:
-        if not self._progress.disable:
-            self._progress.start()
+        if not self._bar.disable:
+            self._bar.start()
             # The bar hides the cursor. A killed process would leave it hidden.
-            self._progress.console.show_cursor()
+            self._bar.console.show_cursor()
         elif step == self._total_steps or time.monotonic() - self._shown_at > LINE_SECONDS:
             self._shown_at = time.monotonic()
-            seconds = self._progress.tasks[0].time_remaining
+            seconds = self._bar.tasks[0].time_remaining
             left = f"  left {timedelta(seconds=seconds)}" if seconds else ""
             self._print(step, facts + left)
 
@@ -90,11 +87,11 @@ class ConsoleSink:
         print(f"step {step:,}/{self._total_steps:,}  {text}")
 
     def close(self, exit_code: int) -> None:
-        if self._progress.live.is_started:
+        if self._bar.live.is_started:
             if exit_code:
                 # Other ranks may have printed errors below the bar. Do not draw over them.
-                self._progress.console.file.write("\n" * 4)
-            self._progress.stop()
+                self._bar.console.file.write("\n" * 4)
+            self._bar.stop()
 
 
 # --------------------------------------------------------------------------------------------------
