@@ -10,6 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from harness.inputs import write_tiny_config
 from harness.runs import read_metrics
 
 from zerotrain.runtime.machine import gpu_health
@@ -46,40 +47,57 @@ def test_a_lock_that_no_compiler_removes_ends_the_run(forks, tiny_config, tmp_pa
     assert not lock.exists()
 
 
-def test_phases_hangs_slow_hosts_and_profiles(forks, tiny_config, tmp_path):
-    """Rank 1 comes late to its fourth step, and each of its forward passes takes 30 ms longer. A
-    lock that is there while the engine is built is named.
+@pytest.fixture(scope="module")
+def finished(forks, tmp_path_factory, chat_rows, tiny_model):
+    """The run folder and the output of a run in which rank 1 is late for its fourth step, until its
+    stack is reported, and 30 ms slower in every forward pass.
     """
-    config = tiny_config(train__steps=125)
-    run = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("slow")
+    run = folder / "run"
     run.mkdir()
-    (run / "profile_now").touch()
+    for name in ("profile_now", "lock"):
+        (run / name).touch()
+    config = write_tiny_config(folder, chat_rows, tiny_model, "config.yaml", train__steps=125)
     ranks = forks.start(config, ranks=2, module="slow_rank", TORCH_EXTENSIONS_DIR=str(run))
-    here = socket.gethostname()
-    late = rf"\[rank 1 @ {here}\] Timeout (.*\n)+?\[rank 1 @ {here}\].*in load_late"
-    ranks.until(lambda: re.search(late, ranks.log.read_text()))
+    prefix = re.escape(f"[rank 1 @ {socket.gethostname()}] ")
+    ranks.until(
+        lambda: re.search(rf"{prefix}Timeout (.*\n)+?{prefix}.*in load_late", ranks.log.read_text())
+    )
     (run / "go_on").touch()
-    ranks.wait(0)
-    slow, windows = SlowRanks(), read_metrics(run, "ranks")
-    named = [slow.add(window["ranks"], window["step_seconds"]) for window in windows]
-    assert named == [[], [], [1], [], []] and here in windows[0]["ranks"][1]["host"]
-    assert f"{run}/lock: an operator is being compiled" in ranks.log.read_text()
-    (first, second), *others = (record["ranks"] for record in windows)
-    assert second["data_seconds"] > max(0.05, first["data_seconds"]) and len(others) == 4
-    for step in read_metrics(run):
+    return run, ranks.wait(0).output
+
+
+def test_the_stack_of_a_hanging_rank_and_the_lock_of_a_compiler_are_reported(finished):
+    run, output = finished  # The fixture has waited for the stack.
+    assert f"{run}/lock: " in output
+
+
+def test_phases_add_up_to_the_step(finished):
+    for step in read_metrics(finished[0]):
         phases = ("data", "forward", "head", "backward", "optimizer")
         parts = sum(step[f"{phase}_seconds"] for phase in phases)
         assert 0.5 * step["step_seconds"] < parts <= step["step_seconds"]
         assert step["tokens_per_s"] == pytest.approx(step["tokens"] / step["step_seconds"])
 
-    [file] = (run / "profile").glob("*.pt.trace.json.gz")
+
+def test_a_slow_host_is_named_once(finished):
+    slow, windows = SlowRanks(), read_metrics(finished[0], "ranks")
+    named = [slow.add(window["ranks"], window["step_seconds"]) for window in windows]
+    assert named == [[], [], [1], [], []]
+    first, second = windows[0]["ranks"]
+    assert socket.gethostname() in second["host"]
+    assert second["data_seconds"] > max(0.05, first["data_seconds"])
+
+
+def test_a_requested_profile_has_three_steps(finished):
+    [file] = (finished[0] / "profile").glob("*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"aten::embedding", "ProfilerStep#1", "ProfilerStep#3"} <= names
     assert "ProfilerStep#4" not in names
 
 
-def test_timers_on_this_device():
+def test_phases_are_timed_on_this_device():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     timer = PhaseTimer(device)
     timer.mark("step")
@@ -91,7 +109,7 @@ def test_timers_on_this_device():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_health_of_a_gpu():
+def test_the_health_of_a_gpu_is_plausible():
     health = gpu_health()
     assert 10 < health["temperature_celsius"] < 110 and health["sm_clock_mhz"] > 100
     assert health["power_watts"] > 10

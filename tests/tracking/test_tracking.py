@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pwd
 import re
 import signal
 import socket
@@ -16,10 +15,9 @@ import pytest
 from harness.inputs import read_config
 from harness.processes import NEEDS_ROOT, mounted, start, wait_until
 from harness.repository import REPO
-from harness.runs import logged, read_metrics
+from harness.runs import checkpoints, logged, read_metrics
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.run_folder import METRICS, list_complete
 from zerotrain.config.parse import check_start
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.preemption import TIDY_SECONDS
@@ -32,7 +30,7 @@ ANSWER = {"prompt": "1 + 1", "expected": "2", "answer": "</script>", "score": 0.
 
 
 def starts_of(run_folder):
-    """Of each start of a run, oldest first: W&B's id and the rows, as W&B reads its own files."""
+    """W&B's id and rows of each start of a run, oldest first, as W&B reads its own files."""
     starts = []
     for file in sorted((run_folder / "wandb").glob("offline-run-*/run-*.wandb")):
         records = records_of(file)
@@ -43,7 +41,7 @@ def starts_of(run_folder):
 
 
 def records_of(file):
-    """The records of a file of W&B."""
+    """The records in a file of W&B."""
     from wandb.util import get_core_path
 
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
@@ -57,73 +55,59 @@ def assert_no_secret_in(folder):
         assert not any(secret.encode() in content for secret in SECRETS.values()), file
 
 
-def test_every_step_is_shown_when_it_happens_also_after_a_resume(forks, tiny_config, tmp_path):
-    """Killed between two saves and resumed. W&B has the steps before the kill, whatever was saved,
-    and the same run has the repeated ones. No file of the run has a key in it.
+def test_wandb_has_every_step_of_a_killed_and_resumed_run(forks, tiny_config, tmp_path):
+    """W&B has the steps before the kill, also those after the last checkpoint. The resumed run has
+    the same id, and logs the repeated steps again. No file of the run has a key in it.
     """
     folder = tmp_path / "run"
     config = tiny_config(
         train__steps=300, checkpoint={"every_steps": 8},
         eval={"every_steps": 8}, tracking={"wandb": "offline"},
     )  # fmt: skip
-
-    def last_step():
-        text = (folder / METRICS).read_text() if (folder / METRICS).is_file() else ""
-        return max(map(int, re.findall(r'"train".*?"step": (\d+)', text)), default=0)
-
     process = forks.start(config, **SECRETS)
-    process.until(lambda: last_step() >= 12)
+    process.until(lambda: len(logged(folder)) >= 12)
     time.sleep(4)  # W&B writes every 2 s
     process.kill(0)
     process.wait()
     [(name, rows)] = starts_of(folder)
-    saved = int(list_complete(folder / "checkpoints")[-1].name.removeprefix("step_"))
     assert rows[-1]["step"] >= 12
 
+    saved = int(checkpoints(folder)[-1].name.removeprefix("step_"))
     last = saved + 10
-    finished = forks.finish(config, "--train.steps", last, **SECRETS)
-    assert "resuming from" in finished.output
+    forks.finish(config, "--train.steps", last, **SECRETS)
     _, (again, rows) = starts_of(folder)
     losses = {step["step"]: step["loss"] for step in read_metrics(folder)}
     assert again == name and list(losses) == list(range(1, last + 1))
     shown = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert shown == {step: loss for step, loss in losses.items() if step > saved}
     assert any("eval/eval_loss" in row for row in rows)
-    starts = [(s["step"], s["world_size"]) for s in read_metrics(folder, "start")]
-    assert starts == [(0, 1), (saved, 1)]
+    assert [start["step"] for start in read_metrics(folder, "start")] == [0, saved]
     assert_no_secret_in(folder)
 
 
 @pytest.mark.launch
 def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
-    """Its launcher also sends SIGTERM to the rank and its children. No rank prints a traceback."""
+    """The launcher also sends SIGTERM to the rank and all its children."""
     folder = tmp_path / "run"
     config = tiny_config(
         train__steps=100_000, checkpoint={"every_steps": 2}, tracking={"wandb": "offline"}
     )
-    with (tmp_path / "log").open("w+") as log:
-        run = start(config, ranks=2, stdout=log)
+    log = tmp_path / "log"
+    with log.open("w") as stdout:
+        run = start(config, ranks=2, stdout=stdout)
         wait_until(lambda: len(logged(folder)) > 4, run)
         started = psutil.Process(run.pid).children(recursive=True)
         os.killpg(run.pid, signal.SIGINT)
         run.wait(120)  # the runner does not wait for its launcher and the ranks
         assert not psutil.wait_procs(started, 120)[1]
-    output = (tmp_path / "log").read_text()
-    [line] = re.findall(r"^interrupted; .*", output, re.MULTILINE)
-    assert f"last checkpoint: {folder}/checkpoints/step_" in line
+    output = log.read_text()
+    assert re.search(rf"^interrupted; .*{folder}/checkpoints/step_", output, re.MULTILINE)
     assert output.count("Traceback") == output.count("launcher/runner.py") == 1, output
     [(_, rows)] = starts_of(folder)
     # the interrupt may come between metrics.jsonl and W&B
     assert read_metrics(folder)[-1]["step"] - rows[-1]["step"] in (0, 1)
     [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert "exit" in {record["type"] for record in records_of(file)}
-
-
-def test_without_a_home_tracking_is_refused(tiny_config, monkeypatch):
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", dict().__getitem__)  # nor an entry for the user
-    with pytest.raises(UserError, match="set HOME"):
-        WandbSink(read_config(tiny_config(tracking__wandb="offline")), "id")
 
 
 @pytest.mark.parametrize("answers", ["refuses", "is silent"])
@@ -177,16 +161,13 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
 def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
     config = read_config(tiny_config(tracking={"wandb": "offline", "project": "a/b"}))
     (tmp_path / "run").mkdir()
-    with pytest.raises(UserError, match=r"^tracking: ") as refused:
+    with pytest.raises(UserError, match=r"^tracking: .*$"):
         WandbSink(config, "id")
-    assert "\n" not in str(refused.value)
 
 
 @NEEDS_ROOT
 def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, tiny_config, capsys):
-    """One warning while the disk is full; every record is there afterwards, in order. No run
-    starts there.
-    """
+    """A full disk costs one warning. No run starts on it."""
     config = read_config(tiny_config())
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "none"):
         metrics = Metrics([JsonlSink(0, RunLock(tmp_path))])
@@ -203,11 +184,10 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, tiny_confi
         ballast.unlink()
         metrics.log("train", {"step": 200})
         metrics.close(0)
-        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == list(range(1, 201))
+        assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 201))
 
 
-def test_records_of_another_shape_are_no_records_of_this_run(tmp_path, monkeypatch):
+def test_malformed_lines_of_metrics_are_skipped(tmp_path, monkeypatch):
     """A run resumes with more records of its own than a tool reads."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(
@@ -216,22 +196,20 @@ def test_records_of_another_shape_are_no_records_of_this_run(tmp_path, monkeypat
     )
     [step] = read_metrics(tmp_path)
     assert step["step"] == 2 and math.isnan(step["loss"])
-    with monkeypatch.context() as patch:
-        patch.setattr("zerotrain.tracking.metrics.MAX_METRICS_BYTES", 10)
-        JsonlSink(3, RunLock(tmp_path)).close(0)
+    monkeypatch.setattr("zerotrain.tracking.metrics.MAX_METRICS_BYTES", 10)
+    JsonlSink(3, RunLock(tmp_path)).close(0)
     assert path.read_text() == '{"kind": "train", "step": 2, "loss": NaN}\n'
     os.truncate(path, 1 << 40)
     with pytest.raises(UserError, match=r"metrics\.jsonl has more than"):
         read_metrics(tmp_path)
 
 
-def test_wandb_is_not_imported_where_it_is_off(forks, tiny_config):
-    """In a run whose warm-up is longer than it, which is said, and how it is mended."""
+def test_a_run_without_wandb_warns_of_few_steps(forks, tiny_config, tmp_path):
+    """The settings that the warning names give a schedule without it."""
     config = tiny_config(train__epochs=2, train__warmup_examples=5000, tracking__wandb="online")
     for variable in ({"WANDB_DISABLED": "true"}, {"WANDB_MODE": "disabled"}):
-        finished = forks.finish(
-            config, "--train.epochs", "1", module="without_trackers", **variable
-        )
+        finished = forks.finish(config, "--train.epochs", "1", **variable)
+    assert not (tmp_path / "run" / "wandb").exists()
     warning = re.search("few steps.*", finished.output)[0]
     flags = re.findall(r"(--train\.\w+) (\w+)", warning)
     for cure in (flags[:-1], flags):

@@ -43,7 +43,7 @@ class ConsoleSink:
         console = Console(soft_wrap=True)
         self._bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=12),
             TimeRemainingColumn(),
             # A column of its own ratio takes the rest of the width, and wraps.
             TextColumn("{task.description}", "dim", table_column=Column(ratio=1)),
