@@ -1,11 +1,11 @@
-"""A changed step plan: every example once per epoch.    pytest tests/data/test_plan_change.py"""
+"""A change of the global batch within an epoch.    pytest tests/data/test_plan_change.py"""
 
 from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 from harness.inputs import read_config
-from harness.runs import read_metrics
+from harness.runs import read_metrics, stop_after_one_step
 
 from zerotrain.data.data_plan import PlanRecord, PlanStart, continue_plan
 from zerotrain.tools.open_plans import open_plans
@@ -19,9 +19,10 @@ PLANS = (
 
 
 @pytest.mark.parametrize("steps, repeat", [(1, 1), (2, 0.7), (5, 2.5)])
-def test_every_example_as_often_through_changes(tiny_config, tmp_path, steps, repeat):
-    """A change every few steps, also in the rest of an epoch; the same plan again is no change.
-    Plans are walked as in train.py, without a model.
+def test_each_example_comes_equally_often_through_changes(tiny_config, tmp_path, steps, repeat):
+    """The global batch changes every few steps, also in an epoch that was already split again.
+    Continuing with the same plan changes nothing. The test follows plans as train.py does, without
+    a model.
     """
     rows = {"path": str(tmp_path / "train.jsonl"), "repeat": repeat}
     plans = [
@@ -44,26 +45,23 @@ def test_every_example_as_often_through_changes(tiny_config, tmp_path, steps, re
     so_far = sum((trained[e] for e in range(epochs)), Counter())
     assert so_far.total() == epochs * round(70 * repeat) > 0
     assert all(abs(so_far[example] - epochs * repeat) < 0.99 for example in range(70))
-    assert repeat != 1 or plan.order.mix == ()  # as before there was `repeat`
+    assert repeat != 1 or plan.order.mix == ()
 
 
-def test_a_run_resumes_with_another_global_batch(forks, tiny_config, tmp_path):
-    """Learning rate and schedule are those of the new batch, from the current epoch on."""
+def test_a_run_resumes_with_a_different_global_batch(forks, tiny_config, tmp_path):
+    """The learning rate and its schedule follow the new batch."""
     scaled = {"train__lr_scaling": "linear", "train__reference_global_batch": 12}
     config = tiny_config(**scaled)
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "stop").touch()  # seen after the first step
+    stop_after_one_step(tmp_path / "run")
     forks.finish(config, ranks=2)
     flags = ["--train.global_batch_size", "24"]
     assert "train.global_batch_size was 12" in forks.refusal(config, *flags, ranks=2)
     flags += ["--checkpoint.allow_plan_change", "true"]
-    finished = forks.train(config, *flags, ranks=1)
-    assert finished.code == 0, finished.output
-    steps = read_metrics(run_folder)
+    forks.finish(config, *flags)
+    steps = read_metrics(tmp_path / "run")
     assert [s["step"] for s in steps] == list(range(1, 8))  # 1 + 3 and 3 more
     assert sum(s["examples"] for s in steps) == 140
     assert [s["epoch"] for s in steps[3:]] == pytest.approx([1, 4 / 3, 5 / 3, 2])
-    # of 6 steps of 24, one of which warms up, the last four
+    # The new batch makes 6 steps, the first of which warms up. These are the last four.
     peak = 3e-3 * (70 / 3) / 12
     assert [s["lr"] for s in steps[3:]] == pytest.approx([peak * k / 6 for k in (4, 3, 2, 1)])

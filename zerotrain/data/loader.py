@@ -164,8 +164,9 @@ def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroB
     # The plan divides the loss by these counts: a wrong one would train wrongly, without an error.
     if [mask.sum() for _, mask in fetched] != data.supervised[examples].tolist():
         raise UserError(
-            f"data.cache_dir: {data.folder} is damaged: the loss masks of examples differ from "
-            "their counts of supervised tokens; delete it, and the rows are tokenized again"
+            f"data.cache_dir: {data.folder} is damaged: a loss mask differs from its count of "
+            "supervised tokens; delete it, and the rows are tokenized again (write it again if it "
+            "is a source itself)"
         )
     # The filler attends to its one position: attention over nothing is NaN.
     fetched = fetched or [np.zeros((2, 1), np.int64)]

@@ -1,4 +1,4 @@
-"""The step plan: which rank computes which examples of an optimizer step, in which micro-step.
+"""The step plan: which rank computes which examples of an optimizer step.
 
 The examples of a step are divided into world_size x A micro-batches of nearly equal cost, each
 within a token budget; A is the number of micro-steps. The examples of a micro-batch are either
@@ -183,7 +183,7 @@ def _fill_bins(lengths: np.ndarray, bins: int, budget: Budget) -> np.ndarray | N
     load = _head_start(cost, bins, together)
     start = 0
     while start < len(lengths):
-        # These bins have room for all examples that follow, too: none of them is longer.
+        # These bins also have room for any later example, which is at most as long.
         with_room = np.flatnonzero(room >= lengths[start])
         n = min(together, len(with_room), len(lengths) - start)
         if not n:

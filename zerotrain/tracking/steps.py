@@ -69,8 +69,8 @@ class StepReporter:
         self._metrics = metrics
         self._ranks = ranks
         self._tracing = trace_on_request(setup.config.output_dir)
-        # For each step since the last report of the ranks: its seconds, those of data and of
-        # compute, and this rank's work.
+        # Four values for each step since the last report of the ranks: step seconds, data seconds,
+        # compute seconds, work.
         self._window = []
         is_16_bit = setup.config.train.precision != "fp32"
         self._peak_flops_per_s = peak_flops_per_s(device_name(ranks.device)) if is_16_bit else None
