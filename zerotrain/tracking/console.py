@@ -45,7 +45,7 @@ class ConsoleSink:
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(bar_width=12),
             TimeRemainingColumn(),
-            # A column of its own ratio takes the rest of the width, and wraps.
+            # A column with a ratio takes the rest of the width, and wraps its text.
             TextColumn("{task.description}", "dim", table_column=Column(ratio=1)),
             console=console,
             refresh_per_second=1,
