@@ -132,7 +132,7 @@ def open_cache(path: Path) -> TokenizedRows:
             raise ValueError("its columns differ from the format in data/README.md")
         ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
         # A stream that ends between two batches can be read, but lacks examples.
-        is_whole = len(table) == sum(meta.source_examples)
+        is_whole = 0 < len(table) == sum(meta.source_examples)
         if not is_whole or not ids == mask == table["length"]:
             raise ValueError("its numbers of examples or tokens differ")
         return TokenizedRows(table, np.arange(len(table)), meta, path)
