@@ -1,8 +1,8 @@
-"""Draw what runs have left in docs/pictures/data; pictures.sh makes it, and draws the report.
+"""Draw the README's pictures from docs/pictures/data, where pictures.sh --run puts results.
 
     python -m benchmarks.pictures
 
-The SVGs follow the reader's color scheme, and load nothing.
+The SVGs follow the reader's color scheme and load nothing. pictures.sh also draws the report.
 """
 
 import io
@@ -16,6 +16,7 @@ from rich.text import Text
 
 PICTURES = Path("docs/pictures")
 DATA = PICTURES / "data"
+MARKERS = "osD^v*P"  # one for each run of losses.csv
 COLORS = """
 :root { --ink: #1f2328; --page: #ffffff }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --page: #0d1117 } }
@@ -31,19 +32,24 @@ def main() -> None:
 
 
 def read_table(name: str) -> pd.DataFrame:
-    """A file with a line for each cell: its row, its column, its value."""
+    """Return a table from a file whose lines are cells: row, column, value."""
     return pd.read_csv(DATA / name, index_col=[0, 1]).squeeze().unstack(sort=False)
 
 
 def draw_losses(losses: pd.DataFrame) -> None:
-    figure, (left, right) = pyplot.subplots(1, 2)
+    """Draw one curve; in turn, each run has the marker of a step."""
+    figure, axes = pyplot.subplots()
+    axes.plot(losses.iloc[:, 0], color="gray", linewidth=1)
     for i, name in enumerate(losses):
-        # each line is narrower than those that it lies on
-        left.plot(losses[name], linewidth=2 * (len(losses.columns) - i))
-        right.semilogy(abs(losses[name] - losses.iloc[:, 0]), label=name, nonpositive="mask")
-    left.set(title="Training loss, nats per token", xlabel="step")
-    right.set(title="Difference from the first run", xlabel="step")
-    figure.legend(loc="outside lower center", ncols=4)
+        points = losses[name][i :: len(losses.columns)]
+        axes.plot(points, MARKERS[i], label=name, markersize=9)
+    difference = (losses.max(axis=1) / losses.min(axis=1) - 1).max()
+    axes.set(
+        title="Training loss, nats per token",
+        # TOLERANCE of scripts/compare_runs.py
+        xlabel=f"step\nlargest relative difference of two runs: {difference:.0e}; allowed: 1e-05",
+    )
+    figure.legend(loc="outside right center")
     save("losses.svg")
 
 
@@ -53,8 +59,12 @@ def draw_efficiency(shares: pd.DataFrame) -> None:
     axes.set_xticks(shares.index)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set(title="Share of all ranks' time that goes into real tokens")
-    figure.legend(loc="outside right center", title="dashed: Trainer's")
+    axes.set(
+        title="Share of all ranks' time that goes into real tokens\n"
+        "(random: equally many rows per micro-batch, padded to the longest)",
+        xlabel="ranks",
+    )
+    figure.legend(loc="outside right center", title="dashed: Trainer's samplers")
     save("efficiency.svg")
 
 
@@ -69,7 +79,7 @@ def draw_terminal(shown: str) -> None:
     console = Console(record=True, width=104, file=io.StringIO())
     console.print(Text.from_ansi(shown))
     svg = console.export_svg(title="./scripts/demo.sh")
-    fonts = "@font-face {.*?}"  # of another host
+    fonts = "@font-face {.*?}"  # they would be loaded from another host
     (PICTURES / "terminal.svg").write_text(re.sub(fonts, "", svg, flags=re.DOTALL))
 
 
