@@ -25,13 +25,13 @@ FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|dat
 SECTIONS = "model|data|train|eval|checkpoint|tracking|distributed"
 WHOLE_DEMO = "WHOLE_DEMO" in os.environ
 HELD_OUT = 200 if WHOLE_DEMO else 20  # rows
-# the README first, which makes the run that the others are about; recipes/ last, which writes
-# another recipes/mine.yaml
+# README.md first: it makes the run that the other pages use. recipes/ last: it overwrites
+# recipes/mine.yaml.
 PAGES = (
     "README.md", "AGENTS.md", "docs/*.md", "data/*.md", "ds_configs/*.md", "CONTRIBUTING.md",
     "SECURITY.md", "recipes/*.md",
 )  # fmt: skip
-NOT_RUN = {  # what a command has that is not run, and why
+NOT_RUN = {  # commands with a match are only parsed: why
     r"\b(docker|kubectl|sky|vllm|curl|hf|rclone|rsync|pip|pipx) |-m venv": "services, network",
     r"hostfile hostfile|^sbatch|torchrun|gathered": "several hosts: tests/launch",
     r"test\.sh|pytest|copier |my-project": "this suite, and test_copier.py",
@@ -40,7 +40,7 @@ NOT_RUN = {  # what a command has that is not run, and why
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
     r"exact_match": "demo.sh runs it",
 }
-FILLED_IN = {  # by a reader; and what ends sooner
+FILLED_IN = {  # placeholders and slow options: what the test runs instead
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
     r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
     r"\s+# .*|\\\n|(?<=^tail) -f": "",
@@ -61,6 +61,8 @@ def test_every_file_and_setting_named_in_the_pages_exists():
         for module in re.findall(r"-m ((?:scripts|zerotrain)\.[a-z_.]+)", text):
             file = f"{module.rstrip('.').replace('.', '/')}.py"
             assert (REPO / file).exists(), f"{page.name}: {module}"
+        for name, path in re.findall(r"`(\w+)`, `([\w/]+\.py)`", text):
+            assert re.search(rf"^(class|def) {name}\b", (REPO / path).read_text(), re.M), name
         for key in re.findall(rf"(?:`|--)((?:{SECTIONS})\.[a-z_.]+)", text):
             found = any(f"{known}.".startswith(f"{key}.") for known in keys)
             assert found or key.endswith((".py", ".jsonl")), f"{page.name}: {key}"
@@ -79,12 +81,12 @@ def test_the_pictures_are_those_of_their_data_and_load_nothing(tmp_path, monkeyp
     for name in re.findall(r"!\[.+\]\((.+)\)", README):
         picture = (REPO / name).read_text()
         assert not re.search(r"<script|@import|(href|src)=\W*http|url\(\W*http", picture), name
-        if "report" not in name:  # that one is drawn by a browser
+        if "report" not in name:  # a browser draws the report
             assert Path(name).read_text() == picture, f"{name}: ./benchmarks/pictures.sh"
 
 
 def filled_in_commands():
-    """Each command of the pages once."""
+    """Return each command of the pages once, in their order, with FILLED_IN applied."""
     pages = [page.read_text() for pattern in PAGES for page in sorted(REPO.glob(pattern))]
     commands = [command for page in pages for command in commands_in(page)]
     for pattern, value in FILLED_IN.items():
@@ -100,7 +102,7 @@ def help_of(program, forks):
 
 
 def check_without_running(command, forks):
-    """The shell can read it, and those of its words that are options of this repository exist."""
+    """The shell can parse it, and its options of this repository's commands exist."""
     assert run(["bash", "-nc", command]).code == 0, command
     for part in command.replace("scripts/launch.sh", "zerotrain.launch.launch").split(" -- "):
         if found := re.search(r"((?:scripts|zerotrain\.launch)\.\w+|train\.py)(.*)", part):
@@ -111,8 +113,8 @@ def check_without_running(command, forks):
 @pytest.mark.launch
 @pytest.mark.timeout(1500)
 def test_the_commands_run_in_a_fresh_copy(tmp_path):
-    """In order, in a clean checkout with an empty HOME and this .venv, but for NOT_RUN. Unless
-    WHOLE_DEMO is set, the demo trains for 15 steps, with a short warm-up, and answers 20 questions.
+    """They run in order, in a clean checkout with an empty HOME and this .venv. Unless WHOLE_DEMO
+    is set, the demo trains for 15 steps, with a short warm-up, and answers 20 questions.
     """
     copy = tmp_path / "copy"
     copy_repository(copy)
@@ -124,7 +126,7 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
     for name, rows in (("train", 20 * HELD_OUT), ("eval", HELD_OUT)):
         file = copy / "data" / "sample" / f"{name}.jsonl"
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:rows]))
-    # of the checkout's own, which `run` sets, nothing but packages of a machine without a network
+    # drop the variables that `run` sets for this checkout, and keep the machine's PYTHONPATH
     variables = ("-uDS_ACCELERATOR", "-uHF_HUB_OFFLINE", "-uTORCHDYNAMO_DISABLE",
                  f"HOME={tmp_path / 'home'}", "EDITOR=true",
                  f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}")  # fmt: skip
@@ -141,7 +143,7 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
 
 
 def check_demo(output, copy):
-    """The model has learned, and is exported."""
+    """Assert that the demo's model has learned, is exported, and answers."""
     run_folder = copy / re.search(r"-> (\S+)/model$", output, re.MULTILINE)[1]
     losses = [record["eval_loss"] for record in read_metrics(run_folder, "eval")]
     assert losses[-1] < losses[0] / (500 if WHOLE_DEMO else 2), output
