@@ -40,7 +40,7 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
     r"exact_match": "demo.sh runs it",
 }
-FILLED_IN = {  # placeholders and slow options: what the test runs instead
+FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
     r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
     r"\s+# .*|\\\n|(?<=^tail) -f": "",
