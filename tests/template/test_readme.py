@@ -59,8 +59,9 @@ def test_every_file_and_setting_named_in_the_pages_exists():
         for path in re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w./-]+\.\w+)", text):
             assert (REPO / path).exists() or path in made, f"{page.name}: {path}"
         for module in re.findall(r"-m ((?:scripts|zerotrain)\.[a-z_.]+)", text):
-            file = f"{module.rstrip('.').replace('.', '/')}.py"
-            assert (REPO / file).exists(), f"{page.name}: {module}"
+            path = REPO / module.rstrip(".").replace(".", "/")
+            is_program = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+            assert is_program, f"{page.name}: {module}"
         for name, path in re.findall(r"`(\w+)`, `([\w/]+\.py)`", text):
             assert re.search(rf"^(class|def) {name}\b", (REPO / path).read_text(), re.M), name
         for key in re.findall(rf"(?:`|--)((?:{SECTIONS})\.[a-z_.]+)", text):
