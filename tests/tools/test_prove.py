@@ -80,6 +80,25 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
     assert code == 1 and "REFUTED" in out and "answers.jsonl:1: " in out and said in out
 
 
+def test_rows_of_tokens_are_compared_token_by_token(prove, tiny_config, tmp_path, monkeypatch):
+    row = {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
+    rows = write_rows(tmp_path / "tokens.jsonl", [row] * 12)
+    config = tiny_config(data__train_sources=[str(rows)], data__eval_sources=None)
+    code, out = prove("data", config)
+    assert code == 0 and "12 rows, 12 compared" in out, out
+    fetch = zerotrain.data.tokenize.TokenizedRows.fetch
+    for part in (0, 1):  # ids, mask
+
+        def spoiled(self, rows, part=part):
+            examples = fetch(self, rows)
+            examples[0][part, 1] = 0
+            return examples
+
+        monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", spoiled)
+        code, out = prove("data", config)
+        assert code == 1 and "tokens.jsonl:1: its " in out
+
+
 def test_nulls_that_a_table_adds_are_no_arguments(prove, tiny_config, tmp_path, monkeypatch):
     call = {"name": "add", "arguments": {"a": 1, "b": None}}
     turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [call]}]

@@ -19,8 +19,9 @@ SetName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 Seconds = Annotated[int, Field(gt=0, le=10_000_000)]
 
 RowFormat = Literal[
-    "auto", "messages", "sharegpt", "conversational", "prompt_completion", "instruction", "text"
-]
+    "auto", "tokens", "messages", "sharegpt", "conversational", "prompt_completion", "instruction",
+    "text",
+]  # fmt: skip
 HELD_OUT = "held_out"
 """Name of the held-out set where there is only one, without a name."""
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "data" / "chat_templates"
@@ -134,7 +135,9 @@ class Source(Section):
     revision: str | None = None
     """Branch, tag or commit of the hub data set."""
     format: RowFormat = "auto"
-    """Row format; default: detected from the keys of the first row."""
+    """Row format; default: detected from the keys of the first row. tokens: input_ids, with labels
+    or a loss_mask.
+    """
     columns: dict[str, str] = field(default_factory=dict)
     """Key of the row format: key in the file; {prompt: question, completion: answer} reads gsm8k.
     """

@@ -17,6 +17,7 @@ row, message, tool call or content part is either used or meta-data; any other m
 
 import json
 import re
+from itertools import chain
 from typing import Any
 
 from zerotrain.config.schema import DataConfig, Source
@@ -26,6 +27,7 @@ from zerotrain.rows.sources import MESSAGE_COLUMNS, BadRow, JsonObject
 # Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
 # that is a list, prompt + completion is conversational.
 FORMAT_KEYS = {
+    "tokens": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "conversational": ("prompt", "completion"),
@@ -33,6 +35,10 @@ FORMAT_KEYS = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
+TOKEN_KEYS = {
+    "input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask",
+    "position_ids", "token_type_ids", "seq_lengths", "seq_start_id",
+}  # fmt: skip
 CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 # Keys, in lower case, that describe a row, message or tool call but are not part of its content.
 # Keys that may ask for another loss (LOSS_KEY) or have content are not listed.
@@ -64,7 +70,11 @@ SPELLINGS = {
 ROLES = {spelling: role for role, names in SPELLINGS.items() for spelling in names.split()}
 # Keys that rows may have besides those of their format. `prompt` and `text` are not used: UltraChat
 # repeats the first message, Alpaca the rendered text.
-OPTIONAL_KEYS = {"messages": {"prompt"}, "instruction": {"input", "text"}}
+OPTIONAL_KEYS = {
+    "messages": {"prompt"},
+    "instruction": {"input", "text"},
+    "tokens": {*TOKEN_KEYS, *chain(*FORMAT_KEYS.values())},
+}
 # from, value: ShareGPT. function_call: OpenAI before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
@@ -152,6 +162,8 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         known |= {"system", "tools"}
     # before anything is read, so that no key is dropped because a format does not look at it
     row = _known(row, known, config, is_row=True)
+    if kind == "tokens":
+        return {key: parsed(row[key]) for key in TOKEN_KEYS & row.keys()}
     if kind in CHAT_FORMATS:
         turns = []
         for key in required:
@@ -325,6 +337,11 @@ def _cure(extra: list[str], known: set[str], is_row: bool) -> str:
         for mark, command in MARKS.items():
             # the label of a text is its class
             if re.fullmatch(mark, key) and (key[:5], known) != ("label", {"text"}):
+                if "input_ids" in known:
+                    return (
+                        f"{key} may say what is not to be trained on; if it has 0 or 1 for each "
+                        f"token, columns: {{loss_mask: {key}}} of the source reads it"
+                    )
                 command = (command if is_row else AS_WEIGHT).replace("KEY", f".{_jq(key)}")
                 return (
                     f"{key} may say what is not to be trained on; keep what is, or give turns a "

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.messages import canonical_row
 from zerotrain.rows.sources import BadRow, JsonObject
+from zerotrain.rows.tokens import read_tokens
 from zerotrain.rows.turns import Span, locate, special_tokens
 from zerotrain.runtime.errors import UserError
 
@@ -37,15 +38,17 @@ def tokenize_row(
             changes or leaves out part of the row.
     """
     row = canonical_row(row, source, config)
-    text = json.dumps(row, ensure_ascii=False)
-    for special in special_tokens(tokenizer):
-        if special in text:
+    if source.format == "tokens":
+        tokens = TokenizedRow(*read_tokens(row, tokenizer, config.supervise))
+    else:
+        text = json.dumps(row, ensure_ascii=False)
+        if special := next((s for s in special_tokens(tokenizer) if s in text), None):
             raise BadRow(
                 "text of a special token",
                 f'its text has "{special}", a special token of the tokenizer, which would act as '
                 "one; write chats as messages, and leave out start and end marks",
             )
-    tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
+        tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
     tokens.mask[:1] = False  # of plain text without a bos token; no other has a target there
     if not tokens.mask.any():
         raise BadRow("empty answer", "no token is supervised: no answer, or only of weight 0")

@@ -16,6 +16,7 @@ from zerotrain.data.caches import COMMIT, files_of
 from zerotrain.model.hub import hub_error
 from zerotrain.rows.readers import (
     COMPRESSIONS,
+    EXTRA_CELLS,
     MAX_ROW_CHARACTERS,
     READERS,
     BadRow,
@@ -253,6 +254,12 @@ def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] =
         raise BadRow("not JSON", f"not JSON ({error}); {cure}") from error
     if not isinstance(row, dict):
         raise BadRow("not an object", "a row must be a JSON object")
+    if EXTRA_CELLS in row:
+        raise BadRow(
+            "more cells than the header",
+            "it has more cells than the first line of the file; put each cell with a "
+            "comma or line break in quotes, or name all columns in the first line",
+        )
     # before keys are renamed: ignore_keys are as in the file, and make way for renamed ones
     for key in ignore_keys:
         row.pop(key, None)

@@ -113,6 +113,21 @@ def check_answers(
     return problems
 
 
+def check_tokens(row: dict[str, Any], ids: np.ndarray, mask: np.ndarray) -> list[str]:
+    """Return what differs between a row of tokens and its example."""
+    count = len(row["input_ids"])
+    kept = [i for i in range(count) if row.get("attention_mask", [1] * count)[i]]
+    masks = [row[key] for key in ("loss_mask", "completion_mask", "assistant_masks") if key in row]
+    masks.append([label != -100 for label in row.get("labels", row["input_ids"])])
+    problems = []
+    if ids.tolist() != [row["input_ids"][i] for i in kept]:
+        problems.append("its tokens are not those of the row")
+    # The first token of an example is only context.
+    elif mask[1:].tolist() != [all(values[i] for values in masks) for i in kept[1:]]:
+        problems.append("its mask is not what the labels and masks of the row say")
+    return problems
+
+
 def _squeeze(text: str) -> str:
     """Remove white space: templates trim and re-indent, tokenizers add and drop spaces."""
     return "".join(text.split())
@@ -124,10 +139,13 @@ def prove_rows(
     data: TokenizedRows,
     config: Config,
 ) -> tuple[int, int]:
-    """Compare every row that became one whole example, and print what was found. Rows of plain
-    text, cut or split rows, and all rows under data.supervise: all are counted but not compared.
-    The ends of answers that are joined in the example are not compared. Returns how many rows were
-    compared, and how many problems were found.
+    """Compare every row that became one whole example, and print the result.
+
+    Rows of plain text, rows that were cut or split, and all rows under data.supervise: all are
+    counted but not compared. Neither are the ends of answers that are joined in the example.
+
+    Returns:
+        How many rows were compared, and how many problems were found.
     """
     row_of = data.column("row")
     compared = compared_answers = 0
@@ -150,6 +168,9 @@ def prove_rows(
             continue
         compared += 1
         [(ids, mask)] = data.fetch(np.array([first]))
+        if "input_ids" in row:
+            problems += [f"{place}: {problem}" for problem in check_tokens(row, ids, mask)]
+            continue
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
         first_tokens = [*map(decode, ids[edges[::2]])]
         last_tokens = [*map(decode, ids[edges[1::2] - 1])]

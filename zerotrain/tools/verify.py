@@ -156,6 +156,8 @@ def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[s
     from zerotrain.rows.turns import FIXED_DATE, with_arguments_as_text
     from zerotrain.tools.source_rows import supervised_answers
 
+    if "input_ids" in row:  # tokens were given: there is no text to ask with
+        return
     if "messages" not in row:  # no template: the tokenizer alone
         yield "its text", {"text": row["prompt"] or row["completion"]}
         return

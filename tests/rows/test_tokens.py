@@ -1,0 +1,175 @@
+"""Rows that are tokens already: the same examples as from text, or a reason why not.
+pytest tests/rows/test_tokens.py
+"""
+
+import json
+import shutil
+import subprocess
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from harness.inputs import write_rows
+
+from zerotrain.config.schema import DataConfig, Source
+from zerotrain.rows.messages import detect_format
+from zerotrain.rows.render import cut_to_length, tokenize_row
+from zerotrain.rows.sources import BadRow, RawRow, parse_row, read_rows
+
+
+def examples_of(rows, tokenizer, columns=None, **options):
+    """(ids, mask) of each example that the raw rows become."""
+    config = DataConfig(["rows"], **options)
+    examples = []
+    for raw in rows:
+        row = parse_row(raw, columns or {})
+        source = Source("rows", format=detect_format(row))
+        tokens = tokenize_row(row, tokenizer, source, config)
+        pieces, _ = cut_to_length(tokens.ids, tokens.mask, config)
+        examples += [(ids.tolist(), mask.tolist()) for ids, mask in pieces]
+    return examples
+
+
+def example(row, tokenizer, **options):
+    """The only example of a row, as (ids, mask)."""
+    [found] = examples_of([RawRow("rows", 1, json.dumps(row))], tokenizer, **options)
+    return found
+
+
+def save(path, rows):
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".jsonl":
+        write_rows(path, rows)
+    elif path.suffix == ".csv":
+        lines = [",".join(f'"{json.dumps(cell)}"' for cell in row.values()) for row in rows]
+        path.write_text("\n".join([",".join(rows[0]), *lines]))
+    elif path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    return read_rows(Source(path=str(path)))
+
+
+TOO_LONG = [{"max_length": 40, "on_too_long": how} for how in ("truncate", "split", "drop")]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.arrow"])
+def test_tokens_of_rendered_rows_give_the_same_examples(
+    tmp_path, sample_tokenizer, chat_rows, name
+):
+    rows = [*chat_rows[:20], {"text": "1+1=2"}, {"prompt": "1+1=", "completion": "2"}]
+    rows = [RawRow("rows", i, json.dumps(row)) for i, row in enumerate(rows)]
+    tokens = examples_of(rows, sample_tokenizer)
+    given = {
+        "labels": [
+            {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
+            for ids, mask in tokens
+        ],
+        "booleans": [{"input_ids": ids, "loss_mask": mask} for ids, mask in tokens],
+        "numbers": [{"input_ids": ids, "loss_mask": [*map(int, mask)]} for ids, mask in tokens],
+    }
+    for kind, as_tokens in given.items():
+        (tmp_path / kind).mkdir()
+        found = [*save(tmp_path / kind / name, as_tokens)]
+        for options in ({}, *TOO_LONG):
+            expected = examples_of(rows, sample_tokenizer, **options)
+            assert examples_of(found, sample_tokenizer, **options) == expected
+
+
+IDS = [5, 6, 7, 8]
+LABELS = [-100, -100, 7, 8]
+LAST_TWO = [False, False, True, True]
+SAME = {
+    "axolotl": {"labels": LABELS, "attention_mask": [1] * 4, "position_ids": [0, 1, 2, 3],
+                "length": 4},
+    "TRL": {"completion_mask": [0, 0, 1, 1], "seq_lengths": [4], "text": "any", "messages": []},
+    "masks that agree in two tokens": {"completion_mask": [0, 1, 1, 1],
+                                       "assistant_masks": [1, 0, 1, 1]},
+    "a mask and labels": {"labels": [5, 6, 7, 8], "loss_mask": LAST_TWO},
+    "JSON in a string": {"labels": json.dumps(LABELS)},
+    "a tokenizer of sentence pairs": {"labels": LABELS, "token_type_ids": [0] * 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_other_trainers_store_with_tokens_is_used(sample_tokenizer, case):
+    assert example({"input_ids": IDS, **SAME[case]}, sample_tokenizer) == (IDS, LAST_TWO)
+
+
+def test_padding_at_an_end_is_removed(sample_tokenizer):
+    for before, after in ((0, 3), (2, 0)):
+        row = {
+            "input_ids": [0] * before + IDS + [0] * after,
+            "labels": [-100] * before + LABELS + [-100] * after,
+            "attention_mask": [0] * before + [1] * 4 + [0] * after,
+        }
+        assert example(row, sample_tokenizer) == (IDS, LAST_TWO)
+
+
+def test_the_first_token_is_never_a_target(sample_tokenizer):
+    row = {"input_ids": IDS, "labels": IDS}
+    assert example(row, sample_tokenizer) == (IDS, [False, True, True, True])
+    del row["labels"]
+    found = example(row, sample_tokenizer, supervise="all")
+    assert found == (IDS, [False, True, True, True])
+
+
+def test_columns_name_the_keys_of_the_file(sample_tokenizer):
+    row = {"ids": IDS, "targets": LABELS}
+    columns = {"input_ids": "ids", "labels": "targets"}
+    assert example(row, sample_tokenizer, columns=columns) == (IDS, LAST_TWO)
+
+
+# The row beside input_ids, options, and what its message must name
+REFUSED = {
+    "floats": ({"input_ids": [5.0, 6.0]}, {}, "input_ids is not a list of integers"),
+    "booleans as ids": ({"input_ids": [True, True]}, {}, "input_ids is not a list of integers"),
+    "a null": ({"input_ids": [5, None]}, {}, "input_ids is not a list of integers"),
+    "a batch": ({"input_ids": [IDS, IDS]}, {}, "input_ids is not a list of integers"),
+    "a text": ({"input_ids": "5 6 7"}, {}, "input_ids is not a list of integers"),
+    "over 64 bits": ({"input_ids": [5, 2**64]}, {}, "input_ids is not a list of integers"),
+    "a negative id": ({"input_ids": [5, -1]}, {}, "input_ids has -1"),
+    "an unknown id": ({"input_ids": [5, 100_000]}, {}, "model.tokenizer"),
+    "one token": ({"input_ids": [5]}, {}, "fewer than 2 tokens"),
+    "no token": ({"input_ids": []}, {}, "fewer than 2 tokens"),
+    "unequal lengths": ({"labels": LABELS[1:]}, {}, "labels has 3 values"),
+    "an unequal mask": ({"labels": LABELS, "loss_mask": [1]}, {}, "loss_mask has 1 values"),
+    "another label": ({"labels": [-100, 6, 9, 8]}, {}, "the label of token 3 is 9"),
+    "labels of padding": ({"labels": [-1, -1, 7, 8]}, {}, "the label of token 1 is -1"),
+    "a weight": ({"loss_mask": [0, 0, 2, 1]}, {}, "loss_mask has other values than 0 and 1"),
+    "a fraction": ({"loss_mask": [0, 0.5, 1, 1]}, {}, "loss_mask is not a list of integers"),
+    "no target": ({"labels": [-100] * 4}, {}, "no token is supervised"),
+    "the first target": ({"labels": [5, -100, -100, -100]}, {}, "no token is supervised"),
+    "nothing beside the ids": ({}, {}, "add labels or loss_mask"),
+    "two rules": ({"labels": LABELS}, {"supervise": "all"}, "set it to answers"),
+    "the last answer": ({"labels": LABELS}, {"supervise": "last"}, "set it to answers"),
+    "packed positions": ({"labels": LABELS, "position_ids": [0, 1, 0, 1]}, {}, "position_ids"),
+    "packed lengths": ({"labels": LABELS, "seq_lengths": [2, 2]}, {}, "packing=False"),
+    "padding within": ({"labels": LABELS, "attention_mask": [1, 0, 1, 1]}, {}, "0 at token 2"),
+    "learned padding": ({"labels": LABELS, "attention_mask": [1, 1, 1, 0]}, {}, "0 at token 4"),
+    "padding alone": ({"labels": [-100] * 4, "attention_mask": [0] * 4}, {}, "0 at token 1"),
+    "another mask": ({"train_mask": [0, 0, 1, 1]}, {}, "columns: {loss_mask: train_mask}"),
+    "an image": ({"labels": LABELS, "pixel_values": [1]}, {}, "pixel_values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tokens_that_do_not_fit_together_are_refused(sample_tokenizer, case):
+    more, options, named = REFUSED[case]
+    with pytest.raises(BadRow) as caught:
+        example({"input_ids": IDS, **more}, sample_tokenizer, **options)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+@pytest.mark.parametrize(("ids", "labels"), [(IDS, [-100, 7, 8, -100]), (IDS[:3], [-100, 7, 8])])
+def test_shifted_labels_are_recognized_and_the_command_moves_them(sample_tokenizer, ids, labels):
+    row = json.dumps({"input_ids": ids, "labels": labels})
+    with pytest.raises(BadRow, match="shifted") as caught:
+        examples_of([RawRow("rows", 1, row)], sample_tokenizer)
+    program = str(caught.value).split("'")[1]
+    moved = subprocess.run(
+        ["jq", "-c", program], input=row, capture_output=True, text=True, check=True
+    )
+    assert example(json.loads(moved.stdout), sample_tokenizer) == (IDS, LAST_TWO)
