@@ -105,13 +105,13 @@ def test_padding_at_an_end_is_removed(sample_tokenizer):
             "attention_mask": [0] * before + [1] * 4 + [0] * after,
         }
         assert example(row, sample_tokenizer) == (IDS, LAST_TWO)
+        del row["labels"]
+        all_but_the_first = [False, True, True, True]
+        assert example(row, sample_tokenizer, supervise="all") == (IDS, all_but_the_first)
 
 
 def test_the_first_token_is_never_a_target(sample_tokenizer):
-    row = {"input_ids": IDS, "labels": IDS}
-    assert example(row, sample_tokenizer) == (IDS, [False, True, True, True])
-    del row["labels"]
-    found = example(row, sample_tokenizer, supervise="all")
+    found = example({"input_ids": IDS, "labels": IDS}, sample_tokenizer)
     assert found == (IDS, [False, True, True, True])
 
 
@@ -128,11 +128,11 @@ REFUSED = {
     "a null": ({"input_ids": [5, None]}, {}, "input_ids is not a list of integers"),
     "a batch": ({"input_ids": [IDS, IDS]}, {}, "input_ids is not a list of integers"),
     "a text": ({"input_ids": "5 6 7"}, {}, "input_ids is not a list of integers"),
-    "over 64 bits": ({"input_ids": [5, 2**64]}, {}, "input_ids is not a list of integers"),
+    "over 64 bits": ({"input_ids": [5, 2**64]}, {}, "model.tokenizer"),
     "a negative id": ({"input_ids": [5, -1]}, {}, "input_ids has -1"),
     "an unknown id": ({"input_ids": [5, 100_000]}, {}, "model.tokenizer"),
-    "one token": ({"input_ids": [5]}, {}, "fewer than 2 tokens"),
-    "no token": ({"input_ids": []}, {}, "fewer than 2 tokens"),
+    "one token": ({"input_ids": [5], "labels": [5]}, {}, "no token is supervised"),
+    "no token": ({"input_ids": []}, {"supervise": "all"}, "no token is supervised"),
     "unequal lengths": ({"labels": LABELS[1:]}, {}, "labels has 3 values"),
     "an unequal mask": ({"labels": LABELS, "loss_mask": [1]}, {}, "loss_mask has 1 values"),
     "another label": ({"labels": [-100, 6, 9, 8]}, {}, "the label of token 3 is 9"),
@@ -141,14 +141,14 @@ REFUSED = {
     "a fraction": ({"loss_mask": [0, 0.5, 1, 1]}, {}, "loss_mask is not a list of integers"),
     "no target": ({"labels": [-100] * 4}, {}, "no token is supervised"),
     "the first target": ({"labels": [5, -100, -100, -100]}, {}, "no token is supervised"),
-    "nothing beside the ids": ({}, {}, "add labels or loss_mask"),
-    "two rules": ({"labels": LABELS}, {"supervise": "all"}, "set it to answers"),
-    "the last answer": ({"labels": LABELS}, {"supervise": "last"}, "set it to answers"),
+    "nothing beside the ids": ({}, {}, "must be all"),
+    "two rules": ({"labels": LABELS}, {"supervise": "all"}, "must be answers"),
+    "the last answer": ({"labels": LABELS}, {"supervise": "last"}, "must be answers"),
     "packed positions": ({"labels": LABELS, "position_ids": [0, 1, 0, 1]}, {}, "position_ids"),
     "packed lengths": ({"labels": LABELS, "seq_lengths": [2, 2]}, {}, "packing=False"),
-    "padding within": ({"labels": LABELS, "attention_mask": [1, 0, 1, 1]}, {}, "0 at token 2"),
-    "learned padding": ({"labels": LABELS, "attention_mask": [1, 1, 1, 0]}, {}, "0 at token 4"),
-    "padding alone": ({"labels": [-100] * 4, "attention_mask": [0] * 4}, {}, "0 at token 1"),
+    "padding within": ({"labels": LABELS, "attention_mask": [1, 0, 1, 1]}, {}, "is 0 at"),
+    "learned padding": ({"labels": LABELS, "attention_mask": [1, 1, 1, 0]}, {}, "is 0 at"),
+    "padding alone": ({"labels": [-100] * 4, "attention_mask": [0] * 4}, {}, "no token is"),
     "another mask": ({"train_mask": [0, 0, 1, 1]}, {}, "columns: {loss_mask: train_mask}"),
     "an image": ({"labels": LABELS, "pixel_values": [1]}, {}, "pixel_values"),
 }  # fmt: skip

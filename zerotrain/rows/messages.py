@@ -37,7 +37,7 @@ FORMAT_KEYS = {
 }
 TOKEN_KEYS = {
     "input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask",
-    "position_ids", "token_type_ids", "seq_lengths", "seq_start_id",
+    "position_ids", "seq_lengths", "seq_start_id",
 }  # fmt: skip
 CHAT_FORMATS = ("messages", "sharegpt", "conversational")
 # Keys, in lower case, that describe a row, message or tool call but are not part of its content.
@@ -73,7 +73,7 @@ ROLES = {spelling: role for role, names in SPELLINGS.items() for spelling in nam
 OPTIONAL_KEYS = {
     "messages": {"prompt"},
     "instruction": {"input", "text"},
-    "tokens": {*TOKEN_KEYS, *chain(*FORMAT_KEYS.values())},
+    "tokens": {*TOKEN_KEYS, *chain(*FORMAT_KEYS.values()), "token_type_ids"},
 }
 # from, value: ShareGPT. function_call: OpenAI before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}

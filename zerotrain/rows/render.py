@@ -51,7 +51,9 @@ def tokenize_row(
         tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
     tokens.mask[:1] = False  # of plain text without a bos token; no other has a target there
     if not tokens.mask.any():
-        raise BadRow("empty answer", "no token is supervised: no answer, or only of weight 0")
+        raise BadRow(
+            "empty answer", "no token is supervised: it has no answer, or none of weight 1"
+        )
     return tokens
 
 

@@ -5,17 +5,15 @@ caches of TRL and axolotl. They are checked and used as they are.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.rows.readers import BadRow, JsonObject
 
 IGNORED = -100  # the label of a token that is not supervised
-MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-# Moves labels that name the next token, which end with -100 or with a token that input_ids lacks.
+MASKS = {"loss_mask", "completion_mask", "assistant_masks", "attention_mask"}
+# Moves labels that name the next token. They end with -100, or with a token that input_ids lacks.
 UNSHIFT = (
     "jq -c 'if .labels[-1] == -100 then .labels = [-100] + .labels[:-1] else .input_ids += "
     ".labels[-1:] | .labels = [-100] + .labels end' OLD.jsonl > NEW.jsonl"
@@ -31,15 +29,18 @@ def read_tokens(
 
     Args:
         row: a row of the format tokens, from canonical_row.
-        supervise: data.supervise: `answers`, or `all` for rows with neither labels nor masks.
+        supervise: data.supervise. It must be `answers`, or `all` if the row has ids alone.
 
     Raises:
         BadRow: ids, labels and masks contradict each other, or one has an impossible value.
     """
-    lists = {key: _integers(key, value) for key, value in row.items()}
-    ids = lists.get("input_ids", [])
-    if len(ids) < 2:
-        raise BadRow("too short", "it has fewer than 2 tokens, and the first is never supervised")
+    lists = {"input_ids": np.array([], int)}
+    for key, value in row.items():
+        types = {*map(type, value)} if isinstance(value, list) else {None}
+        if not types <= ({int, bool} if key in MASKS else {int}):
+            raise BadRow("wrong type", f"{key} is not a list of integers, one for each token")
+        lists[key] = np.array(value)
+    ids = lists["input_ids"]
     vocabulary = _vocabulary_size(tokenizer)
     if wrong := ids[(ids < 0) | (ids >= vocabulary)].tolist():
         raise BadRow(
@@ -47,15 +48,12 @@ def read_tokens(
             f"input_ids has {wrong[0]}, but tokenizer {tokenizer.name_or_path} has the ids 0 to "
             f"{vocabulary - 1:,}; set model.tokenizer to the tokenizer that made the rows",
         )
-    # Rows of one text may have these keys as well: axolotl numbers the tokens of every row.
+    # A row of one text may have these keys, too: axolotl numbers the tokens of every row.
     of_one_text = {
-        "position_ids": np.arange(len(ids)),
-        "token_type_ids": np.zeros(len(ids)),
-        "seq_lengths": [len(ids)],
-        "seq_start_id": [0],
-    }
+        "position_ids": np.arange(len(ids)), "seq_lengths": [len(ids)], "seq_start_id": [0]
+    }  # fmt: skip
     for key, values in of_one_text.items():
-        if key in lists and not np.array_equal(lists.pop(key), values):
+        if not np.array_equal(lists.pop(key, values), values):
             raise BadRow(
                 "packed",
                 f"{key} divides it into several texts, whose boundaries would be lost; write a row "
@@ -65,69 +63,46 @@ def read_tokens(
         if len(values) != len(ids):
             raise BadRow(
                 "unequal lengths",
-                f"{key} has {len(values):,} values, but input_ids has {len(ids):,}; it must have "
-                "one for each token",
+                f"{key} has {len(values):,} values, but input_ids has {len(ids):,}; write one for "
+                "each token",
             )
-        if key not in ("input_ids", "labels") and not np.isin(values, (0, 1)).all():
+        if key in MASKS and not np.isin(values, (0, 1)).all():
             raise BadRow("wrong type", f"{key} has other values than 0 and 1; write these alone")
-    mask = _supervised(lists, supervise)
-    # Padding is where attention_mask is 0 at an end of the row.
-    is_real = lists.get("attention_mask", np.ones(len(ids))) == 1
-    first, last = (is_real.argmax(), len(ids) - is_real[::-1].argmax())
-    is_wrong = ~is_real & mask
-    is_wrong[first:last] |= ~is_real[first:last]
-    if is_wrong.any():
+    attention = lists.pop("attention_mask", np.ones(len(ids)))
+    kept = np.flatnonzero(attention)
+    if "labels" in lists:
+        lists["labels"] = _is_learned(lists["labels"], ids)
+    masks = [lists[key] for key in lists if key != "input_ids"]
+    needed = "answers" if masks else "all"
+    if supervise != needed:
+        raise BadRow(
+            "other data.supervise",
+            f"data.supervise must be {needed}, not {supervise}: with labels or loss_mask they say "
+            "what is supervised, and without them it is every token",
+        )
+    mask = np.logical_and.reduce(masks or [attention])
+    if (np.diff(kept) > 1).any() or mask.sum() > mask[kept].sum():
         raise BadRow(
             "padding",
-            f"attention_mask is 0 at token {is_wrong.argmax() + 1}, which is supervised or between "
-            "other tokens; remove such tokens, or give padding at the end the label -100",
+            "attention_mask is 0 at supervised tokens or between others; remove such tokens, or "
+            f"give padding at the end the label {IGNORED}",
         )
-    return ids[first:last].astype(np.int32), mask[first:last]
+    return ids[kept].astype(np.int32), mask[kept]
 
 
-def _integers(key: str, value: Any) -> np.ndarray:
-    """Return a list of numbers as an array; masks may have booleans."""
-    try:
-        values = pa.array(value)  # numpy would give each string the size of the longest
-        is_list = isinstance(value, list) and not values.null_count
-    except (pa.ArrowException, TypeError, OverflowError):  # no list, mixed types, over 64 bits
-        is_list = False
-    is_mask = is_list and key.endswith(("mask", "masks")) and pa.types.is_boolean(values.type)
-    if not is_list or not (is_mask or pa.types.is_integer(values.type)):
-        raise BadRow("wrong type", f"{key} is not a list of integers, one for each token")
-    return values.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _supervised(lists: dict[str, np.ndarray], supervise: str) -> np.ndarray:
-    """Return which tokens the labels and all masks say are supervised, bool [tokens]."""
-    ids, labels = lists["input_ids"], lists.get("labels")
-    masks = [lists[key] == 1 for key in MASKS if key in lists]
-    if labels is not None:
-        masks.append(labels != IGNORED)
-        is_wrong = masks[-1] & (labels != ids)
-        if is_wrong.any():
-            is_shifted = (labels[:-1] == ids[1:]) | (labels[:-1] == IGNORED)
-            at = is_wrong.argmax()
-            raise BadRow(
-                "wrong label",
-                f"its labels are shifted: each must repeat its own token, not the next: {UNSHIFT}"
-                if is_shifted.all()
-                else f"the label of token {at + 1} is {labels[at]}; it must be the token's id, "
-                f"{ids[at]}, or {IGNORED}, which is not supervised",
-            )
-    if masks and supervise != "answers":
-        raise BadRow(
-            "two rules for what is supervised",
-            f"its labels or masks say what is supervised, not data.supervise: {supervise}; set it "
-            "to answers",
-        )
-    if not masks and supervise != "all":
-        raise BadRow(
-            "nothing supervised",
-            "nothing says which tokens are supervised; add labels or loss_mask, or set "
-            "data.supervise: all to train on every token",
-        )
-    return np.logical_and.reduce([np.ones(len(ids), bool), *masks])
+def _is_learned(labels: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return which tokens have a label, bool [tokens]. It must be the token's own id."""
+    is_learned = labels != IGNORED
+    wrong = np.flatnonzero(is_learned & (labels != ids))
+    if not len(wrong):
+        return is_learned
+    problem = (
+        f"the label of token {wrong[0] + 1} is {labels[wrong[0]]}; it must be the token's id, "
+        f"{ids[wrong[0]]}, or {IGNORED}, which is not supervised"
+    )
+    if ((labels == IGNORED) | (labels == np.append(ids[1:], labels[-1]))).all():
+        problem = f"its labels are shifted: each must be its own token, not the next: {UNSHIFT}"
+    raise BadRow("wrong label", problem)
 
 
 @lru_cache(maxsize=8)  # get_vocab makes a dictionary of all tokens
