@@ -236,7 +236,7 @@ def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
     template, eos, special, (first, last) = FAMILIES[family]
     tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
     if family in NO_ENDS:
-        with pytest.raises(BadRow, match="has no end mark, or another"):
+        with pytest.raises(BadRow, match="has no end-of-turn text"):
             supervised_turns(tokenizer, CHAT)
     end_answers(tokenizer)
     assert (tokenizer.chat_template == template) == (family not in NO_ENDS)
@@ -295,13 +295,13 @@ def test_tool_calls_are_supervised(arguments, written):
 
 
 LOST = {
-    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2.*not complete"),
-    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2.*not comp"),
-    "the result": ("<out>{{ m.content }}", "<out>", "message 3.*not complete"),
-    "the end": ("</calls>{{ eos_token }}", "</calls>", "message 2.*end mark"),
-    "the end but for a text": ("</calls>{{ eos_token }}", "</calls><|call|>", "message 2.*end m"),
+    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2.*incomplete"),
+    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2.*incomp"),
+    "the result": ("<out>{{ m.content }}", "<out>", "message 3.*incomplete"),
+    "the end": ("</calls>{{ eos_token }}", "</calls>", "message 2.*end-of-turn"),
+    "the end but for a text": ("</calls>{{ eos_token }}", "</calls><|call|>", "message 2.*end-of"),
     "an id where it is last": (
-        "';' }}", "';' }}{% if m != messages[-1] %}, 1{% endif %}", "message 2.*end mark"
+        "';' }}", "';' }}{% if m != messages[-1] %}, 1{% endif %}", "message 2.*end-of-turn"
     ),
 }  # fmt: skip
 
@@ -331,7 +331,7 @@ def test_a_developer_message_that_a_template_leaves_out_can_be_a_system_message(
 
 
 def test_tools_that_a_template_leaves_out_are_refused():
-    with pytest.raises(BadRow, match="leaves out the tools"):
+    with pytest.raises(BadRow, match="drops the tools"):
         supervised_turns(family("chatml"), CHAT, tools=[{"function": {"name": "add"}}])
 
 
@@ -341,7 +341,7 @@ def test_reasoning_of_another_key_is_supervised():
         thought = [CHAT[0], {**CHAT[1], key: "easy"}]
         assert supervised_turns(tokenizer, thought) == ["<think>\neasy\n</think>\n\n2<|im_end|>"]
     early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
-    with pytest.raises(BadRow, match=r"message 2 .*is not complete.*data.supervise: last"):
+    with pytest.raises(BadRow, match=r"message 2 .*is incomplete.*data.supervise: last"):
         supervised_turns(tokenizer, early)
     assert supervised_turns(tokenizer, early, "last") == ["<think>\n\n</think>\n\n4<|im_end|>"]
 
@@ -380,7 +380,7 @@ def test_generation_marks_may_not_leave_out_part_of_an_answer():
         if left_out is None:
             assert_supervised(tokenizer, chat, ["<think>easy</think>2<|im_end|>"] * 2)
         else:
-            with pytest.raises(BadRow, match=r"message 2 .*generation marks"):
+            with pytest.raises(BadRow, match=r"message 2 .*generation %} blocks"):
                 supervised_turns(tokenizer, chat)
 
 
@@ -394,13 +394,16 @@ def test_templates_whose_turns_are_not_known_are_refused():
     joined = "m.content.split('<think>') | join(messages[0].content)"
     chat = [CHAT[0], {**CHAT[1], "content": "2<think>2"}, *CHAT[2:]]
     for template, problem in (
-        (chatml.replace("m.content", joined), "is not in one piece"),
-        (chatml.replace(end, next_user), "end mark"),
-        (chatml.replace(end, next_user.replace("<|im_start|>", end + "<|im_start|>")), "end mark"),
-        (always.replace("m.role }}\n", "m.role }}\n<|user|>"), "end mark"),
-        (chatml.replace(ask, ask + "  "), "does not begin as the generation"),
-        (chatml.replace(ask, ask + "<|im_start|>my"), "does not begin as the generation"),
-        (chatml.replace("m.content", "m.content | upper"), "the template rewrites the messages"),
+        (chatml.replace("m.content", joined), "text inside"),
+        (chatml.replace(end, next_user), "end-of-turn"),
+        (
+            chatml.replace(end, next_user.replace("<|im_start|>", end + "<|im_start|>")),
+            "end-of-turn",
+        ),
+        (always.replace("m.role }}\n", "m.role }}\n<|user|>"), "end-of-turn"),
+        (chatml.replace(ask, ask + "  "), "does not start with"),
+        (chatml.replace(ask, ask + "<|im_start|>my"), "does not start with"),
+        (chatml.replace("m.content", "m.content | upper"), "template rewrites"),
     ):
         with pytest.raises(BadRow, match=problem):
             supervised_turns(tokenizer_with(WORDS, template, special), chat)

@@ -275,7 +275,7 @@ def test_turns_that_ask_for_no_loss_have_weight_0(key):
         turns = [{**user("1?"), key: False}, assistant("1", **{key: given})]
         assert canonical({"messages": turns})["messages"][1]["weight"] == weight
     wanted = {"messages": [{**user("1?"), key: 1}, assistant("1")]}
-    assert f"{key} is 1, but only turns of the assistant" in refused(wanted)
+    assert f"{key} is 1, but must be" in refused(wanted)
 
 
 @pytest.mark.parametrize(

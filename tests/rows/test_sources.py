@@ -311,6 +311,6 @@ def test_a_json_list_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
     assert "is not JSON" in refusal(path)
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_a_fifo_is_refused_unopened(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    assert "no file that rows" in refusal(tmp_path)
+    assert "no file of rows" in refusal(tmp_path)

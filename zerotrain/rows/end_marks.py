@@ -1,4 +1,7 @@
-"""End marks: the tokens that end answers in the training data and so teach the model to stop."""
+"""Find the tokens that end answers, and extend chat templates that write none.
+
+Without such a token after its answers, a model does not learn to stop.
+"""
 
 import numpy as np
 import pyarrow as pa

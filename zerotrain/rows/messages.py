@@ -1,18 +1,17 @@
-"""Converts a parsed row of any format into the form that is rendered.
+"""Convert the parsed rows of all formats into one form, which is then rendered.
 
-That is {"prompt", "completion"}, where plain text is the completion of an empty prompt, or
-{"messages"} with optional "tools". A message has
+The form is {"messages"} with optional "tools", or {"prompt", "completion"}. Plain text is the
+completion of an empty prompt. Rows of tokens keep their keys. A message has
 
     role               str
     content            str, "" if there are only tool calls
     tool_calls         list of objects, with arguments as objects
-    reasoning_content  str; or thinking, whichever key the row has
-    weight             0 or 1, for assistant turns: whether the turn is supervised; in rows also
-                       the others of WEIGHT_KEYS
+    reasoning_content  str; some rows call this key thinking
+    weight             0 or 1 in assistant turns: 1 is supervised; WEIGHT_KEYS has other spellings
     name, tool_call_id as in the row
 
-where all keys but the first two are present only if the row has a value for them. Every key of a
-row, message, tool call or content part is either used or meta-data; any other makes it a bad row.
+All keys but the first two are present only if the row has a value for them. Every key of a row,
+message, tool call or content part is used or is metadata. Any other key makes it a bad row.
 """
 
 import json
@@ -24,8 +23,8 @@ from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.readers import parse_json
 from zerotrain.rows.sources import MESSAGE_COLUMNS, BadRow, JsonObject
 
-# Row format -> its required keys, tried in this order when a source's format is auto. With a prompt
-# that is a list, prompt + completion is conversational.
+# Row format -> its required keys. With format auto, the first that fits is used. Rows with prompt
+# and completion are conversational if the prompt is a list.
 FORMAT_KEYS = {
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -40,8 +39,8 @@ TOKEN_KEYS = {
     "position_ids", "seq_lengths", "seq_start_id",
 }  # fmt: skip
 CHAT_FORMATS = ("messages", "sharegpt", "conversational")
-# Keys, in lower case, that describe a row, message or tool call but are not part of its content.
-# Keys that may ask for another loss (LOSS_KEY) or have content are not listed.
+# Keys, in lower case, that describe a row, message or tool call. A rule such as "all that end with
+# _id" would also drop image_id, whose image the row needs, and label_ids.
 METADATA_KEYS = """
     id _id idx index uid uuid guid row_id sample_id example_id prompt_id question_id message_id
     conversation_id conversation_hash dialogue_id session_id user_id hash sha sha256 md5
@@ -55,7 +54,7 @@ METADATA_KEYS = """
     turn num_turns num_tokens n_tokens token_count num_chars word_count length parallel_tool_calls
     meta metadata __index_level_0__
 """
-METADATA = {*METADATA_KEYS.split(), "", "unnamed: 0"}  # the last two: the pandas index in CSV
+METADATA = {*METADATA_KEYS.split(), "", "unnamed: 0"}  # pandas writes its index to CSV as these two
 
 # Role -> its spellings, in lower case
 SPELLINGS = {
@@ -68,24 +67,25 @@ SPELLINGS = {
         tool_response tool_result function_response""",
 }
 ROLES = {spelling: role for role, names in SPELLINGS.items() for spelling in names.split()}
-# Keys that rows may have besides those of their format. `prompt` and `text` are not used: UltraChat
-# repeats the first message, Alpaca the rendered text.
+# Keys that rows of a format may have besides the required ones. Some are not read: UltraChat has
+# the first message also as `prompt`, Alpaca the rendered row as `text`. Rows of tokens may have the
+# text that they were made of.
 OPTIONAL_KEYS = {
     "messages": {"prompt"},
     "instruction": {"input", "text"},
     "tokens": {*TOKEN_KEYS, *chain(*FORMAT_KEYS.values()), "token_type_ids"},
 }
-# from, value: ShareGPT. function_call: OpenAI before parallel calls.
+# ShareGPT has `from` and `value`; OpenAI had `function_call` before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
-# Spellings of a turn's weight: 0 or false is not to be trained on, 1 or true is.
+# Spellings of a turn's weight: 0 or false if it must not be trained on, 1 or true if it must.
 WEIGHT_KEYS = (
     "weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised",
 )  # fmt: skip
 MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
 
-# For jq: the chosen answer in place of a pair. TRL has both under keys of their own, ms-swift has
-# the chosen answer in the messages.
+# A jq program that keeps the chosen answer of a pair. TRL has both answers under keys of their own;
+# ms-swift has the chosen one in the messages.
 CHOSEN = (
     "select(.chosen != false and .rejected != true) | .chosen as $it | ($it | type) as $type | "
     'if $type == "object" then (.messages, .conversations | arrays) += [$it] '
@@ -93,8 +93,8 @@ CHOSEN = (
     'elif $it | IN(null, true) then . elif has("instruction") then .output = $it '
     'else .completion = $it end | with_entries(select(.key | test("chosen|reject") | not))'
 )
-# Other keys that may say what is not to be trained on, as regular expressions: for jq, how to keep
-# the rows to train on.
+# Patterns of other keys that may exclude a row from training, each with a jq program that keeps the
+# rows to train on.
 MARKS = {
     "chosen|rejected_response|rejected_messages": CHOSEN,
     "|".join([*WEIGHT_KEYS, "label", "kto_tag"]): "select(KEY | IN(1, true)) | del(KEY)",
@@ -102,7 +102,7 @@ MARKS = {
         'select(KEY | IN("VALUE TO TRAIN ON")) | del(KEY)'
     ),
 }
-# For jq: such a key of turns as their weight.
+# A jq program that turns such a key of turns into their weight.
 AS_WEIGHT = (
     "(.[] | arrays[] | objects | select(KEY != null)) |= "
     '((KEY | IN("VALUE TO TRAIN ON")) as $trained | del(KEY) | .weight = $trained)'
@@ -117,36 +117,36 @@ PYTHON_CELL = (
 
 
 def detect_format(row: JsonObject) -> str:
-    """The first format whose required keys the row has.
+    """Return the first format whose required keys the row has.
 
     Raises:
-        BadRow: the row fits no format.
+        BadRow: the row fits none.
     """
     for name, keys in FORMAT_KEYS.items():
         is_other = name == "conversational" and not isinstance(row.get("prompt"), list)
         if not is_other and {*keys} <= row.keys():
             return name
     cure = (
-        "columns: {our key: key in the file} of a source renames keys, which in CSV are the first "
-        "line of the file, separated by commas (.tsv: by tabs)"
+        "columns: {our key: key in the file} of a source renames keys; in CSV the first line has "
+        "the keys, separated by commas (.tsv: by tabs)"
     )
     raise BadRow(
         "no row format",
-        f"a row with the keys {', '.join(sorted(row))} is no row format (messages; conversations; "
-        "prompt + completion; instruction + output; text); "
+        f"unknown row format: it has the keys {', '.join(sorted(row))}, but needs input_ids, "
+        "messages, conversations, prompt and completion, instruction and output, or text; "
         + (_cure(["chosen"], set(), is_row=True) if "chosen" in row else cure),
     )
 
 
 def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonObject:
-    """A parsed row in the form described above.
+    """Return a parsed row in the form that is described above.
 
     Args:
-        source: where the row comes from, with another format than "auto".
+        source: the row's source. Its format must not be "auto".
 
     Raises:
-        BadRow: a key is missing, unknown or of the wrong type, an answer is empty, or the row has
-            content that needs a chat template, but none is used.
+        BadRow: a key is missing, unknown or of the wrong type, an answer is empty, or a key needs a
+            chat template but as_chat is off.
     """
     kind = source.format
     required = FORMAT_KEYS[kind]
@@ -154,13 +154,13 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         if key not in row:
             raise BadRow(
                 "missing key",
-                f"key {key!r} is missing, which {kind} rows need; rows of another format belong "
-                "into another file, as a source of its own",
+                f"key {key!r} is missing, which {kind} rows need; put rows of other formats into a "
+                "file and source of their own",
             )
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
     if kind in CHAT_FORMATS or (config.as_chat and kind != "text"):
         known |= {"system", "tools"}
-    # before anything is read, so that no key is dropped because a format does not look at it
+    # Check all keys first: a format does not read every key.
     row = _known(row, known, config, is_row=True)
     if kind == "tokens":
         return {key: parsed(row[key]) for key in TOKEN_KEYS & row.keys()}
@@ -171,7 +171,7 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
                 try:
                     turn = _message(message, source.columns, config)
                     if key == "prompt" and turn["role"] == "assistant":
-                        turn["weight"] = 0  # as in TRL: only the completion carries loss
+                        turn["weight"] = 0  # as in TRL, only the completion is supervised
                     _add(turn, turns)
                 except BadRow as error:
                     problem = f"message {number} of {key!r}: {error}"
@@ -199,8 +199,12 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
 
 
 def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
-    """Append a turn. Calls after an answer or a call are part of it: as a turn of their own, they
-    would teach the model to stop before them.
+    """Append a turn to a chat. Calls that follow an assistant turn are added to that turn.
+
+    As a turn of their own, they would train the model to stop before them.
+
+    Raises:
+        BadRow: the two turns cannot be joined.
     """
     last = turns[-1] if turns else {}
     if "tool_calls" not in turn or last.get("role") != "assistant":
@@ -212,8 +216,8 @@ def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
     ):
         raise BadRow(
             "answers in a row",
-            "it calls tools directly after the assistant's last turn; write both as one turn, or "
-            "the tool's result between them",
+            "it calls tools directly after another turn of the assistant; write both as one turn, "
+            "or the tool's result between them",
         )
     else:
         last.setdefault("tool_calls", []).extend(turn["tool_calls"])
@@ -222,49 +226,49 @@ def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
 def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -> JsonObject:
     renames = {**RENAMED_KEYS, **{columns.get(key, key): key for key in MESSAGE_COLUMNS}}
     turn = {renames.get(key, key): value for key, value in message.items()}
-    # fewer: two keys had the same name once renamed, and one of them would be lost
+    # If two keys now have the same name, one is lost.
     if len(turn) < len(message) or "role" not in turn:
         raise BadRow(
             "missing key",
-            f"it has the keys {', '.join(message)} but needs one for role and one for content; "
-            "columns: {role: KEY, content: KEY} of the source names the file's",
+            f"it has the keys {', '.join(message)}, but needs one for the role and one for the "
+            "content; columns: {role: KEY, content: KEY} of the source names them",
         )
     content = turn.get("content")
     turn = _known(turn, MESSAGE_KEYS, config)
     given = str(turn.get("role"))
-    # for jq: the values of the keys that may have it
+    # In jq: the keys that may contain the role.
     roles = f".role, .from, .{_jq(columns.get('role', 'role'))}"
     role = ROLES.get(given.lower())
     if role is None:
         raise BadRow(
             "unknown role",
-            f"its role {given!r} is none of {', '.join(ROLES)}; find out whether the user, a tool "
-            "or the assistant speaks, who alone is trained on, and write that in place of "
-            f"ROLE: jq -c '(.[] | arrays[] | objects | {roles} | select(. == {_jq(given)})) = "
-            '"ROLE"\' OLD.jsonl > NEW.jsonl',
+            f"its role {given!r} is unknown (known: {', '.join(ROLES)}); find out who speaks, the "
+            "user, a tool or the assistant (only the assistant is trained on), and write that in "
+            f"place of ROLE: jq -c '(.[] | arrays[] | objects | {roles} | select(. == "
+            f'{_jq(given)})) = "ROLE"\' OLD.jsonl > NEW.jsonl',
         )
     if role == "function_call":
         role = "assistant"
-        # as ShareGPT has calls: in JSON, in place of the content
+        # ShareGPT writes a call as JSON in place of the content.
         turn["tool_calls"] = turn.pop("content", None)
     turn = {**turn, "role": role, "content": _content(turn, config)}
     if role != "assistant" and not turn["content"] and content != "":
-        raise BadRow("missing key", f"the {role} has no content; leave out the row, or write it")
+        raise BadRow("missing key", f"the {role} has no content; write it, or remove the row")
     if "tool_calls" in turn:
         turn["tool_calls"] = [_tool_call(call, config) for call in _objects(turn, "tool_calls")]
     elif role == "assistant" and not turn["content"].strip():
         raise BadRow("empty answer", "the answer is empty")
-    # a template would write anything else as Python does
+    # A template would write other types in Python's notation.
     for key in TEXT_KEYS & turn.keys():
         _string(turn, key)
-    # Several spellings may disagree: then the turn is not trained on.
+    # If several spellings disagree, the turn is not trained on.
     weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
     for key, weight in weights.items():
         if weight not in ((0, 1) if role == "assistant" else (0,)):
             raise BadRow(
                 "wrong type",
-                f"{key} is {json.dumps(weight)}, but only turns of the assistant can be trained "
-                "on, with a weight of 0 or 1, or false or true; to write 0: jq -c '(.[] | arrays[] "
+                f"{key} is {json.dumps(weight)}, but must be 0 or 1 (false or true) for the "
+                "assistant and 0 for others; to write 0: jq -c '(.[] | arrays[] "
                 f"| objects | select([{roles}] | index({_jq(given)})) | .{key} | select(. == "
                 f"{_jq(weight)})) = 0' OLD.jsonl > NEW.jsonl",
             )
@@ -274,13 +278,13 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
 
 
 def _content(turn: JsonObject, config: DataConfig) -> str:
-    """The content of a message as text; the texts of a list of parts are concatenated."""
+    """Return the content of a message as text. The texts of a list of parts are concatenated."""
     content = turn.get("content", "")
     if isinstance(content, str):
         return content
     texts = []
     for part in _objects(turn, "content"):
-        # of OpenAI: chat, responses; the only key may be this one, as in {type: image}
+        # OpenAI's chat API has text, its responses API the others.
         if part.get("type", "text") not in ("text", "input_text", "output_text"):
             raise BadRow("not text", "its content has a part that is not text")
         texts.append(_string(_known(part, {"type", "text"}, config), "text"))
@@ -288,8 +292,9 @@ def _content(turn: JsonObject, config: DataConfig) -> str:
 
 
 def _tool_call(call: JsonObject, config: DataConfig) -> JsonObject:
-    """A tool call with its arguments as an object: templates write arguments as JSON, and would
-    quote OpenAI's form, JSON in a string, once more.
+    """Return a tool call with its arguments as an object.
+
+    OpenAI has JSON in a string, which templates would quote again.
     """
     call = _known(call, {"id", "type", "function", "name", "arguments"}, config)
     if "function" in call:
@@ -297,12 +302,12 @@ def _tool_call(call: JsonObject, config: DataConfig) -> JsonObject:
         if not isinstance(function, dict):
             raise BadRow("wrong type", "'function' of a call is not an object")
         return {**call, "function": _tool_call(function, config)}
-    _string({"name": None, **call}, "name")  # also refuses a call without a name
+    _string({"name": None, **call}, "name")  # None: a call without a name is rejected
     return {**call, "arguments": parsed(call.get("arguments", {}))}
 
 
 def parsed(value: Any) -> Any:
-    """The value of a string that contains a JSON object or list; anything else unchanged."""
+    """Return the value of a string with a JSON object or list; return anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
@@ -314,15 +319,15 @@ def parsed(value: Any) -> Any:
 def _known(
     found: JsonObject, known: set[str], config: DataConfig, is_row: bool = False
 ) -> JsonObject:
-    """The known keys that have a value.
+    """Return the known keys that have a value.
 
     Raises:
-        BadRow: there are other keys that are not meta-data.
+        BadRow: there are other keys, and they are not metadata.
     """
     found = {
         key: value
         for key, value in found.items()
-        if value not in (None, "", [], {})  # as of a table, whose rows have all keys
+        if value not in (None, "", [], {})  # rows of a table have all of its keys
         and key not in config.ignore_keys
         and (key in known or key.lower() not in METADATA)
     }
@@ -332,25 +337,24 @@ def _known(
 
 
 def _cure(extra: list[str], known: set[str], is_row: bool) -> str:
-    """What to do about unknown keys."""
+    """Return what to do about unknown keys."""
     for key in extra:
         for mark, command in MARKS.items():
-            # the label of a text is its class
+            # The label of a text is its class, not a judgment.
             if re.fullmatch(mark, key) and (key[:5], known) != ("label", {"text"}):
                 if "input_ids" in known:
                     return (
-                        f"{key} may say what is not to be trained on; if it has 0 or 1 for each "
-                        f"token, columns: {{loss_mask: {key}}} of the source reads it"
+                        f"{key} may exclude tokens from training; if it has 0 or 1 for each token, "
+                        f"columns: {{loss_mask: {key}}} of the source reads it"
                     )
                 command = (command if is_row else AS_WEIGHT).replace("KEY", f".{_jq(key)}")
                 return (
-                    f"{key} may say what is not to be trained on; keep what is, or give turns a "
-                    f"weight, 0 or 1: jq -c '{command}' OLD.jsonl > NEW.jsonl"
+                    f"{key} may exclude rows or turns from training; keep the rows to train on, or "
+                    f"give turns a weight, 0 or 1: jq -c '{command}' OLD.jsonl > NEW.jsonl"
                 )
     names = ", ".join(extra)
     cure = (
-        f"{names}: not known here, so look at what it means; data.ignore_keys: [{names}] trains on "
-        "the rest alone"
+        f"unknown: {names}; find out what it means; data.ignore_keys: [{names}] trains on the rest"
     )
     if is_row:
         cure += ", columns: {our key: key in the file} of the source renames keys"
@@ -360,7 +364,7 @@ def _cure(extra: list[str], known: set[str], is_row: bool) -> str:
 
 
 def _jq(value: Any) -> str:
-    """A value in the language of jq, within the quotes of a shell."""
+    """Return a value as jq writes it, for use within a shell's single quotes."""
     return json.dumps(value).replace("'", "\\u0027")
 
 
@@ -372,10 +376,10 @@ def _string(found: JsonObject, key: str) -> str:
 
 
 def _objects(found: JsonObject, key: str) -> list[JsonObject]:
-    """A list of objects, or one object, which may be JSON in strings."""
+    """Return a list of objects. In the row it may be one object, and JSON in strings."""
     value = parsed(found.get(key))
     value = [*map(parsed, value)] if isinstance(value, list) else [value]
     if not all(isinstance(v, dict) for v in value):
         cure = PYTHON_CELL if isinstance(found.get(key), str) else ONE_ROW_EACH
-        raise BadRow("wrong type", f"{key!r} is not a list of objects, nor that as JSON; {cure}")
+        raise BadRow("wrong type", f"{key!r} is not a list of objects or its JSON; {cure}")
     return value

@@ -1,5 +1,7 @@
-"""Reads rows from files, each as JSON text, in bounded memory: of no row more than
-MAX_ROW_CHARACTERS exist at a time, however well its file compresses.
+"""Read the rows of files as JSON text.
+
+Memory is bounded: at most MAX_ROW_CHARACTERS of a row exist at a time, however well its file is
+compressed.
 """
 
 import codecs
@@ -14,37 +16,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow
 
-COMPRESSIONS = (".gz", ".zst", ".bz2")  # of text files
+COMPRESSIONS = (".gz", ".zst", ".bz2")
 MAX_ROW_CHARACTERS = 8_000_000
-MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # of Arrow, each of which takes over 100 bytes
-MAX_LINE_CHARACTERS = MAX_ROW_CHARACTERS + 1  # so that a line that was cut is still too long
-MAX_GROUP_VALUES = 1 << 24  # of lists in a row group: a few bytes of Parquet can stand for any
-TEXT_AT_ONCE = 1 << 20  # characters of a JSON list
+MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # each value of an Arrow list takes over 100 bytes
+MAX_LINE_CHARACTERS = MAX_ROW_CHARACTERS + 1  # a line that was cut must still be too long
+# Values in the lists of a Parquet row group: a few bytes can stand for any number.
+MAX_GROUP_VALUES = 1 << 24
+TEXT_AT_ONCE = 1 << 20  # characters that are read of a JSON list
 JSON = json.JSONDecoder()
-BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # of a JSON list
-SEPARATOR = re.compile(r"[,;|\t]")  # of columns
-# A cell that a writer of CSV would have put into quotes, and nobody else
+BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # the text between two rows of a JSON list
+SEPARATOR = re.compile(r"[,;|\t]")  # between columns of CSV
+# Only a writer of CSV puts such a cell in quotes.
 QUOTED_CELL = re.compile(r'"[^"]*+(?:""[^"]*+)++"$')
 AS_CSV = (
     'it is neither comma-separated nor .tsv without quotes; `python3 -c "import csv, sys; '
     'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < OLD > NEW.csv` '
     "converts it"
 )
-EXTRA_CELLS = "cells beyond the header"  # the key of a CSV row's list of them
-ROWS_AT_ONCE = 100  # decoded from Parquet at a time
-
+EXTRA_CELLS = "cells beyond the header"  # key of a CSV row for those that have no name
+ROWS_AT_ONCE = 100  # rows that are decoded from Parquet
 
 JsonObject = dict[str, Any]
-"""A row, message, tool call or tool, parsed."""
+"""A parsed row, message, tool call or tool."""
 Row = tuple[int, str]
-"""The line of a row in the file, from 1, or for files without lines its number; and its JSON, in
-which bytes that are not UTF-8 are surrogates. A row that is too long is cut, but still too long.
+"""The line of a row in the file, or its number in a file without lines, from 1; and its JSON.
+
+Bytes that are not UTF-8 are surrogates. A row that is too long is cut just above the limit, so that
+parse_row still rejects it.
 """
 
 
 class BadRow(Exception):
-    """A row that cannot be used. `reason` is one of a few short texts, by which skipped rows are
-    counted; the message has the details.
+    """A row that cannot be used.
+
+    Skipped rows are counted by `reason`, one of a few short texts. The message has the details.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -53,17 +58,18 @@ class BadRow(Exception):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON, and leave out keys whose value is null: tables give each object of a column all
-    keys of that column. NaN, which JSON lacks, is read as null.
+    """Return the value of a JSON text, without keys whose value is null.
+
+    Tables give each object of a column all keys of that column. NaN is read as null.
 
     Raises:
         BadRow: an object has a key twice, or the text is not UTF-8.
-        ValueError: it is not JSON.
-        RecursionError: it is too deep.
+        ValueError: the text is not JSON.
+        RecursionError: it is nested too deeply.
     """
     value = json.loads(text, object_pairs_hook=_object, parse_constant=lambda _: None)
     try:
-        # Python's parser accepts half a surrogate pair, which no tokenizer can encode.
+        # Python's parser accepts half a surrogate pair. Tokenizers cannot encode it.
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadRow(
@@ -75,7 +81,7 @@ def parse_json(text: str) -> Any:
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
-    """An object of JSON, without nulls."""
+    """Return a JSON object without nulls."""
     found = {}
     for key, value in pairs:
         if key in found:
@@ -86,29 +92,29 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
 
 
 def _open_text(file: str) -> io.TextIOWrapper:
-    """A text file, decompressed according to its extension."""
+    """Open a text file, decompressed according to its extension."""
     import pyarrow
 
     stream = io.BufferedReader(pyarrow.input_stream(file))
     if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise ValueError("it is UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts it")
-    # Bytes that are not UTF-8 become surrogates, by which parse_row knows them. Lines end with \n
-    # alone, since Python would also end them at a \r within a cell of CSV.
+    # Bytes that are not UTF-8 become surrogates, which parse_row rejects. Only \n ends a line:
+    # cells of CSV may contain \r.
     return io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
 
 
 def _lines(file: str) -> Iterator[str]:
-    """The lines of a text file, each cut to MAX_LINE_CHARACTERS."""
+    """Yield the lines of a text file, each cut to MAX_LINE_CHARACTERS."""
     with _open_text(file) as stream:
         while line := stream.readline(MAX_LINE_CHARACTERS):
-            rest = line  # what is over the limit is read, a part at a time, and dropped
+            rest = line  # read and drop the text over the limit
             while rest and not rest.endswith("\n"):
                 rest = stream.readline(MAX_LINE_CHARACTERS)
-            yield line.removeprefix("\ufeff")  # within a file, where files were joined
+            yield line.removeprefix("\ufeff")  # joined files have a mark in the middle
 
 
 def _read_json(file: str) -> Iterator[Row]:
-    """A list of objects or, despite the extension, one object per line."""
+    """Yield the lines of a file or, if it begins with `[`, the elements of the list."""
     with _open_text(file) as stream:
         text = stream.read(TEXT_AT_ONCE)
         if not text.lstrip().startswith("["):
@@ -125,7 +131,7 @@ def _read_json(file: str) -> Iterator[Row]:
                     raise ValueError("Expecting ',' delimiter")
                 _, end = JSON.raw_decode(text, start)
             except (ValueError, RecursionError) as error:
-                # Either the row is not JSON, or its end is not in the text yet.
+                # The row is not JSON, or its end has not been read yet.
                 text = text[position:]
                 position = 0
                 if len(text) > MAX_ROW_CHARACTERS or not (more := stream.read(TEXT_AT_ONCE)):
@@ -141,11 +147,13 @@ def _read_json(file: str) -> Iterator[Row]:
 
 
 def _read_csv(file: str) -> Iterator[Row]:
-    """Cells separated by commas, in quotes where needed; in .tsv by tabs, always without quotes."""
+    """Yield rows of cells that commas separate and quotes may enclose. In .tsv tabs separate them,
+    and quotes are text.
+    """
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     is_tsv = ".tsv" in Path(file).suffixes
     dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
-    characters = 0  # of the lines since the last row: cells may contain line breaks
+    characters = 0  # in the lines since the last row: cells may contain line breaks
 
     def lines() -> Iterator[str]:
         nonlocal characters
@@ -155,7 +163,7 @@ def _read_csv(file: str) -> Iterator[Row]:
                 raise csv.Error(f"the row has over {MAX_ROW_CHARACTERS:,} characters")
             yield line
 
-    # strict: otherwise an unclosed quote would turn the rest of the file into one cell
+    # Without strict, an unclosed quote would turn the rest of the file into one cell.
     reader = csv.DictReader(lines(), restkey=EXTRA_CELLS, strict=True, **dialect)
     try:
         header = reader.fieldnames or []
@@ -165,7 +173,7 @@ def _read_csv(file: str) -> Iterator[Row]:
             raise ValueError(f"its header names a column twice: {', '.join(header)}")
         for row in reader:
             cells = row.values()
-            # More or fewer cells than the header: quoted ones may have tabs and line breaks.
+            # Tabs and line breaks in quoted cells would give more or fewer cells than the header.
             is_plain = all(isinstance(c, str) and not QUOTED_CELL.match(c) for c in cells)
             if is_tsv and (header[0].startswith('"') or not is_plain):
                 raise csv.Error(AS_CSV.format("\t"))
@@ -180,8 +188,9 @@ def _read_csv(file: str) -> Iterator[Row]:
 
 
 def _read_parquet(file: str) -> Iterator[Row]:
-    """Strings stay in Parquet's dictionaries: a value that is repeated exists once, not in each
-    row.
+    """Yield the rows of a Parquet file.
+
+    Strings stay in Parquet's dictionaries, where a repeated value exists once.
     """
     import pyarrow.parquet
 
@@ -190,28 +199,31 @@ def _read_parquet(file: str) -> Iterator[Row]:
     columns = [*metadata.schema]
     lists = [i for i, column in enumerate(columns) if column.max_repetition_level]
     for group in map(metadata.row_group, groups):
-        # one row may have them all, in all columns
+        # A single row may have all these values.
         if sum(group.column(i).num_values for i in lists) > MAX_GROUP_VALUES:
             raise ValueError(
-                f"a row group has over {MAX_GROUP_VALUES:,} values in lists; write it with smaller "
-                "row groups, or without columns that are not needed"
+                f"a row group has over {MAX_GROUP_VALUES:,} values in lists; write smaller row "
+                "groups, or fewer columns"
             )
-    # for all columns; Arrow makes dictionaries of strings alone
+    # Arrow ignores read_dictionary for columns other than strings.
     parquet = pyarrow.parquet.ParquetFile(
         file,
         page_checksum_verification=True,
         read_dictionary=[column.path for column in columns],
     )
-    # a batch of two row groups would have two dictionaries, which Arrow cannot read in lists
+    # One row group at a time: Arrow cannot join dictionaries that are inside lists.
     yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
 
 
 def _read_arrow(file: str) -> Iterator[Row]:
-    """It is read rather than memory-mapped: where a map lacks its end, access ends the process."""
+    """Yield the rows of an Arrow file or stream.
+
+    The file is not memory-mapped, because reading a truncated map would kill the process.
+    """
     import pyarrow
 
-    with pyarrow.OSFile(file) as stream:  # of Arrow's two formats, datasets writes streams
-        if stream.read(6) == b"ARROW1":  # has a footer
+    with pyarrow.OSFile(file) as stream:
+        if stream.read(6) == b"ARROW1":  # a file with a footer; datasets writes streams
             reader = pyarrow.ipc.open_file(stream)
             yield from rows_of(map(reader.get_batch, range(reader.num_record_batches)))
         else:
@@ -220,10 +232,10 @@ def _read_arrow(file: str) -> Iterator[Row]:
 
 
 def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[Row]:
-    """The rows of Arrow batches as JSON."""
+    """Yield the rows of Arrow batches as JSON."""
     number = 0
     for batch in batches:
-        batch.validate(full=True)  # offsets beyond a buffer would read other memory
+        batch.validate(full=True)  # wrong offsets would read other memory
         for row in batch.to_struct_array():
             number += 1
             text = io.StringIO()
@@ -235,13 +247,13 @@ def rows_of(batches: "Iterable[pyarrow.RecordBatch]") -> Iterator[Row]:
 
 
 def _pieces(row: "pyarrow.StructScalar") -> Iterator[str]:
-    """The JSON of a row, in pieces."""
+    """Yield the JSON of a row in pieces."""
     encoder = json.JSONEncoder(ensure_ascii=False, default=_plain)
     before = "{"
     for key, value in _plain(row).items():
         yield f"{before}{json.dumps(key)}: "
         plain = _plain(value)
-        # Token ids are one piece: as one for each number they would take five times as long.
+        # A list of token ids is one piece: a piece for each number would take five times as long.
         is_numbers = isinstance(plain, list) and isinstance(next(iter(plain), None), int)
         yield from [encoder.encode(plain)] if is_numbers else encoder.iterencode(plain)
         before = ", "
@@ -249,7 +261,7 @@ def _pieces(row: "pyarrow.StructScalar") -> Iterator[str]:
 
 
 def _plain(value: "pyarrow.Scalar") -> Any:
-    """An Arrow value as Python has it, whose elements may still be Arrow values."""
+    """Return an Arrow value as a Python value. Its elements may still be Arrow values."""
     import pyarrow
 
     if not value.is_valid:
@@ -258,12 +270,12 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         return _object(value.items())
     if isinstance(value, pyarrow.ListScalar):  # also a map
         if len(value) > MAX_LIST_VALUES:
-            raise ValueError(f"a list of a row has over {MAX_LIST_VALUES:,} values")
+            raise ValueError(f"a row has a list of over {MAX_LIST_VALUES:,} values; split the row")
         if isinstance(value, pyarrow.MapScalar):
             return _object(value)
         kind = value.values.type
         is_number = pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)
-        if is_number and not value.values.null_count:  # a thousand times faster than its scalars
+        if is_number and not value.values.null_count:  # scalars would be a hundred times slower
             return value.values.to_numpy(zero_copy_only=False).tolist()
         return list(value)
     plain = value.as_py()

@@ -1,6 +1,6 @@
-"""Where rows come from: files and the hub; and what a row is once it is parsed, a JSON object.
+"""Find the rows of a source, in files or on the hub, and parse each into a JSON object.
 
-zerotrain/rows/readers.py reads the files, zerotrain/rows/messages.py converts the row formats.
+zerotrain/rows/readers.py reads the files. zerotrain/rows/messages.py converts the row formats.
 """
 
 import hashlib
@@ -31,22 +31,21 @@ if TYPE_CHECKING:
 
     from zerotrain.config.schema import Source
 
-MESSAGE_COLUMNS = ("role", "content")  # keys of each message that columns can rename
-OPTIONAL_COLUMNS = ("input", "system", "tools")  # keys that rows of a format may lack
-# Files of datasets and LLaMA-Factory that describe a folder, and the files in which datasets caches
-# the rows of map() and filter().
+MESSAGE_COLUMNS = ("role", "content")  # keys of messages, not of rows, that columns can rename
+OPTIONAL_COLUMNS = ("input", "system", "tools")  # a row may lack these
+# Files of datasets and LLaMA-Factory that describe a folder, and caches of map() and filter().
 NO_ROWS = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
 SAVED = re.compile('"filename": "(.+?)"')
-# How rows are stored, and perhaps compressed, by the end of a file's name
+# The format and compression in the extensions of a file's name.
 FORMAT = re.compile(f"({'|'.join(READERS)})+({'|'.join(COMPRESSIONS)})?$".replace(".", r"\."))
-# A word that names a split, but not a topic as in evaluation_code.jsonl; or a commit in the hub's
-# cache. Its first two letters are the same for train and training, for val and validation.
+# A word that names a split, or a commit in the hub's cache. In evaluation_code.jsonl the word names
+# a topic. The group is two letters, the same for train and training, for val and validation.
 SPLIT = re.compile(
     r"(?<![a-z])(?=(?:train(?:ing)?|val|valid|validation|dev|devtest|test|eval|h[eo]ld[-_ ]?out"
     r"|(?:testing|evaluation)(?![-_ ]+[a-z]))(?:s|set|data|[ab])?(?![a-z])|[0-9a-f]{40}/)(..)"
 )
 
-# Texts that are not JSON, as regular expressions: what to do about them. The last one matches all.
+# Patterns of texts that are not JSON, with the fix for each. The last one matches every text.
 NOT_JSON = {
     r"\[?\{'": "it is Python's text: `python3 -c 'import ast, fileinput, json; [print(json.dumps("
     "ast.literal_eval(line))) for line in fileinput.input() if line.strip()]' OLD > NEW`",
@@ -60,15 +59,13 @@ NOT_JSON = {
 
 
 class RawRow(NamedTuple):
-    """One row as it was read."""
+    """A row of a source, not parsed yet."""
 
     file: str
     place: int
-    """Line of the file, from 1; for files without lines, the number of the row."""
+    """Line in the file, from 1. In files without lines it is the number of the row."""
     text: str
-    """JSON, unparsed. Bytes that are not UTF-8 are surrogates; a row that is too long is cut, but
-    still too long.
-    """
+    """JSON text, as in `readers.Row`."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,71 +73,81 @@ class RawRow(NamedTuple):
 
 
 def local_files(path: str) -> list[str]:
-    """The files of a path, a folder (with subfolders) or a glob, sorted, without hidden files,
-    descriptions of data sets, caches of `datasets` and files of other kinds.
+    """Return the files with rows that a file's path, a folder or a glob names, sorted.
+
+    Subfolders are included. Hidden files, descriptions of datasets, caches of `datasets` and files
+    of other kinds are left out.
 
     Raises:
-        UserError: there are none, a link is broken, or they belong to several splits.
+        UserError: there are no files, a link is broken, or the files belong to several splits.
     """
     found = files_of(path)
     rows = [file for file in found if FORMAT.search(file) and _has_rows(Path(file))]
     if not rows:
-        what = "no file that rows are read from" if found else "no such file"
+        what = "it has no file of rows" if found else "no such file"
         raise UserError(
             f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
             f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV"
         )
-    # the shortest path to each file: links may lead to one twice
+    # Links may lead to a file twice: keep the shortest path.
     paths = {os.path.realpath(file): file for file in sorted(rows, key=len, reverse=True)}
     files = sorted(paths.values())
     common = os.path.commonpath(files)
     splits = {split_of(file.removeprefix(common)): file for file in files}
-    # read as one, its test split would be trained on
+    # Read together, a test split would be trained on.
     if len(splits) > 1 or "dataset_dict.json" in {Path(f).name for f in found}:
         named = first_of([*splits.values()])
-        raise UserError(f"{path}: it has several splits ({named}); give the files of one of them")
+        raise UserError(f"{path}: it has several splits ({named}); give the files of one split")
     return files
 
 
 def _has_rows(file: Path) -> bool:
-    """Whether it is a file of a data set.
+    """Return whether a file contains rows.
 
     Raises:
-        UserError: it is a link to nothing, or other files of its data set are missing.
+        UserError: it is a broken link, or a file is missing from its saved dataset.
     """
     if not file.exists():
         raise UserError(f"{file}: broken link to {file.readlink()}")
-    state = file.with_name("state.json")  # of save_to_disk; map() leaves other files beside its own
+    # save_to_disk lists its files in state.json; map() leaves others beside them.
+    state = file.with_name("state.json")
     if file.suffix == ".arrow" and state.is_file():
         saved = [file.with_name(name) for name in SAVED.findall(state.read_text())]
         for missing in saved:
             if not missing.exists():
-                raise UserError(f"{missing}: missing, but named in state.json; copy it, too")
+                raise UserError(f"{missing}: missing, but state.json names it; copy it as well")
         return file in saved
-    # is_file(): opening a FIFO would wait for a writer
+    # Opening a FIFO would wait for a writer.
     return file.is_file() and not NO_ROWS.fullmatch(file.name)
 
 
 def split_of(name: str) -> str:
-    """The first two letters of the split in a file's or split's name, of train if it has none."""
-    # of several the first one that is held out, as in train_dev.jsonl and test/train.jsonl
+    """Return two letters for the split that a name contains; those of train if it has none."""
+    # A held-out split comes before train, as in train_dev.jsonl and test/train.jsonl.
     return min(SPLIT.findall(name.lower()), key="tr".__eq__, default="tr")
 
 
 def check_split(row: JsonObject, source: "Source") -> None:
-    """Raises BadRow if a row is marked as held out, and its source is not."""
+    """Reject a row whose `split` key names a held-out split that is not its source's.
+
+    Raises:
+        BadRow: the splits differ.
+    """
     split = " ".join(str(value) for key, value in row.items() if key.lower() == "split")
     if split_of(split) not in ("tr", split_of(source.split)):
         raise BadRow(
             "other split",
-            f"its split is {split}, its source's {source.split}; held-out rows belong to "
-            f"data.eval_sources, as {{path: FILE, split: {split}}}",
+            f"its split is {split}, but its source's is {source.split}; give held-out rows in "
+            f"data.eval_sources: {{path: FILE, split: {split}}}",
         )
 
 
 def require_distinct(sources: Iterable["Source"]) -> None:
-    """Raises UserError if two sources have a file or hub data set in common, or two files have the
-    same name but for their format, such as a.jsonl and a.jsonl.gz.
+    """Refuse rows that are given twice.
+
+    Raises:
+        UserError: two sources share a file or hub dataset, or two files differ only in their
+            format, such as a.jsonl and a.jsonl.gz.
     """
     seen = {}
     for source in sources:
@@ -148,14 +155,15 @@ def require_distinct(sources: Iterable["Source"]) -> None:
             rows = FORMAT.sub("", os.path.realpath(file))
             if rows in seen:
                 raise UserError(
-                    f"{file}: the same rows as {seen[rows]}, by its name; give them once (repeat "
-                    "of a source trains on them more often, data.eval_fraction holds some out)"
+                    f"{file}: by its name it has the same rows as {seen[rows]}; give them once "
+                    "(a source's repeat trains on them more often, data.eval_fraction holds some "
+                    "out)"
                 )
             seen[rows] = file
 
 
 def name_of(source: "Source") -> str:
-    """Name of a source in tables and messages."""
+    """Return the name of a source for tables and messages."""
     if source.path is not None:
         return source.path
     return ":".join(filter(None, [source.hub, source.subset, source.split]))
@@ -188,14 +196,15 @@ def _from_hub(source: "Source") -> "Dataset":
         found = datasets.load_dataset(
             source.hub, source.subset, split=source.split, revision=source.revision
         )
-    except Exception as error:  # hub, network and file formats each raise their own
+    except Exception as error:  # the hub, the network and file formats each raise their own
         raise hub_error()(
-            f"cannot load {name_of(source)} from the hub: {describe(error)}; without network, give "
-            "a file or folder as its path"
+            f"cannot load {name_of(source)} from the hub: {describe(error)}; without a network, "
+            "give a file or folder as its path"
         ) from error
     commit = _commit_of(found)
     if commit and COMMIT.fullmatch(source.revision or "") and commit != source.revision:
-        raise UserError(  # without network, `datasets` takes the newest commit that it has
+        # Without a network, `datasets` loads the newest commit in its cache.
+        raise UserError(
             f"cannot load {name_of(source)} from the hub: the newest commit in the cache is "
             f"{commit}; connect to the hub, or set its revision to that commit"
         )
@@ -212,13 +221,13 @@ def loaded_commit(source: "Source") -> str | None:
 
 
 def _commit_of(dataset: "Dataset") -> str | None:
-    """`datasets` prepares OWNER/NAME in a folder OWNER___NAME/SUBSET/VERSION/COMMIT."""
+    """Return the commit in a dataset's folder, OWNER___NAME/SUBSET/VERSION/COMMIT."""
     folders = (Path(file["filename"]).parent.name for file in dataset.cache_files)
     return next(filter(COMMIT.fullmatch, folders), None)
 
 
 def read_rows(source: "Source") -> Iterator[RawRow]:
-    """Yield rows in the order of the files. Parsing is left to the processes that tokenize.
+    """Yield the rows of a source in the order of its files. They are parsed later, in parallel.
 
     Raises:
         UserError: a file cannot be read in the format of its extension.
@@ -231,27 +240,31 @@ def read_rows(source: "Source") -> Iterator[RawRow]:
         try:
             for row in rows:
                 yield RawRow(name, *row)
-        except Exception as error:  # each kind of file raises its own
+        except Exception as error:  # each kind of file raises its own type
             raise UserError(f"{name}: cannot be read: {describe(error)}") from error
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows
+# Parsing
 
 
 def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] = ()) -> JsonObject:
-    """Parse a row, remove `ignore_keys`, and rename keys by `columns` ({our key: file's key}).
+    """Return a row as an object, without `ignore_keys` and with its keys renamed.
+
+    Args:
+        columns: {our key: key in the file}.
 
     Raises:
-        BadRow: it is too long, not UTF-8 or not a JSON object, or has a key under both names.
+        BadRow: the row is too long, not UTF-8 or not a JSON object; it lacks a renamed key, or has
+            it under both names.
     """
     if len(raw.text) > MAX_ROW_CHARACTERS:
         raise BadRow("over the limit of a row", f"it has over {MAX_ROW_CHARACTERS:,} characters")
     try:
         row = parse_json(raw.text)
     except (ValueError, RecursionError) as error:
-        cure = next(cure for start, cure in NOT_JSON.items() if re.match(start, raw.text))
-        raise BadRow("not JSON", f"not JSON ({error}); {cure}") from error
+        fix = next(fix for pattern, fix in NOT_JSON.items() if re.match(pattern, raw.text))
+        raise BadRow("not JSON", f"not JSON ({error}); {fix}") from error
     if not isinstance(row, dict):
         raise BadRow("not an object", "a row must be a JSON object")
     if EXTRA_CELLS in row:
@@ -260,7 +273,7 @@ def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] =
             "it has more cells than the first line of the file; put each cell with a "
             "comma or line break in quotes, or name all columns in the first line",
         )
-    # before keys are renamed: ignore_keys are as in the file, and make way for renamed ones
+    # ignore_keys are spelled as in the file. They go first, so that another key can take the name.
     for key in ignore_keys:
         row.pop(key, None)
     keys = ", ".join(sorted(row))
@@ -270,14 +283,14 @@ def parse_row(raw: RawRow, columns: dict[str, str], ignore_keys: Iterable[str] =
         if given not in row:
             raise BadRow(
                 "missing key",
-                f"it has no value for {given!r}, which columns of the source names for {known}; it "
+                f"it has no value for {given!r}, which the source's columns name for {known}; it "
                 f"has {keys}",
             )
         if known in row:
             raise BadRow(
                 "doubled key",
-                f"it has both {known!r} and {given!r} (columns); data.ignore_keys: [{known}] "
-                "leaves out the former",
+                f"it has both {known!r} and {given!r}, which columns rename to it; "
+                f"data.ignore_keys: [{known}] ignores the former",
             )
         row[known] = row.pop(given)
     return row

@@ -1,13 +1,15 @@
-"""Finds each assistant turn in the text that a chat template renders.
+"""Locate each assistant turn in the text that a chat template renders.
 
-A template is a program: it may rewrite history, end the last turn differently from earlier ones, or
-write a text that also occurs in another message. So the text is not searched. Instead, a
-conversation of the same shape is rendered once with labels, letters that occur nowhere else, in
-place of its strings. That shows the constant text between them. What of it belongs to a turn is
-what follows the prompt that a server would send at that point, up to what the template writes after
-the turn when it is the last. A row is then rendered once, and must equal that text with its own
-strings in the place of the labels. Any other row is refused, also one with an answer of which
-{% generation %} marks leave out a part.
+A template is a program. It may rewrite earlier turns, end the last turn differently, or write text
+that also occurs in a message. Searching the text for an answer is therefore unsafe. Instead:
+
+1. Render a conversation of the same shape once, with a placeholder for each string. Placeholders
+   (in code: labels) are letters that occur nowhere else. The text between them is constant.
+2. Decide which constant text belongs to a turn. A turn starts where the prompt ends that a server
+   would send at that point. It ends with what the template writes after it when it is last.
+3. Render each row once. It must equal the constant text with the row's strings filled in.
+
+Any other row is rejected. So is a row whose {% generation %} blocks omit part of an answer.
 """
 
 import json
@@ -25,46 +27,46 @@ from zerotrain.rows.sources import BadRow, JsonObject
 from zerotrain.runtime.errors import UserError, describe
 
 Span = tuple[int, int]
-"""Characters [start, end)."""
+"""Character offsets [start, end)."""
 
-# Labels are CJK ideographs of extension B: letters without case that neither JSON nor repr escapes
-# and that hardly ever occur in text.
+# Placeholders are CJK ideographs of extension B: letters without case. Neither JSON nor repr
+# escapes them, and they almost never occur in text.
 FIRST_LABEL = 0x20000
-# Reasons of bad rows, and what to set
+# Reasons for rejecting a row, each with the fix that follows the word "set".
 INCOMPLETE = (
-    "left out by the chat template",
-    "data.supervise: last if it cuts earlier turns, data.ignore_keys for a key that it never "
-    "writes, the role of developer messages to system, or model.chat_template",
+    "dropped by the chat template",
+    "data.supervise: last if the template cuts earlier turns, data.ignore_keys for a key that it "
+    "never writes, or model.chat_template",
 )
-DEVELOPER_CURE = (
+DEVELOPER_FIX = (
     "its role to system, if the template has no developer: jq -c '(.[] | arrays[] | objects | "
     '.role, .from | select(. == "developer")) = "system"\' OLD.jsonl > NEW.jsonl, or '
     "model.chat_template"
 )
-NO_END_MARK = (
-    "without an end mark",
-    "model.chat_template to a copy that writes the same after it as after a last message, and then "
-    "{{ eos_token }}",
+NO_END = (
+    "no end-of-turn text",
+    "model.chat_template to a copy that writes the same after that message as after a last one, "
+    "and then {{ eos_token }}",
 )
 NOT_LOCATED = (
-    "not located in the chat template",
-    "model.chat_template to a name in data/chat_templates or to a copy that writes the header of "
-    "an answer, with the same white space, after the last message if add_generation_prompt is set, "
-    "or data.supervise: last where only earlier turns are such",
+    "answer not located",
+    "model.chat_template to a name in data/chat_templates, or to a copy that writes an answer's "
+    "header, with the same white space, after the last message if add_generation_prompt is set; or "
+    "data.supervise: last if only earlier turns are affected",
 )
 LABEL = re.compile("[\U00020000-\U0002a6df]")
-# Keys that templates need not render: ids only pair calls with results.
+# Keys without a placeholder: templates may omit them. Ids only pair calls with results.
 UNLABELED_KEYS = {"role", "id", "tool_call_id", "type"}
-THOUGHTS = re.compile(r"(\s*</?think>\s*)")  # at which templates split contents
-# At the end of a generation prompt; a turn need not have it.
+THOUGHTS = re.compile(r"(\s*</?think>\s*)")  # templates split contents at these tags
+# A thinking block, open or empty, that ends a generation prompt. Turns may lack it.
 OPEN_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?$")
-# Markup in brackets, white space, a word, or one other character. Constant texts are compared by
-# these: `<|end|>` and `<|endoftext|>` have no common prefix.
+# A bracketed tag, white space, a word, or one other character. Constant texts are compared piece by
+# piece, so that `<|end|>` and `<|endoftext|>` have no common prefix.
 PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|\w+|.", re.DOTALL)
 
-# Some templates write today's date (Llama 3.2, gpt-oss, SmolLM3). With it a row would have other
-# tokens every day: for a resumed run, on another node, in the check of an export. So this goes
-# before them, with the date of the templates of Llama 3 where they cannot ask for one.
+# Some templates write today's date (Llama 3.2, gpt-oss, SmolLM3). A row's tokens would change every
+# day: in a resumed run, on another node, when an export is checked. This macro precedes every
+# template and fixes the date to the default of Llama 3's templates.
 FIXED_DATE = (
     "{% macro strftime_now(format) %}{{ format | replace('%Y', '2024') | replace('%y', '24') | "
     "replace('%m', '07') | replace('%-m', '7') | replace('%B', 'July') | replace('%b', 'Jul') | "
@@ -74,8 +76,12 @@ FIXED_DATE = (
 
 
 def label_messages(messages: list[JsonObject]) -> tuple[list[JsonObject], dict[str, str]]:
-    """The messages with labels in place of their strings (of a string with thinking tags, in place
-    of the parts beside them), and the string of each label.
+    """Replace the strings of messages by placeholders.
+
+    In a string with thinking tags, the text around the tags is replaced.
+
+    Returns:
+        The new messages, and the string of each placeholder.
     """
     strings = {}
 
@@ -85,7 +91,7 @@ def label_messages(messages: list[JsonObject]) -> tuple[list[JsonObject], dict[s
 
     def labeled(value: Any) -> Any:
         if isinstance(value, dict):
-            # The name of a tool's result repeats that of the call.
+            # A tool result's name only repeats the name in its call.
             is_result = value.get("role") == "tool"
             kept = {*UNLABELED_KEYS, "name"} if is_result else UNLABELED_KEYS
             return {k: inner if k in kept else labeled(inner) for k, inner in value.items()}
@@ -93,7 +99,7 @@ def label_messages(messages: list[JsonObject]) -> tuple[list[JsonObject], dict[s
             return [labeled(inner) for inner in value]
         if not isinstance(value, str) or not value.strip():
             return value
-        # The tags stay: templates search for them, and cut what is before or between them.
+        # Keep the tags: templates search for them and cut the text before or between them.
         parts = THOUGHTS.split(value)
         parts[::2] = [text and label(text) for text in parts[::2]]
         return "".join(parts)
@@ -102,19 +108,19 @@ def label_messages(messages: list[JsonObject]) -> tuple[list[JsonObject], dict[s
 
 
 def forms_of(text: str) -> Iterator[str]:
-    """What a template may write for a string, the most likely first."""
+    """Yield the forms in which a template may write a string, most likely first."""
     yield text
-    # within JSON, where quotes and line breaks are escaped, as in the arguments of a call
+    # Inside JSON, as in a call's arguments, quotes and line breaks are escaped.
     yield json.dumps(text, ensure_ascii=False)[1:-1]
-    for blank in (None, "\n"):  # what the filter `trim` and a template's strip('\n') remove
+    for blank in (None, "\n"):  # `trim` and a template's strip('\n') remove these
         yield text.strip(blank)
         yield text.rstrip(blank)
         yield text.lstrip(blank)
 
 
-@lru_cache(maxsize=8)  # added_tokens_decoder is built at each access
+@lru_cache(maxsize=8)  # added_tokens_decoder is rebuilt on every access
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of special tokens, as they are within JSON."""
+    """Return the texts of the special tokens, escaped as in JSON."""
     added = tokenizer.added_tokens_decoder.values()
     return [json.dumps(t.content, ensure_ascii=False)[1:-1] for t in added if t.special]
 
@@ -125,26 +131,26 @@ def locate(
     tokenizer: PreTrainedTokenizerBase,
     wanted: list[int],
 ) -> tuple[str, list[Span], str]:
-    """Render messages, and find the turns of the assistant messages `wanted`. Templates may cut
-    the reasoning of others.
+    """Render messages and locate the assistant messages whose indices are in `wanted`.
+
+    Templates may cut the reasoning of other assistant messages.
 
     Returns:
-        The text; the characters of the turns, from the end of the header through the end mark; and
-        what a server's generation prompt ends with and the text before the turns lacks.
+        The text; the span of each wanted turn, from the end of its header through its end-of-turn
+        text; and the end of a server's generation prompt that the text before the turns lacks.
 
     Raises:
-        BadRow: the template refuses, changes or leaves out part of the row, or it is not known
-            what belongs to a turn.
+        BadRow: the template rejects, changes or drops part of the row, or a turn is not located.
     """
-    # Some tokenizers have two templates, of which one is for rows with tools.
+    # Some tokenizers have a second template, for rows with tools.
     source = tokenizer.get_chat_template(tools=tools)
     template = Template(tokenizer, FIXED_DATE + source, json.dumps(tools))
-    # Objects come first: a template that wants them would quote text once more.
+    # Objects first: a template that expects objects would quote a string again.
     refusals = []
     for changed in (messages, with_arguments_as_text(messages)):
         try:
             text, _ = template.render(changed)
-            # as JSON, since lists cannot be keys of the cache of layouts
+            # Serialized, because a list cannot be a key of the layout cache.
             labeled, strings = label_messages(changed)
             layout = _layout(template, json.dumps(labeled), tuple(wanted))
             return text, layout.spans(text, strings), layout.unprompted
@@ -154,7 +160,7 @@ def locate(
 
 
 def with_arguments_as_text(messages: list[JsonObject]) -> list[JsonObject]:
-    """The messages with the arguments of tool calls as JSON, as some templates want them
+    """Return messages whose tool-call arguments are JSON strings, which some templates expect
     (functionary, Reka).
     """
 
@@ -167,64 +173,77 @@ def with_arguments_as_text(messages: list[JsonObject]) -> list[JsonObject]:
 
 
 class Template(NamedTuple):
-    """A chat template for rows with certain tools."""
+    """A chat template and the tools that it renders."""
 
     tokenizer: PreTrainedTokenizerBase
     source: str
     tools: str
-    """As JSON."""
+    """The tools as JSON."""
 
     def render(self, messages: list[JsonObject], prompt: bool = False) -> tuple[str, list[Span]]:
-        """The text; and its spans within {% generation %} marks, if it has any, else all of it.
+        """Render messages.
+
+        Returns:
+            The text, and its spans inside {% generation %} blocks; without blocks, one span of all
+            text.
 
         Raises:
             BadRow: the template raises an exception.
         """
         try:
-            [text], marks = render_jinja_template(
+            [text], blocks = render_jinja_template(
                 conversations=[messages],
                 tools=json.loads(self.tools),
                 chat_template=self.source,
                 add_generation_prompt=prompt,
-                # transformers warns where it is asked for marks that a template does not have
+                # transformers warns if asked for blocks that the template does not have.
                 return_assistant_tokens_mask="endgeneration" in self.source,
                 **self.tokenizer.special_tokens_map,
             )
-            return text, [span for spans in marks for span in spans] or [(0, len(text))]
+            return text, [span for spans in blocks for span in spans] or [(0, len(text))]
         except TemplateSyntaxError as error:
             raise UserError(
-                f"the chat template of tokenizer {self.tokenizer.name_or_path} or of "
-                # less the line of FIXED_DATE
-                f"model.chat_template is not valid Jinja: line {error.lineno - 1}: "
+                f"the chat template (of tokenizer {self.tokenizer.name_or_path} or "
+                # Without the line that FIXED_DATE adds.
+                f"model.chat_template) is not valid Jinja: line {error.lineno - 1}: "
                 f"{describe(error)}; correct it, or set model.chat_template to another"
             ) from error
-        except Exception as error:  # templates raise anything: TemplateError, TypeError ...
-            problem = f"the chat template refuses the row: {describe(error)}"
-            raise BadRow("refused by the chat template", problem) from error
+        except Exception as error:  # templates may raise anything: TemplateError, TypeError ...
+            problem = f"the chat template rejects the row: {describe(error)}"
+            raise BadRow("rejected by the chat template", problem) from error
 
     def tail(self, messages: list[JsonObject], prompt: bool = False) -> str:
-        """The text after the last label."""
+        """Return the rendered text after the last placeholder."""
         return LABEL.split(self.render(messages, prompt)[0])[-1]
 
 
-@lru_cache(maxsize=256)
-def _frame(template: Template) -> tuple[str | None, str, str, set[str]]:
-    """What a template writes around the contents of a chat.
+class Frame(NamedTuple):
+    """The constant text that a template writes around message contents."""
 
-    Returns:
-        What a generation prompt begins an answer with, without thoughts that answers may lack: ""
-        if it cannot be told from the end of the user's turn, None if rows have another header or
-        prompts have none; what follows it in a prompt; what follows the user's content when that
-        turn is the last; and the pieces that turns may end with instead of eos.
+    header: str | None
+    """Text that starts an answer in a generation prompt, without a thinking block that answers may
+    lack. Empty if an answer directly follows the end of the user's turn. None if rows have a
+    different header, or prompts have none.
     """
+    thoughts: str
+    """Text after the header in a generation prompt, such as an open thinking block."""
+    user_end: str
+    """Text after the user's content when that turn is last."""
+    ends: set[str]
+    """Pieces that may end a turn in place of the eos token."""
+
+
+@lru_cache(maxsize=256)
+def _frame(template: Template) -> Frame:
+    """Render a short chat and name the parts of its constant text."""
     chat, _ = label_messages([{"role": r, "content": r} for r in ("user", "assistant", "user")])
-    # gap: from the user's content to the answer; following: from the answer to the next user's
+    # gap: text from the user's content to the answer. following: from the answer to the next user.
     opening, gap, following, *_ = LABEL.split(template.render(chat)[0])
     user_end = template.tail(chat[:1])
     prompt = template.tail(chat[:1], prompt=True)
     answer_end = template.tail(chat[:2])
     end = shared_pieces(answer_end, following)
-    # what only the last answer has, but eos
+    # Text that is written only after the last answer, without the eos token.
     rest = answer_end.removeprefix(end).strip().removesuffix(str(template.tokenizer.eos_token))
     is_unasked = rest and rest in prompt
     shared = OPEN_THOUGHTS.sub("", shared_pieces(prompt, gap))
@@ -235,19 +254,19 @@ def _frame(template: Template) -> tuple[str | None, str, str, set[str]]:
     )
     ends = {*special_tokens(template.tokenizer), *PIECE.findall(answer_end + user_end)}
     *others, final = PIECE.findall(end.rstrip()) or [""]
-    # A header after the last answer would be taken for its end: with these templates only eos is
-    # one. With GLM's the user's header is the end, as nothing else follows answers.
+    # A header that always follows the last answer would be mistaken for its end: in these templates
+    # only eos ends a turn. In GLM's, the user's header does, because nothing else follows answers.
     if is_unasked or (rest and not header) or (others and opening.rstrip().endswith(final)):
         ends.clear()
-    # If a piece follows in both, the header goes on, but differs, maybe in white space. With
-    # Mistral's [/INST] there is none: nothing follows the end of the user's turn.
+    # A piece that follows in both belongs to a header that differs, perhaps in white space. If only
+    # the end of the user's turn precedes an answer, as with Mistral's [/INST], nothing follows.
     if in_prompt & in_row or (in_row and not (header or is_unasked)):
         header = None
-    return header, prompt.removeprefix(shared), user_end, ends
+    return Frame(header, prompt.removeprefix(shared), user_end, ends)
 
 
 def shared_pieces(one: str, other: str) -> str:
-    """The longest common prefix of whole pieces, or all of `one`."""
+    """Return the longest common prefix in whole pieces, or `one` if `other` starts with it."""
     if other.startswith(one):
         return one
     pieces = [PIECE.findall(text) for text in (one, other)]
@@ -255,24 +274,23 @@ def shared_pieces(one: str, other: str) -> str:
 
 
 class Layout:
-    """A rendered conversation of labels, and where its turns are.
+    """A conversation rendered with placeholders, and the location of its turns.
 
     Attributes:
-        labels: the labels in the order of the text; one may occur several times, or never.
-        constants: the text before, between and after them.
-        turns: of each of the messages `wanted` the index in `labels` of its first label, with the
-            number of characters of the turn before it, and of its last label, with the number of
+        labels: the placeholders in text order; one may occur several times or never.
+        constants: the text before, between and after the placeholders.
+        turns: two pairs for each wanted message: the index in `labels` of its first placeholder and
+            how many characters of the turn precede it; the same for the last placeholder and the
             characters after it.
-        unprompted: what the generation prompt ends with before the first of these that lacks it, a
-            block of thoughts in most cases.
+        unprompted: the end of the generation prompt, usually a thinking block, that is missing
+            before a wanted turn; taken from the first turn that lacks any.
     """
 
     def __init__(self, template: Template, messages: str, wanted: tuple[int, ...]) -> None:
         self.template = template
         self.messages = json.loads(messages)
-        self.unprompted = ""
         self.text, spans = template.render(self.messages)
-        # What belongs to answers, by {% generation %} marks
+        # Characters inside {% generation %} blocks.
         self.marked = {i for start, end in spans for i in range(start, end)}
         self.constants = LABEL.split(self.text)
         self.labels = LABEL.findall(self.text)
@@ -280,114 +298,119 @@ class Layout:
             if str(tool.get("function", tool).get("name")) not in self.text:
                 raise BadRow(
                     INCOMPLETE[0],
-                    "the chat template leaves out the tools; set model.chat_template to one that "
-                    "writes them, or data.ignore_keys: [tools]",
+                    "the chat template drops the tools; set model.chat_template to one that writes "
+                    "them, or data.ignore_keys: [tools]",
                 )
         for number, message in enumerate(self.messages):
             for call in message.get("tool_calls", []):
                 arguments = call.get("function", call).get("arguments")
-                # Python's 'quotes', which no server can parse: arguments as text may help
+                # Python's 'quotes', which no server can parse. Arguments as strings may help.
                 if arguments and repr(arguments) in self.text:
-                    raise self._refused(number, "is not written with its arguments as JSON")
-            # templates may cut the reasoning of answers that are not supervised
+                    raise self._rejected(
+                        number, "has tool-call arguments that are not written as JSON"
+                    )
+            # Templates may cut the reasoning of answers that are not supervised.
             is_needed = number in wanted or message["role"] != "assistant"
             if is_needed and not {*LABEL.findall(str(message))} <= {*self.labels}:
-                raise self._refused(number, "is not complete", INCOMPLETE)
-        self.turns = [self._turn(number) for number in wanted]
+                raise self._rejected(number, "is incomplete", INCOMPLETE)
+        located = [self._locate(number) for number in wanted]
+        self.turns = [turn for turn, _ in located]
+        self.unprompted = next((lacking for _, lacking in located if lacking), "")
 
     def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
-        """The turns in the text of a row, which must be this layout's text with the row's strings
-        in place of the labels.
+        """Return the spans of the turns in a row's text.
+
+        Raises:
+            BadRow: the text is not this layout with the row's strings in place of the placeholders.
         """
-        places = []  # of the strings
+        string_spans = []
         expected = self.constants[0]
         for label, following in zip(self.labels, self.constants[1:], strict=True):
             at = len(expected)
-            # no string: a character of the template that only looks like a label
+            # A template's own character that looks like a placeholder has no string.
             forms = forms_of(strings.get(label, ""))
             form = next((form for form in forms if text.startswith(form + following, at)), "")
-            places.append((at, at + len(form)))
+            string_spans.append((at, at + len(form)))
             expected += form + following
         if expected != text:
             raise BadRow(
                 "rewritten by the chat template",
-                "the template rewrites the messages, so the origin of its text is unknown; "
-                "data.supervise: last may help where it rewrites earlier turns, else set "
-                "model.chat_template to another template",
+                "the chat template rewrites the messages, so answers cannot be located; if it "
+                "rewrites only earlier turns, try data.supervise: last, otherwise set "
+                "model.chat_template to another",
             )
         return [
-            (places[first][0] - before, places[last][1] + after)
+            (string_spans[first][0] - before, string_spans[last][1] + after)
             for (first, before), (last, after) in self.turns
         ]
 
-    def _turn(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """A turn up to its end mark: what also follows it when it is the last, or else (gpt-oss,
-        OLMo) follows a user's turn. The line break after it belongs to the template, not to the
-        turn.
+    def _locate(self, number: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], str]:
+        """Return where a turn starts and ends, as in `turns`, and what its prompt lacks.
+
+        A turn ends with the text that follows it both here and when it is last. If there is none
+        (gpt-oss, OLMo), it ends with the text that ends a user's turn. A line break after that
+        belongs to the template.
         """
-        *_, user_end, ends = _frame(self.template)
+        frame = _frame(self.template)
         labels = LABEL.findall(str(self.messages[number]))
-        # The first place of each: a tool's result may repeat the name of the call.
+        # Use first occurrences: a tool result may repeat the name of the call.
         own = sorted(map(self.labels.index, labels))
         if not own or {*self.labels[own[0] : own[-1]]} - {*labels}:
-            raise self._refused(number, "is not in one piece")
+            raise self._rejected(number, "has no text, or has another message's text inside")
         first, last = own[0], own[-1]
-        # What follows the turn here begins with its end mark. What follows it as the last turn does
-        # too, or else (gpt-oss, OLMo) what follows a user's turn. That is all of it, less eos: text
-        # that both happen to share is no end.
+        # The whole end must follow in both places, except eos: a text that both happen to begin
+        # with may be part of something else.
         after, eos = self.constants[last + 1], str(self.template.tokenizer.eos_token)
-        for alone in (self.template.tail(self.messages[: number + 1]), user_end):
-            mark = shared_pieces(alone, after).rstrip()
-            if mark:
+        for alone in (self.template.tail(self.messages[: number + 1]), frame.user_end):
+            end = shared_pieces(alone, after).rstrip()
+            if end:
                 break
-        mark = "".join(mark.rpartition(eos)[:2]) or mark
-        rest = alone.removeprefix(mark).strip()
-        is_end = mark and rest in ("", eos) and PIECE.findall(mark)[-1] in ends
-        if not (is_end or mark.endswith(eos)):
-            raise self._refused(
-                number, "has no end mark, or another one than as the last turn", NO_END_MARK
+        end = "".join(end.rpartition(eos)[:2]) or end
+        rest = alone.removeprefix(end).strip()
+        is_end = end and rest in ("", eos) and PIECE.findall(end)[-1] in frame.ends
+        if not (is_end or end.endswith(eos)):
+            raise self._rejected(
+                number, "has no end-of-turn text, or ends differently when it is last", NO_END
             )
-        before = self._opening(number, self.constants[first])
-        # If the marks leave out part of an answer, the row is refused rather than the part left
-        # out. The end mark is learned in any case.
-        start, end = (self.text.index(self.labels[i]) for i in (first, last))
-        inside = range(start - before, end + 1)
-        if any(i not in self.marked and not self.text[i].isspace() for i in inside):
-            raise self._refused(
-                number, "is not all within the template's generation marks", INCOMPLETE
+        before, lacking = self._opening(number, self.constants[first])
+        # {% generation %} blocks say what to train on. If they omit part of an answer, reject the
+        # row instead of training on the rest. The end-of-turn text is always trained on.
+        answer = range(
+            self.text.index(self.labels[first]) - before, self.text.index(self.labels[last]) + 1
+        )
+        if any(i not in self.marked and not self.text[i].isspace() for i in answer):
+            raise self._rejected(
+                number, "is only partly inside the template's {% generation %} blocks", INCOMPLETE
             )
-        return (first, before), (last, len(mark))
+        return ((first, before), (last, len(end))), lacking
 
-    def _opening(self, number: int, before: str) -> int:
-        """How many characters of the text before a turn's first label follow what a server would
-        send.
+    def _opening(self, number: int, before: str) -> tuple[int, str]:
+        """Return how many characters before a turn's first placeholder follow the server's prompt,
+        and the end of that prompt that the row lacks.
         """
         header, thoughts, *_ = _frame(self.template)
         if header and header in before:
-            # the last one: `before` is all that follows the content before, such as an empty turn
+            # Search from the right: `before` may contain an empty turn with its own header.
             rest = before.rpartition(header)[2]
-            self.unprompted = self.unprompted or thoughts.removeprefix(
-                shared_pieces(thoughts, rest)
-            )
-            return len(rest)
-        # No header is known, or another one is written here: compare with the prompt of this point.
+            return len(rest), thoughts.removeprefix(shared_pieces(thoughts, rest))
+        # The header is unknown or differs here: compare with the prompt at this point.
         prompt = self.template.tail(self.messages[:number], prompt=True)
         shared = shared_pieces(prompt, before)
         if header is None or shared.strip() != prompt.strip():
-            raise self._refused(number, "does not begin as the generation prompt does")
-        return len(before) - len(shared)
+            raise self._rejected(number, "does not start with the generation prompt")
+        return len(before) - len(shared), ""
 
-    def _refused(
-        self, number: int, problem: str, reason_and_cure: tuple[str, str] = NOT_LOCATED
+    def _rejected(
+        self, number: int, problem: str, reason_and_fix: tuple[str, str] = NOT_LOCATED
     ) -> BadRow:
-        reason, cure = reason_and_cure
+        reason, fix = reason_and_fix
         if self.messages[number]["role"] == "developer":
-            cure = DEVELOPER_CURE
+            fix = DEVELOPER_FIX
         return BadRow(
             reason,
-            f"message {number + 1} ({self.messages[number]['role']}) {problem} in the text that "
-            f"the chat template writes; set {cure}",
+            f"message {number + 1} ({self.messages[number]['role']}) {problem} in the rendered "
+            f"text; set {fix}",
         )
 
 
-_layout = lru_cache(maxsize=4096)(Layout)  # rows of one shape share theirs
+_layout = lru_cache(maxsize=4096)(Layout)  # rows of the same shape share a layout
