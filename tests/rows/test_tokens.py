@@ -40,9 +40,6 @@ def save(path, rows):
     table = pa.Table.from_pylist(rows)
     if path.suffix == ".jsonl":
         write_rows(path, rows)
-    elif path.suffix == ".csv":
-        lines = [",".join(f'"{json.dumps(cell)}"' for cell in row.values()) for row in rows]
-        path.write_text("\n".join([",".join(rows[0]), *lines]))
     elif path.suffix == ".parquet":
         pq.write_table(table, path)
     else:
@@ -54,7 +51,7 @@ def save(path, rows):
 TOO_LONG = [{"max_length": 40, "on_too_long": how} for how in ("truncate", "split", "drop")]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
 def test_tokens_of_rendered_rows_give_the_same_examples(
     tmp_path, sample_tokenizer, chat_rows, name
 ):
@@ -121,44 +118,42 @@ def test_columns_name_the_keys_of_the_file(sample_tokenizer):
     assert example(row, sample_tokenizer, columns=columns) == (IDS, LAST_TWO)
 
 
-# The row beside input_ids, options, and what its message must name
+# The row beside input_ids, perhaps with data.supervise, and what its message must name.
 REFUSED = {
-    "floats": ({"input_ids": [5.0, 6.0]}, {}, "input_ids is not a list of integers"),
-    "booleans as ids": ({"input_ids": [True, True]}, {}, "input_ids is not a list of integers"),
-    "a null": ({"input_ids": [5, None]}, {}, "input_ids is not a list of integers"),
-    "a batch": ({"input_ids": [IDS, IDS]}, {}, "input_ids is not a list of integers"),
-    "a text": ({"input_ids": "5 6 7"}, {}, "input_ids is not a list of integers"),
-    "over 64 bits": ({"input_ids": [5, 2**64]}, {}, "model.tokenizer"),
-    "a negative id": ({"input_ids": [5, -1]}, {}, "input_ids has -1"),
-    "an unknown id": ({"input_ids": [5, 100_000]}, {}, "model.tokenizer"),
-    "one token": ({"input_ids": [5], "labels": [5]}, {}, "no token is supervised"),
-    "no token": ({"input_ids": []}, {"supervise": "all"}, "no token is supervised"),
-    "unequal lengths": ({"labels": LABELS[1:]}, {}, "labels has 3 values"),
-    "an unequal mask": ({"labels": LABELS, "loss_mask": [1]}, {}, "loss_mask has 1 values"),
-    "another label": ({"labels": [-100, 6, 9, 8]}, {}, "the label of token 3 is 9"),
-    "labels of padding": ({"labels": [-1, -1, 7, 8]}, {}, "the label of token 1 is -1"),
-    "a weight": ({"loss_mask": [0, 0, 2, 1]}, {}, "loss_mask has other values than 0 and 1"),
-    "a fraction": ({"loss_mask": [0, 0.5, 1, 1]}, {}, "loss_mask is not a list of integers"),
-    "no target": ({"labels": [-100] * 4}, {}, "no token is supervised"),
-    "the first target": ({"labels": [5, -100, -100, -100]}, {}, "no token is supervised"),
-    "nothing beside the ids": ({}, {}, "must be all"),
-    "two rules": ({"labels": LABELS}, {"supervise": "all"}, "must be answers"),
-    "the last answer": ({"labels": LABELS}, {"supervise": "last"}, "must be answers"),
-    "packed positions": ({"labels": LABELS, "position_ids": [0, 1, 0, 1]}, {}, "position_ids"),
-    "packed lengths": ({"labels": LABELS, "seq_lengths": [2, 2]}, {}, "packing=False"),
-    "padding within": ({"labels": LABELS, "attention_mask": [1, 0, 1, 1]}, {}, "is 0 at"),
-    "learned padding": ({"labels": LABELS, "attention_mask": [1, 1, 1, 0]}, {}, "is 0 at"),
-    "padding alone": ({"labels": [-100] * 4, "attention_mask": [0] * 4}, {}, "no token is"),
-    "another mask": ({"train_mask": [0, 0, 1, 1]}, {}, "columns: {loss_mask: train_mask}"),
-    "an image": ({"labels": LABELS, "pixel_values": [1]}, {}, "pixel_values"),
-}  # fmt: skip
+    "floats": ({"input_ids": [5.0, 6.0]}, "input_ids is not a list of integers"),
+    "booleans as ids": ({"input_ids": [True, True]}, "input_ids is not a list of integers"),
+    "a null": ({"input_ids": [5, None]}, "input_ids is not a list of integers"),
+    "a batch": ({"input_ids": [IDS, IDS]}, "input_ids is not a list of integers"),
+    "over 64 bits": ({"input_ids": [5, 2**64]}, "model.tokenizer"),
+    "a negative id": ({"input_ids": [5, -1]}, "input_ids has -1"),
+    "an unknown id": ({"input_ids": [5, 320]}, "model.tokenizer"),
+    "one token": ({"input_ids": [5], "labels": [5]}, "no token is supervised"),
+    "no token": ({"input_ids": [], "supervise": "all"}, "no token is supervised"),
+    "no target": ({"labels": [5, -100, -100, -100]}, "no token is supervised"),
+    "unequal lengths": ({"labels": LABELS[1:]}, "labels has 3 values"),
+    "another label": ({"labels": [-100, 6, 9, 8]}, "the label of token 3 is 9"),
+    "a weight": ({"loss_mask": [0, 0, 2, 1]}, "loss_mask has other values than 0 and 1"),
+    "a fraction": ({"loss_mask": [0, 0.5, 1, 1]}, "loss_mask is not a list of integers"),
+    "ids alone": ({}, "must be all"),
+    "two rules": ({"labels": LABELS, "supervise": "all"}, "must be answers"),
+    "the last answer": ({"labels": LABELS, "supervise": "last"}, "must be answers"),
+    "packed positions": ({"labels": LABELS, "position_ids": [0, 1, 0, 1]}, "position_ids"),
+    "packed lengths": ({"labels": LABELS, "seq_lengths": [2, 2]}, "packing=False"),
+    "padding within": ({"labels": LABELS, "attention_mask": [1, 0, 1, 1]}, "is 0 at"),
+    "learned padding": ({"labels": LABELS, "attention_mask": [1, 1, 1, 0]}, "is 0 at"),
+    "padding alone": ({"labels": [-100] * 4, "attention_mask": [0] * 4}, "no token is"),
+    "another mask": ({"train_mask": [0, 0, 1, 1]}, "columns: {loss_mask: train_mask}"),
+    "an image": ({"labels": LABELS, "pixel_values": [1]}, "pixel_values"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_tokens_that_do_not_fit_together_are_refused(sample_tokenizer, case):
-    more, options, named = REFUSED[case]
+    row, named = REFUSED[case]
+    supervise = row.get("supervise", "answers")
+    row = {key: value for key, value in row.items() if key != "supervise"}
     with pytest.raises(BadRow) as caught:
-        example({"input_ids": IDS, **more}, sample_tokenizer, **options)
+        example({"input_ids": IDS, **row}, sample_tokenizer, supervise=supervise)
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
