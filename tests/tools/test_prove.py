@@ -86,7 +86,7 @@ def test_rows_of_tokens_are_compared_token_by_token(prove, tiny_config, tmp_path
     config = tiny_config(data__train_sources=[str(rows)], data__eval_sources=None)
     code, out = prove("data", config)
     assert code == 0 and "12 rows, 12 compared" in out, out
-    fetch = zerotrain.data.tokenize.TokenizedRows.fetch
+    fetch = zerotrain.data.cache.TokenizedRows.fetch
     for part in (0, 1):  # ids, mask
 
         def spoiled(self, rows, part=part):
@@ -94,7 +94,7 @@ def test_rows_of_tokens_are_compared_token_by_token(prove, tiny_config, tmp_path
             examples[0][part, 1] = 0
             return examples
 
-        monkeypatch.setattr(zerotrain.data.tokenize.TokenizedRows, "fetch", spoiled)
+        monkeypatch.setattr(zerotrain.data.cache.TokenizedRows, "fetch", spoiled)
         code, out = prove("data", config)
         assert code == 1 and "tokens.jsonl:1: its " in out
 
