@@ -226,13 +226,13 @@ CHAT = [
 ]
 
 
-# No answer has an end mark, or not the last one.
+# These write no end-of-turn text after answers, or none after the last one.
 NO_ENDS = {"glm-4", "qwen1.5", "words"}
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_turn_is_its_content_and_its_own_end_mark(family, as_tokens):
+def test_a_turn_is_its_content_and_its_own_end(family, as_tokens):
     template, eos, special, (first, last) = FAMILIES[family]
     tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
     if family in NO_ENDS:
@@ -307,7 +307,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_what_a_template_loses_of_tool_calls_is_named(lost):
+def test_parts_of_tool_calls_that_a_template_drops_are_named(lost):
     before, after, problem = LOST[lost]
     assert before in CALLS
     tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
@@ -323,14 +323,7 @@ def test_a_call_may_end_with_a_token_of_its_own():
     assert (call, answer) == ("<calls>function add {};</calls><|call|>", "2</s>")
 
 
-def test_a_developer_message_that_a_template_leaves_out_can_be_a_system_message():
-    tokenizer = family("chatml", lambda t: t.replace("%}", " if m.role != 'developer' %}", 1))
-    with pytest.raises(BadRow, match=r"message 1.*system"):
-        supervised_turns(tokenizer, [{**SYSTEM, "role": "developer"}, *CHAT[:2]])
-    assert_supervised(tokenizer, [SYSTEM, *CHAT[:2]], ["2<|im_end|>"])
-
-
-def test_tools_that_a_template_leaves_out_are_refused():
+def test_tools_that_a_template_drops_are_refused():
     with pytest.raises(BadRow, match="drops the tools"):
         supervised_turns(family("chatml"), CHAT, tools=[{"function": {"name": "add"}}])
 
@@ -347,7 +340,7 @@ def test_reasoning_of_another_key_is_supervised():
 
 
 def test_a_turn_of_weight_0_is_context():
-    """Templates are not given the weights."""
+    """And templates do not see the weights."""
     tokenizer = family("chatml", lambda t: t.replace("m.content", "m.content ~ m.weight"))
     for weight, expected in ((0, ["4<|im_end|>"]), (1, ["2<|im_end|>", "4<|im_end|>"])):
         row = [CHAT[0], {**CHAT[1], "weight": weight}, *CHAT[2:]]
@@ -359,8 +352,8 @@ def test_a_turn_of_weight_0_is_context():
     assert "".join(every_other).count("<|im_end|>") == text.count("<|im_end|>") - 1
 
 
-def test_generation_marks_may_not_leave_out_part_of_an_answer():
-    """In several blocks as TRL's diffusion_gemma_training, and without one of them."""
+def test_generation_blocks_that_omit_part_of_an_answer_are_refused():
+    """With a block for each part, as in TRL's diffusion_gemma_training, and without one of them."""
     parts = ["{{ '<think>\n' }}", "{{ m.reasoning_content }}", "{{ '\n</think>\n\n' }}",
              "{{ m.content }}", "{{ '<|im_end|>\n' }}"]  # fmt: skip
     thought = {**CHAT[1], "reasoning_content": "easy"}
@@ -384,8 +377,8 @@ def test_generation_marks_may_not_leave_out_part_of_an_answer():
                 supervised_turns(tokenizer, chat)
 
 
-def test_templates_whose_turns_are_not_known_are_refused():
-    """GLM's templates write nothing but the next user's after an answer, which ends it there."""
+def test_templates_whose_turns_cannot_be_located_are_refused():
+    """In GLM's templates only the next user's tag follows an answer, so that tag ends it."""
     special = [*FAMILIES["chatml"][2], "<|user|>", "<|assistant|>"]
     chatml, end = FAMILIES["chatml"][0], "<|im_end|>\n"
     ask, header = "{% if add_generation_prompt %}", "<|im_start|>assistant\n"
@@ -426,7 +419,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_templates(name):
-    """In a tokenizer without their end marks, the eos token takes their place."""
+    """In a tokenizer without their end-of-turn tokens, eos takes their place."""
     source = (CHAT_TEMPLATES / f"{name}.jinja").read_text()
     assert NAMED.keys() == {file.stem for file in CHAT_TEMPLATES.glob("*.jinja")}
     mark = NAMED[name].partition("2")[2]
@@ -476,7 +469,7 @@ def test_rows_without_a_template():
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """A template of the families' parts."""
+    """A template that is put together from parts of the families."""
 
     opener: str
     end_of_user: str
@@ -489,7 +482,7 @@ class Style:
     cuts_thoughts: bool
 
     def template(self, start="", stop=""):
-        """In Jinja, with these texts before and after each answer and its end mark."""
+        """The Jinja text, with `start` and `stop` around each answer and its end."""
 
         def text(value):  # an expression, since Jinja removes line breaks after tags
             return "{{ " + json.dumps(value) + " }}"

@@ -1,4 +1,4 @@
-"""Rows of every format in one form; every key is used, meta-data or refused.
+"""Rows of every format become one form; every key is used, metadata or refused.
 pytest tests/rows/test_messages.py
 """
 
@@ -180,14 +180,10 @@ def test_rows_as_they_are_found(case):
     assert canonical(row) == expected
 
 
-# Each with what its message must name: the key, or the fix
+# Each row with the key or fix that its message must name.
 REFUSED = {
-    "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
-    "KTO": ({"prompt": "a", "completion": "b", "label": False}, "label"),
-    "a label of a turn": ({"messages": [user("a"), assistant("b", label=False)]}, "weight, 0 or 1"),
-    "an unknown key": ({"text": "a", "images": ["x"]}, "data.ignore_keys: [images]"),
     "CSV without commas": ({"a;b": "1;2"}, "separated by commas"),
-    "a class, which is no judgement": ({"text": "a", "label": 1}, "data.ignore_keys: [label]"),
+    "a class": ({"text": "a", "label": 1}, "data.ignore_keys: [label]"),
     "a row that is not to be trained on": ({"text": "a", "weight": 0}, "weight"),
     "a call of two functions": (
         {"messages": [user("a"), assistant("", tool_calls=[{"function": [{"name": "f"}] * 2}])]},
@@ -205,7 +201,6 @@ REFUSED = {
     "an empty part": ({"messages": [user([{"text": None}]), assistant("b")]}, "message 1"),
     "a list per column": ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "write a row for each"),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
-    "an empty text": ({"text": " \n"}, "empty"),
     "a call of no object": (
         {"messages": [user("a"), assistant(None, tool_calls=[called("f")])]},
         "'function'",
@@ -219,7 +214,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_trained_on_is_refused_with_the_fix(case):
+def test_unusable_rows_are_refused_with_the_fix(case):
     row, named = REFUSED[case]
     assert named in refused(row)
 
@@ -228,7 +223,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_fix(case):
     "role",
     ["function", "ipython", "environment", "tool_response", "tool_result", "function_response"],
 )
-def test_results_of_tools_are_not_the_assistants(role):
+def test_results_of_tools_are_turns_of_the_tool(role):
     turns = canonical({"messages": [*ASKED, {"role": role, "content": "a"}]})["messages"]
     assert turns[2]["role"] == "tool"
     unknown = refused({"messages": [*ASKED, {"role": f"{role}s", "content": "a"}]})
@@ -269,8 +264,8 @@ def test_fixes_that_the_messages_name_work():
     "key",
     ["weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised"],
 )
-def test_turns_that_ask_for_no_loss_have_weight_0(key):
-    """As other trainers spell it; what weight 0 does to the mask is in test_chat.py."""
+def test_every_spelling_of_a_weight_becomes_weight(key):
+    """test_chat.py tests what weight 0 does to the mask."""
     for given, weight in ((False, 0), (0, 0), (True, 1), (1, 1)):
         turns = [{**user("1?"), key: False}, assistant("1", **{key: given})]
         assert canonical({"messages": turns})["messages"][1]["weight"] == weight
@@ -283,7 +278,7 @@ def test_turns_that_ask_for_no_loss_have_weight_0(key):
     ["train_detail", "training_detail", "mask", "masked", "loss_mask", "ignore", "isTrainable",
      "no_loss", "kto_tag", "label", "chosen", "rejected"],
 )  # fmt: skip
-def test_no_message_has_a_way_to_train_on_what_may_be_marked(key):
+def test_no_message_tells_to_ignore_a_key_that_may_exclude_rows(key):
     for row in (
         {"messages": ASKED, key: False},
         {"prompt": "1+1?", "completion": "2", key: False},

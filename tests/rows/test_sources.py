@@ -64,12 +64,6 @@ def save(folder, name):
     return path
 
 
-def test_row_groups_of_parquet_end_anywhere(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": f"{i}"}]} for i in range(250)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=70)
-    assert rows_in(tmp_path / "a.parquet") == rows
-
-
 NAMES = ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.jsonl.gz", "a.json.zst",
          "a.csv.bz2", "lines.json", "list.jsonl"]  # fmt: skip
 
@@ -83,8 +77,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
 
 
 PADDED = """
-{"a": {"x": [1, null], "y": null}, "json": {"k": 1, "l": null}, "map": {"k": 2, "l": NaN}}
-{"a": {"x": null, "y": "s"}, "json": "q", "map": null}
+{"n": ["u"], "a": {"x": [1, null], "y": null}, "json": {"k": 1, "l": null}, "map": {"k": 2, "l": NaN}}
+{"n": ["v"], "a": {"x": null, "y": "s"}, "json": "q", "map": null}
 """
 
 
@@ -94,6 +88,7 @@ def test_every_kind_of_file_leaves_out_the_nulls_that_tables_add(tmp_path, name)
     texts = pa.array(['{"k": 1, "l": null}', '"q"'])
     table = pa.table(
         {
+            "n": [["u"], ["v"]],
             "a": [{"x": [1, None]}, {"y": "s"}],
             "json": pa.ExtensionArray.from_storage(pa.json_(), texts),
             "map": pa.array([{"k": 2, "l": None}, None], pa.map_(pa.string(), pa.int64())),
@@ -102,13 +97,13 @@ def test_every_kind_of_file_leaves_out_the_nulls_that_tables_add(tmp_path, name)
     path = tmp_path / name
     path.write_text(PADDED)
     if name == "a.parquet":
-        pq.write_table(table, path)
+        pq.write_table(table, path, row_group_size=1)  # Arrow cannot join their dictionaries
     elif name == "a.arrow":
         with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table)
     assert rows_in(path) == [
-        {"a": {"x": [1, None]}, "json": {"k": 1}, "map": {"k": 2}},
-        {"a": {"y": "s"}, "json": "q"},
+        {"n": ["u"], "a": {"x": [1, None]}, "json": {"k": 1}, "map": {"k": 2}},
+        {"n": ["v"], "a": {"y": "s"}, "json": "q"},
     ]
 
 
