@@ -77,8 +77,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
 
 
 PADDED = """
-{"n": ["u"], "a": {"x": [1, null], "y": null}, "json": {"k": 1, "l": null}, "map": {"k": 2, "l": NaN}}
-{"n": ["v"], "a": {"x": null, "y": "s"}, "json": "q", "map": null}
+{"n":["u"],"a": {"x": [1, null], "y": null}, "json": {"k": 1, "l": null}, "map": {"k": 2, "l": NaN}}
+{"n":["v"],"a": {"x": null, "y": "s"}, "json": "q", "map": null}
 """
 
 

@@ -79,7 +79,7 @@ def local_files(path: str) -> list[str]:
     of other kinds are left out.
 
     Raises:
-        UserError: there are no files, a link is broken, or the files belong to several splits.
+        UserError: no file is found, a link is broken, or the files belong to several splits.
     """
     found = files_of(path)
     rows = [file for file in found if FORMAT.search(file) and _has_rows(Path(file))]
@@ -122,7 +122,7 @@ def _has_rows(file: Path) -> bool:
 
 
 def split_of(name: str) -> str:
-    """Return two letters for the split that a name contains; those of train if it has none."""
+    """Return the first two letters of the split in a name; "tr", as of train, if it names none."""
     # A held-out split comes before train, as in train_dev.jsonl and test/train.jsonl.
     return min(SPLIT.findall(name.lower()), key="tr".__eq__, default="tr")
 
