@@ -126,7 +126,7 @@ def detect_format(row: JsonObject) -> str:
         is_other = name == "conversational" and not isinstance(row.get("prompt"), list)
         if not is_other and {*keys} <= row.keys():
             return name
-    cure = (
+    fix = (
         "columns: {our key: key in the file} of a source renames keys; in CSV the first line has "
         "the keys, separated by commas (.tsv: by tabs)"
     )
@@ -134,7 +134,7 @@ def detect_format(row: JsonObject) -> str:
         "no row format",
         f"unknown row format: it has the keys {', '.join(sorted(row))}, but needs input_ids, "
         "messages, conversations, prompt and completion, instruction and output, or text; "
-        + (_cure(["chosen"], set(), is_row=True) if "chosen" in row else cure),
+        + (_fix(["chosen"], set(), is_row=True) if "chosen" in row else fix),
     )
 
 
@@ -150,13 +150,12 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
     """
     kind = source.format
     required = FORMAT_KEYS[kind]
-    for key in required:
-        if key not in row:
-            raise BadRow(
-                "missing key",
-                f"key {key!r} is missing, which {kind} rows need; put rows of other formats into a "
-                "file and source of their own",
-            )
+    if missing := [key for key in required if key not in row]:
+        raise BadRow(
+            "missing key",
+            f"key {missing[0]!r} is missing, which {kind} rows need; put rows of other formats "
+            "into a file and source of their own",
+        )
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
     if kind in CHAT_FORMATS or (config.as_chat and kind != "text"):
         known |= {"system", "tools"}
@@ -189,13 +188,10 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if "system" in row:
         turns.insert(0, {"role": "system", "content": _string(row, "system")})
-    found = {"messages": turns}
-    if tools := "tools" in row and _objects(row, "tools"):
-        found["tools"] = tools
-        for tool in tools:
-            if not isinstance(tool.get("function", {}), dict):
-                raise BadRow("wrong type", "the function of a tool is not an object")
-    return found
+    tools = _objects(row, "tools") if "tools" in row else []
+    if not all(isinstance(tool.get("function", {}), dict) for tool in tools):
+        raise BadRow("wrong type", "the function of a tool is not an object")
+    return {"messages": turns, "tools": tools} if tools else {"messages": turns}
 
 
 def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
@@ -317,26 +313,26 @@ def parsed(value: Any) -> Any:
 
 
 def _known(
-    found: JsonObject, known: set[str], config: DataConfig, is_row: bool = False
+    mapping: JsonObject, known: set[str], config: DataConfig, is_row: bool = False
 ) -> JsonObject:
     """Return the known keys that have a value.
 
     Raises:
         BadRow: there are other keys, and they are not metadata.
     """
-    found = {
+    mapping = {
         key: value
-        for key, value in found.items()
+        for key, value in mapping.items()
         if value not in (None, "", [], {})  # rows of a table have all of its keys
         and key not in config.ignore_keys
         and (key in known or key.lower() not in METADATA)
     }
-    if extra := sorted(found.keys() - known):
-        raise BadRow("unknown key", _cure(extra, known, is_row))
-    return found
+    if extra := sorted(mapping.keys() - known):
+        raise BadRow("unknown key", _fix(extra, known, is_row))
+    return mapping
 
 
-def _cure(extra: list[str], known: set[str], is_row: bool) -> str:
+def _fix(extra: list[str], known: set[str], is_row: bool) -> str:
     """Return what to do about unknown keys."""
     for key in extra:
         for mark, command in MARKS.items():
@@ -353,14 +349,14 @@ def _cure(extra: list[str], known: set[str], is_row: bool) -> str:
                     f"give turns a weight, 0 or 1: jq -c '{command}' OLD.jsonl > NEW.jsonl"
                 )
     names = ", ".join(extra)
-    cure = (
+    fix = (
         f"unknown: {names}; find out what it means; data.ignore_keys: [{names}] trains on the rest"
     )
     if is_row:
-        cure += ", columns: {our key: key in the file} of the source renames keys"
+        fix += ", columns: {our key: key in the file} of the source renames keys"
     if {"system", "tools"} & {*extra}:
-        cure += "; system and tools need a chat template: data.as_chat: true"
-    return cure
+        fix += "; system and tools need a chat template: data.as_chat: true"
+    return fix
 
 
 def _jq(value: Any) -> str:
@@ -368,18 +364,18 @@ def _jq(value: Any) -> str:
     return json.dumps(value).replace("'", "\\u0027")
 
 
-def _string(found: JsonObject, key: str) -> str:
-    value = found.get(key, "")
+def _string(mapping: JsonObject, key: str) -> str:
+    value = mapping.get(key, "")
     if not isinstance(value, str):
         raise BadRow("wrong type", f"{key!r} is not a string; {ONE_ROW_EACH}")
     return value
 
 
-def _objects(found: JsonObject, key: str) -> list[JsonObject]:
+def _objects(mapping: JsonObject, key: str) -> list[JsonObject]:
     """Return a list of objects. In the row it may be one object, and JSON in strings."""
-    value = parsed(found.get(key))
+    value = parsed(mapping.get(key))
     value = [*map(parsed, value)] if isinstance(value, list) else [value]
     if not all(isinstance(v, dict) for v in value):
-        cure = PYTHON_CELL if isinstance(found.get(key), str) else ONE_ROW_EACH
-        raise BadRow("wrong type", f"{key!r} is not a list of objects or its JSON; {cure}")
+        fix = PYTHON_CELL if isinstance(mapping.get(key), str) else ONE_ROW_EACH
+        raise BadRow("wrong type", f"{key!r} is not a list of objects or its JSON; {fix}")
     return value

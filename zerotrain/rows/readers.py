@@ -20,8 +20,9 @@ COMPRESSIONS = (".gz", ".zst", ".bz2")
 MAX_ROW_CHARACTERS = 8_000_000
 MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # each value of an Arrow list takes over 100 bytes
 MAX_LINE_CHARACTERS = MAX_ROW_CHARACTERS + 1  # a line that was cut must still be too long
-# Values in the lists of a Parquet row group: a few bytes can stand for any number.
-MAX_GROUP_VALUES = 1 << 24
+# Values in the lists of a Parquet row group. A few bytes can stand for any number of values, and a
+# single row may have them all.
+MAX_GROUP_VALUES = 1 << 27
 TEXT_AT_ONCE = 1 << 20  # characters that are read of a JSON list
 JSON = json.JSONDecoder()
 BETWEEN_ROWS = re.compile(r"\s*(,?)\s*(\]?)")  # the text between two rows of a JSON list
@@ -199,11 +200,10 @@ def _read_parquet(file: str) -> Iterator[Row]:
     columns = [*metadata.schema]
     lists = [i for i, column in enumerate(columns) if column.max_repetition_level]
     for group in map(metadata.row_group, groups):
-        # A single row may have all these values.
         if sum(group.column(i).num_values for i in lists) > MAX_GROUP_VALUES:
             raise ValueError(
-                f"a row group has over {MAX_GROUP_VALUES:,} values in lists; write smaller row "
-                "groups, or fewer columns"
+                f"a row group has over {MAX_GROUP_VALUES:,} values in lists; write smaller ones: "
+                "to_parquet(FILE, row_group_size=1000) of pandas"
             )
     # Arrow ignores read_dictionary for columns other than strings.
     parquet = pyarrow.parquet.ParquetFile(
