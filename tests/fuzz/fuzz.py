@@ -157,7 +157,8 @@ def rows_target():
 
     model = ModelConfig(str(REPO / "data" / "sample" / "model"))
     train = TrainConfig(learning_rate=1.0, epochs=1, global_batch_size=1)
-    rows = [json.loads(text) for text, *_ in AS_THEY_ARE.values()] + [{"text": "one"}]
+    rows = [json.loads(text) for text, *_ in AS_THEY_ARE.values()]
+    rows += [{"text": "one"}, {"input_ids": [5, 6], "loss_mask": [0, 1]}]
     binary = []
     for row in rows:
         table = pyarrow.Table.from_pylist([row] * 3)

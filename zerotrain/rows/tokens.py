@@ -13,7 +13,7 @@ from zerotrain.rows.readers import BadRow, JsonObject
 
 IGNORED = -100  # the label of a token that is not supervised
 MASKS = {"loss_mask", "completion_mask", "assistant_masks", "attention_mask"}
-# Moves labels that name the next token. They end with -100, or with a token that input_ids lacks.
+# Shifts labels that name the next token. They end with -100, or with a token that input_ids lacks.
 UNSHIFT = (
     "jq -c 'if .labels[-1] == -100 then .labels = [-100] + .labels[:-1] else .input_ids += "
     ".labels[-1:] | .labels = [-100] + .labels end' OLD.jsonl > NEW.jsonl"
@@ -34,13 +34,8 @@ def read_tokens(
     Raises:
         BadRow: ids, labels and masks contradict each other, or one has an impossible value.
     """
-    lists = {"input_ids": np.array([], int)}
-    for key, value in row.items():
-        types = {*map(type, value)} if isinstance(value, list) else {None}
-        if not types <= ({int, bool} if key in MASKS else {int}):
-            raise BadRow("wrong type", f"{key} is not a list of integers, one for each token")
-        lists[key] = np.array(value)
-    ids = lists["input_ids"]
+    lists = _checked_lists(row)
+    ids = lists.pop("input_ids")
     vocabulary = _vocabulary_size(tokenizer)
     if wrong := ids[(ids < 0) | (ids >= vocabulary)].tolist():
         raise BadRow(
@@ -48,10 +43,44 @@ def read_tokens(
             f"input_ids has {wrong[0]}, but tokenizer {tokenizer.name_or_path} has the ids 0 to "
             f"{vocabulary - 1:,}; set model.tokenizer to the tokenizer that made the rows",
         )
+    attention = lists.pop("attention_mask", np.ones(len(ids)))
+    if "labels" in lists:
+        lists["labels"] = _is_learned(lists["labels"], ids)
+    masks = [*lists.values()]
+    needed = "answers" if masks else "all"
+    if supervise != needed:
+        raise BadRow(
+            "other data.supervise",
+            f"data.supervise must be {needed}, not {supervise}: labels or loss_mask say what is "
+            "supervised, and in a row without them it is every token",
+        )
+    mask = np.logical_and.reduce(masks or [attention])
+    kept = np.flatnonzero(attention)
+    if (np.diff(kept) > 1).any() or mask.sum() > mask[kept].sum():
+        raise BadRow(
+            "padding",
+            "attention_mask is 0 at supervised tokens or between others; remove such tokens, or "
+            f"give padding at the end the label {IGNORED}",
+        )
+    return ids[kept].astype(np.int32), mask[kept]
+
+
+def _checked_lists(row: JsonObject) -> dict[str, np.ndarray]:
+    """Return the lists of a row that have a number for each token.
+
+    Raises:
+        BadRow: the row is packed, lengths differ, or a value is not a whole number or, in masks,
+            not 0 or 1.
+    """
+    lists = {"input_ids": np.array([], int)}
+    for key, value in row.items():
+        types = {*map(type, value)} if isinstance(value, list) else {None}
+        if not types <= ({int, bool} if key in MASKS else {int}):
+            raise BadRow("wrong type", f"{key} is not a list of integers, one for each token")
+        lists[key] = np.array(value)
+    tokens = len(lists["input_ids"])
     # A row of one text may have these keys, too: axolotl numbers the tokens of every row.
-    of_one_text = {
-        "position_ids": np.arange(len(ids)), "seq_lengths": [len(ids)], "seq_start_id": [0]
-    }  # fmt: skip
+    of_one_text = {"position_ids": range(tokens), "seq_lengths": [tokens], "seq_start_id": [0]}
     for key, values in of_one_text.items():
         if not np.array_equal(lists.pop(key, values), values):
             raise BadRow(
@@ -60,34 +89,15 @@ def read_tokens(
                 "for each (TRL: packing=False), and data.batching packs them",
             )
     for key, values in lists.items():
-        if len(values) != len(ids):
+        if len(values) != tokens:
             raise BadRow(
                 "unequal lengths",
-                f"{key} has {len(values):,} values, but input_ids has {len(ids):,}; write one for "
+                f"{key} has {len(values):,} values, but input_ids has {tokens:,}; write one for "
                 "each token",
             )
         if key in MASKS and not np.isin(values, (0, 1)).all():
-            raise BadRow("wrong type", f"{key} has other values than 0 and 1; write these alone")
-    attention = lists.pop("attention_mask", np.ones(len(ids)))
-    kept = np.flatnonzero(attention)
-    if "labels" in lists:
-        lists["labels"] = _is_learned(lists["labels"], ids)
-    masks = [lists[key] for key in lists if key != "input_ids"]
-    needed = "answers" if masks else "all"
-    if supervise != needed:
-        raise BadRow(
-            "other data.supervise",
-            f"data.supervise must be {needed}, not {supervise}: with labels or loss_mask they say "
-            "what is supervised, and without them it is every token",
-        )
-    mask = np.logical_and.reduce(masks or [attention])
-    if (np.diff(kept) > 1).any() or mask.sum() > mask[kept].sum():
-        raise BadRow(
-            "padding",
-            "attention_mask is 0 at supervised tokens or between others; remove such tokens, or "
-            f"give padding at the end the label {IGNORED}",
-        )
-    return ids[kept].astype(np.int32), mask[kept]
+            raise BadRow("wrong type", f"{key} has other values than 0 and 1; write only these")
+    return lists
 
 
 def _is_learned(labels: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -28,6 +28,8 @@ from zerotrain.runtime.errors import UserError, describe
 
 Span = tuple[int, int]
 """Character offsets [start, end)."""
+Edge = tuple[int, int]
+"""The index of a turn's first or last placeholder, and the number of its characters beyond it."""
 
 # Placeholders are CJK ideographs of extension B: letters without case. Neither JSON nor repr
 # escapes them, and they almost never occur in text.
@@ -279,9 +281,9 @@ class Layout:
     Attributes:
         labels: the placeholders in text order; one may occur several times or never.
         constants: the text before, between and after the placeholders.
-        turns: two pairs for each wanted message: the index in `labels` of its first placeholder and
-            how many characters of the turn precede it; the same for the last placeholder and the
-            characters after it.
+        turns: two edges for each wanted message: the index in `labels` of its first placeholder,
+            and how many characters of the turn precede it; the same for the last placeholder and
+            the characters after it.
         unprompted: the end of the generation prompt, usually a thinking block, that is missing
             before a wanted turn; taken from the first turn that lacks any.
     """
@@ -314,8 +316,8 @@ class Layout:
             if is_needed and not {*LABEL.findall(str(message))} <= {*self.labels}:
                 raise self._rejected(number, "is incomplete", INCOMPLETE)
         located = [self._locate(number) for number in wanted]
-        self.turns = [turn for turn, _ in located]
-        self.unprompted = next((lacking for _, lacking in located if lacking), "")
+        self.turns = [(start, end) for start, end, _ in located]
+        self.unprompted = next((lacking for *_, lacking in located if lacking), "")
 
     def spans(self, text: str, strings: dict[str, str]) -> list[Span]:
         """Return the spans of the turns in a row's text.
@@ -344,8 +346,8 @@ class Layout:
             for (first, before), (last, after) in self.turns
         ]
 
-    def _locate(self, number: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], str]:
-        """Return where a turn starts and ends, as in `turns`, and what its prompt lacks.
+    def _locate(self, number: int) -> tuple[Edge, Edge, str]:
+        """Return the edges of a turn, and the end of the generation prompt that the row lacks.
 
         A turn ends with the text that follows it both here and when it is last. If there is none
         (gpt-oss, OLMo), it ends with the text that ends a user's turn. A line break after that
@@ -382,11 +384,11 @@ class Layout:
             raise self._rejected(
                 number, "is only partly inside the template's {% generation %} blocks", INCOMPLETE
             )
-        return ((first, before), (last, len(end))), lacking
+        return (first, before), (last, len(end)), lacking
 
     def _opening(self, number: int, before: str) -> tuple[int, str]:
-        """Return how many characters before a turn's first placeholder follow the server's prompt,
-        and the end of that prompt that the row lacks.
+        """Return how many characters between the server's prompt and a turn's first placeholder
+        belong to the turn, and the end of that prompt that the row lacks.
         """
         header, thoughts, *_ = _frame(self.template)
         if header and header in before:
