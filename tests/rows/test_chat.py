@@ -25,7 +25,7 @@ CONFIG = DataConfig(train_sources=["rows"])
 
 
 def byte_tokenizer(use_regex):
-    """Bytes and a few merges; without the regex these span the boundaries of words and marks."""
+    """Bytes and a few merges. Without the regex, merges span the boundaries of words and tags."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
@@ -157,7 +157,7 @@ FAMILIES = {
         ["<|im_start|>", "<|im_end|>"],
         ["2<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"],
     ),
-    "exaone 4": (  # the block of thoughts, which a prompt also has, belongs to the answer
+    "exaone 4": (  # the thinking block, which the prompt also has, belongs to the answer
         LOOP % "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
         "{% endif %}{{ m.content }}<|im_end|>\n"
         + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}",
@@ -177,7 +177,7 @@ FAMILIES = {
         ["<start_of_turn>", "<end_of_turn>", "<eos>"],
         ["2<end_of_turn>", "4<end_of_turn>"],
     ),
-    "mistral": (  # the system turn goes with the last user's
+    "mistral": (  # the system turn is inside the last user turn
         "{% set ns = namespace(last=0) %}"
         + LOOP % "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
         + LOOP % "{% if m.role == 'user' %}[INST] "
@@ -213,7 +213,7 @@ FAMILIES = {
         ["2</s>", "4</s>"],
     ),
 }  # fmt: skip
-for name in ("chatml", "llama-3"):  # which end with the header of an answer, asked or not
+for name in ("chatml", "llama-3"):  # variants that always end with the header of an answer
     template, *rest = FAMILIES[name]
     unasked = re.sub("{% if add_generation_prompt %}(.*){% endif %}", r"\1", template, flags=re.S)
     FAMILIES[f"{name}, unasked headers"] = (unasked, *rest)
@@ -249,7 +249,7 @@ def test_a_turn_is_its_content_and_its_own_end(family, as_tokens):
     assert without_space(supervised_turns(tokenizer, [*CHAT, CHAT[0]])) in map(
         without_space, ([first, last], [first, first.replace("2", "4")])
     )
-    if "must alternate" not in template:  # the header of the second is in none
+    if "must alternate" not in template:  # the header of the second answer is not supervised
         two = "".join(supervised_turns(tokenizer, [*CHAT[:2], CHAT[1]]))
         assert not re.search("assistant|chatbot|<.model|user", two, re.IGNORECASE)
 
@@ -283,7 +283,7 @@ def row_with_calls(*arguments):
 @pytest.mark.parametrize("written", ["ARGUMENTS | tojson", "(ARGUMENTS + '')", "ARGUMENTS"])
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": "x y"}, '{"a": 1, "b": "x y"}', {}])
 def test_tool_calls_are_supervised(arguments, written):
-    """Functionary's templates concatenate arguments, so that these have to be strings."""
+    """Functionary's templates concatenate arguments, so arguments must be strings."""
     written = written.replace("ARGUMENTS", "c.function.arguments")
     template = CALLS.replace("c.function.arguments | tojson", written)
     tokenizer = tokenizer_with(WORDS, template, ["</s>"], "</s>")
@@ -540,7 +540,7 @@ SPECIAL = ["<|end|>", "</s>", "<|eot|>", "<|last|>", "<|return|>", "<|start|>", 
 
 
 @settings(max_examples=100, deadline=None)
-@example(  # whose first answer has no end as the last message, and a mark within the row
+@example(  # the first answer has an end within the row, but none when it is last
     style=Style("<|ROLE|>\n", "", "<|end|>", "", "", "", "asked", False, True),
     contents=["yes.", '</think>yes."', "yes.", "yes."],
     as_tokens=False,

@@ -12,7 +12,7 @@ from zerotrain.rows.sources import BadRow, RawRow, parse_row
 
 
 def canonical(row, columns=None, **options):
-    """As in a run: from JSON, with the format detected from the keys."""
+    """The row in its one form, from JSON and with the format detected, as in a run."""
     config = DataConfig(train_sources=["rows"], **options)
     found = parse_row(RawRow("rows", 1, json.dumps(row)), columns or {}, config.ignore_keys)
     source = Source("rows", format=detect_format(found), columns=columns or {})
@@ -289,7 +289,7 @@ def test_no_message_tells_to_ignore_a_key_that_may_exclude_rows(key):
 
 
 def test_every_key_is_used_or_refused():
-    """Any key with a value, at each level: in the result, metadata, or refused by its name."""
+    """At every level, a key with a value is in the result, is metadata, or is refused by name."""
     for key in ("annotation", "audio", "Answer2", "label", "thoughts"):
         extra = {key: "something"}
         part = {"type": "text", "text": "a", **extra}

@@ -57,7 +57,7 @@ def save(folder, name):
         if ".csv" in name:
             pyarrow.csv.write_csv(table, out)
         elif ".jsonl" in name and name != "list.jsonl":
-            for row in ROWS:  # as of joined files, each with its mark
+            for row in ROWS:  # each of several joined files has a byte order mark
                 out.write(codecs.BOM_UTF8 + json.dumps(row, ensure_ascii=False).encode() + b"\n\n")
         else:
             out.write(json.dumps(ROWS, indent=1).encode())
@@ -71,7 +71,7 @@ NAMES = ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.jsonl.gz", "a.
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     path = save(tmp_path, name)
-    if name == "lines.json":  # one object per line in spite of the name
+    if name == "lines.json":  # one object per line, despite the name
         write_rows(path, ROWS)
     assert rows_in(path) == ROWS
 
@@ -84,7 +84,7 @@ PADDED = """
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
 def test_every_kind_of_file_leaves_out_the_nulls_that_tables_add(tmp_path, name):
-    """Of objects, maps and the JSON in which datasets keeps mixed types, but not of lists."""
+    """In objects, maps and the JSON that datasets keeps mixed types in, but not in lists."""
     texts = pa.array(['{"k": 1, "l": null}', '"q"'])
     table = pa.table(
         {
@@ -118,7 +118,7 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path, monkeypatch
 
     (tmp_path / "deep").mkdir()
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    # what remains of earlier shards, and of map(); without state.json, too
+    # leftovers of earlier shards and of map(), also without state.json
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"prompt": "mapped"})
     [left] = (tmp_path / "saved").glob("cache-*.arrow")
     for name in ("saved/data-00000-of-00002.arrow", "deep/cache-0a.arrow"):
@@ -187,7 +187,7 @@ def test_no_file_is_given_twice(tmp_path):
             require_distinct([Source(str(tmp_path / name)) for name in names])
 
 
-def test_bad_files_say_what_is_wrong(tmp_path):
+def test_errors_of_damaged_files_say_what_is_wrong(tmp_path):
     for name, text, problem in (
         ("x.json", '[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
         ("x.csv", 'a,b\n1,2\n3,"4" 5\n', "not CSV after line 2"),
@@ -276,8 +276,8 @@ def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected)
     assert found == expected and peak_mib < 700
 
 
-def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_path, monkeypatch):
-    """In a row group of Parquet, and in a JSON list under gzip."""
+def test_few_bytes_that_stand_for_many_values_are_refused_unparsed(tmp_path, monkeypatch):
+    """A row group of Parquet, an Arrow list, and a JSON list under gzip."""
     monkeypatch.setattr(readers, "MAX_GROUP_VALUES", 1 << 20)
     count = readers.MAX_GROUP_VALUES // 2 + 1  # in each of two columns
     column = pa.ListArray.from_arrays(
@@ -288,7 +288,9 @@ def test_few_bytes_that_stand_for_many_are_refused_before_they_are_objects(tmp_p
     assert path.stat().st_size < 10_000
     assert "values in lists" in refusal(path)
     monkeypatch.setattr(readers, "MAX_LIST_VALUES", 9)
-    monkeypatch.setattr(readers, "TEXT_AT_ONCE", 1 << 23)  # or it is parsed after each piece
+    monkeypatch.setattr(
+        readers, "TEXT_AT_ONCE", 1 << 23
+    )  # otherwise it is parsed again after each piece
     pq.write_table(pa.table({"text": ["a"], "x": [[0] * 10]}), path)
     assert "over 9 values" in refusal(path)
     path = tmp_path / "rows.json.gz"

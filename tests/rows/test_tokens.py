@@ -90,7 +90,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_what_other_trainers_store_with_tokens_is_used(sample_tokenizer, case):
+def test_lists_that_other_trainers_store_beside_tokens_are_used(sample_tokenizer, case):
     assert example({"input_ids": IDS, **SAME[case]}, sample_tokenizer) == (IDS, LAST_TWO)
 
 

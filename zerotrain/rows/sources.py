@@ -69,7 +69,7 @@ class RawRow(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------
-# Files and hub data sets
+# Files and hub datasets
 
 
 def local_files(path: str) -> list[str]:
@@ -81,10 +81,10 @@ def local_files(path: str) -> list[str]:
     Raises:
         UserError: no file is found, a link is broken, or the files belong to several splits.
     """
-    found = files_of(path)
-    rows = [file for file in found if FORMAT.search(file) and _has_rows(Path(file))]
+    candidates = files_of(path)
+    rows = [file for file in candidates if FORMAT.search(file) and _has_rows(Path(file))]
     if not rows:
-        what = "it has no file of rows" if found else "no such file"
+        what = "it has no file of rows" if candidates else "no such file"
         raise UserError(
             f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
             f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV"
@@ -95,14 +95,14 @@ def local_files(path: str) -> list[str]:
     common = os.path.commonpath(files)
     splits = {split_of(file.removeprefix(common)): file for file in files}
     # Read together, a test split would be trained on.
-    if len(splits) > 1 or "dataset_dict.json" in {Path(f).name for f in found}:
+    if len(splits) > 1 or "dataset_dict.json" in {Path(f).name for f in candidates}:
         named = first_of([*splits.values()])
         raise UserError(f"{path}: it has several splits ({named}); give the files of one split")
     return files
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a file contains rows.
+    """Return whether a file belongs to the dataset in its folder.
 
     Raises:
         UserError: it is a broken link, or a file is missing from its saved dataset.
@@ -113,9 +113,8 @@ def _has_rows(file: Path) -> bool:
     state = file.with_name("state.json")
     if file.suffix == ".arrow" and state.is_file():
         saved = [file.with_name(name) for name in SAVED.findall(state.read_text())]
-        for missing in saved:
-            if not missing.exists():
-                raise UserError(f"{missing}: missing, but state.json names it; copy it as well")
+        if missing := [name for name in saved if not name.exists()]:
+            raise UserError(f"{missing[0]}: missing, but state.json names it; copy it as well")
         return file in saved
     # Opening a FIFO would wait for a writer.
     return file.is_file() and not NO_ROWS.fullmatch(file.name)
