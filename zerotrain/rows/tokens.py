@@ -45,14 +45,19 @@ def read_tokens(
         )
     attention = lists.pop("attention_mask", np.ones(len(ids)))
     if "labels" in lists:
-        lists["labels"] = _is_learned(lists["labels"], ids)
+        lists["labels"] = _labeled(lists["labels"], ids)
     masks = [*lists.values()]
-    needed = "answers" if masks else "all"
-    if supervise != needed:
+    if masks and supervise != "answers":
         raise BadRow(
             "other data.supervise",
-            f"data.supervise must be {needed}, not {supervise}: labels or loss_mask say what is "
-            "supervised, and in a row without them it is every token",
+            f"its labels or masks say what is supervised, but data.supervise is {supervise}; set "
+            "it to answers",
+        )
+    if not masks and supervise != "all":
+        raise BadRow(
+            "nothing supervised",
+            "nothing says which tokens are supervised; add labels or loss_mask, or set "
+            "data.supervise: all to train on every token",
         )
     mask = np.logical_and.reduce(masks or [attention])
     kept = np.flatnonzero(attention)
@@ -100,12 +105,16 @@ def _checked_lists(row: JsonObject) -> dict[str, np.ndarray]:
     return lists
 
 
-def _is_learned(labels: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return which tokens have a label, bool [tokens]. It must be the token's own id."""
-    is_learned = labels != IGNORED
-    wrong = np.flatnonzero(is_learned & (labels != ids))
+def _labeled(labels: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return which tokens have a label, bool [tokens].
+
+    Raises:
+        BadRow: a label is not the id of its token.
+    """
+    is_labeled = labels != IGNORED
+    wrong = np.flatnonzero(is_labeled & (labels != ids))
     if not len(wrong):
-        return is_learned
+        return is_labeled
     problem = (
         f"the label of token {wrong[0] + 1} is {labels[wrong[0]]}; it must be the token's id, "
         f"{ids[wrong[0]]}, or {IGNORED}, which is not supervised"
@@ -117,4 +126,5 @@ def _is_learned(labels: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # get_vocab makes a dictionary of all tokens
 def _vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id of a tokenizer plus one; added tokens count, too."""
     return max(tokenizer.get_vocab().values()) + 1
