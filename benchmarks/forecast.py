@@ -1,19 +1,20 @@
 """Forecasts of scripts/plan.py beside what others have measured.
 
     python -m benchmarks.forecast [FILE.csv] [--fit]
-    python -m benchmarks.forecast --run runs/mine [--gpu h100-80gb]
 
-Prints a line per run of the file (default: benchmarks/published_runs.csv): tokens/s of a GPU as
-measured and as forecast, their ratio, and the peak of a GPU's memory where it is published; for
-runs that differ in the number of nodes alone, whether the verdict on the further nodes is right;
-and the errors. --fit fits the constants of zerotrain/tools/estimate.py to the file, and prints them
-and the errors of runs that were held out. --run prints the line of a run of train.py, on the GPU
-that it has recorded unless --gpu names another.
+Prints a line for each run of the file (default: benchmarks/published_runs.csv): a GPU's tokens/s as
+measured and as forecast, their ratio, and the peak memory if it is published. Some pairs of runs
+differ only in the number of nodes; for them it prints whether the planner's verdict on the added
+nodes is right. The last line has the errors.
 
-Columns: sizes of the model; the GPU (a100, h100 ...) and its GB; the number of GPUs, 8 to a node;
-tokens of a row, rows of a micro-batch, micro-steps; the ZeRO stage ("3 offload": to CPU memory;
-FSDP's full sharding is 3); the share of layers that is recomputed (0, 1; selective: half, without
-effect on the estimated memory); LoRA or compiled in `weights`; and what was measured.
+--fit fits the constants of zerotrain/tools/estimate.py to the file. It prints the constants, and
+the errors of forecasts of runs that were held out of the fit.
+
+Columns of the file: sizes of the model; the GPU (a100, h100 ...) and its GB; the number of GPUs, 8
+to a node; tokens of a row, rows of a micro-batch, micro-steps; the ZeRO stage (FSDP's full sharding
+is 3; "3 offload" is CPU offload); the share of layers that is recomputed (0, 1, or `selective`:
+half, without effect on the estimated memory); `weights`, which may name LoRA or `compiled`; and the
+measured speed and memory.
 """
 
 import argparse
@@ -32,12 +33,7 @@ import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoConfig
 
-from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
-from zerotrain.config.ds_config import offload_devices, zero_stage
-from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
-from zerotrain.model.architecture import count_flops
-from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import GIB, Machine
@@ -49,16 +45,17 @@ from zerotrain.tools.estimate import (
     find_gpu,
     step_time,
 )
-from zerotrain.tools.memory import estimate_memory, layer_widths
-from zerotrain.tools.records import read_metrics
+from zerotrain.tools.memory import estimate_memory
 from zerotrain.training.setup import Architecture, Setup, resolve
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
 NODE_GPUS = 8
-KINDS = {"2": "starcoder2", "3": "llama"}  # models with so many matrices in a feed-forward block
+KINDS = {"2": "starcoder2", "3": "llama"}
+"""Model type by the number of matrices in a feed-forward block."""
 RECOMPUTED = {"0": 0.0, "1": 1.0, "selective": 0.5}
-DEEPSPEED_SLOWDOWN = 1.62  # of compute, in the runs of DeepSpeed 0.14
-ASSUMED = {  # of each constant: what is likely without the table, and the spread of its logarithm
+DEEPSPEED_SLOWDOWN = 1.62
+"""The published runs of DeepSpeed 0.14 took this many times the forecast compute."""
+ASSUMED = {
     "matmul_share": (0.75, 0.3),
     "attention_share": (0.45, 0.5),
     "head_share": (0.5, 0.5),
@@ -74,7 +71,9 @@ ASSUMED = {  # of each constant: what is likely without the table, and the sprea
     "cpu_adam_per_s": (2e9, 0.5),
     "slowdown": (1.3, 0.4),
 }
-RUN_SPREAD = 0.05  # of the logarithm of a run's speed
+"""A constant's likely value without the table, and the spread of its logarithm."""
+RUN_SPREAD = 0.05
+"""Spread of the logarithm of a run's speed."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class PublishedRun:
 
     @cached_property
     def setup(self) -> Setup:
-        """The run as scripts/plan.py would resolve it."""
+        """The run, resolved as scripts/plan.py resolves it."""
         tokens = self.sequence * self.micro_batch
         lora = "LoRA" in self.weights
         shape = {
@@ -139,12 +138,12 @@ class PublishedRun:
         return resolve(config, machine, architecture(json.dumps(shape), lora))
 
     def is_like(self, other: "PublishedRun") -> bool:
-        """Whether the two differ in their number of GPUs alone."""
+        """Return whether the two runs differ only in their number of GPUs."""
         rest = {"gpus": 0, "tokens_per_s_per_gpu": 0, "peak_gib": None}
         return replace(self, **rest) == replace(other, **rest)
 
     def tokens_per_s(self, rates: Rates) -> float:
-        """The forecast for a GPU; an array if the rates are arrays."""
+        """Return the forecast for one GPU. It is an array if the rates are arrays."""
         local = self.setup.machine.local_ranks
         if "DeepSpeed" not in self.source:
             rates = replace(rates, slowdown=1)
@@ -169,7 +168,7 @@ class PublishedRun:
 
 @cache
 def architecture(shape: str, lora: bool) -> Architecture:
-    """The model of a config.json on the meta device."""
+    """Return the model of a config.json on the meta device."""
     config = AutoConfig.for_model(**json.loads(shape))
     return Architecture.of(ModelConfig("published", lora=LoraConfig() if lora else None), config)
 
@@ -178,65 +177,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", nargs="?", default=str(PUBLISHED))
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--run", type=Path, help="output_dir of a run")
-    parser.add_argument("--gpu", help="in place of the one that the run has recorded")
+    parser.add_argument("file", nargs="?", default=str(PUBLISHED), help="table of runs")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to the table")
     args = parser.parse_args()
-    runs = [own_run(args.run, args.gpu)] if args.run else read_runs(args.file)
-    if args.run:
-        print(pd.DataFrame(runs).to_csv(index=False))
+    runs = read_runs(args.file)
     show_fit(runs) if args.fit else show_forecasts(runs)
 
 
-def own_run(folder: Path, gpu: str | None) -> PublishedRun:
-    """What a run of train.py has recorded from its second step on, as a line of the table.
-
-    Args:
-        folder: output_dir of the run.
-        gpu: its name and GB; None: what the run has recorded.
-    """
-    config = parse_command_line(["--config", str(folder / RESOLVED_CONFIG)]).config
-    ds_config = json.loads(read_text(str(folder / RESOLVED_DS_CONFIG)))
-    steps = pd.DataFrame(read_metrics(folder)[1:])
-    if steps.empty:
-        raise UserError(f"{folder}: has no second step, the first that counts")
-    start = read_metrics(folder, "start")[-1]
-    ranks = start["world_size"]
-    skeleton = Architecture.of(config.model, load_model_config(config.model)).skeleton
-    text = skeleton.config.get_text_config()
-    hidden, queries, keys, inner, _ = map(round, layer_widths(skeleton))
-    sequence = round(steps.tokens.sum() / steps.examples.sum())
-    offloads = set(offload_devices(ds_config).values()) != {"none"}
-    model = config.model
-    device = find_gpu(gpu or min(start["ranks"]).rpartition(": ")[2])  # HOST: DEVICE
-    return PublishedRun(
-        source="train.py",
-        model=Path(model.name_or_path).name,
-        hidden=hidden,
-        layers=text.num_hidden_layers,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_attention_heads * keys // queries,
-        mlp_matrices=str(round((count_flops(skeleton).linear_cost - 2 * (queries + keys)) / inner)),
-        mlp_width=inner,
-        vocabulary=text.vocab_size,
-        tied=text.tie_word_embeddings,
-        gpu=device.name,
-        gpu_gib=device.memory_gib,
-        gpus=ranks,
-        sequence=sequence,
-        micro_batch=max(1, config.data.micro_batch_tokens // sequence),
-        accumulation=round(steps.micro_steps.mean()),
-        zero=f"{zero_stage(ds_config)}{' offload' * offloads}",
-        checkpointing=str(int(model.activation_checkpointing)),
-        weights="LoRA" if model.lora else "compiled" if model.compile else "eager",
-        tokens_per_s_per_gpu=steps.tokens_per_s.median() / ranks,
-        peak_gib=steps.memory_peak_gib.max() if "memory_peak_gib" in steps else None,
-    )
-
-
 def read_runs(file: str) -> list[PublishedRun]:
-    """The lines of a table. Raises UserError: names the line and the column."""
+    """Return the runs of a table. A UserError names the line and the column of a mistake."""
     lines = csv.DictReader(io.StringIO(read_text(file)))
     rows = [{name: value or None for name, value in line.items()} for line in lines]
     try:
@@ -247,7 +196,7 @@ def read_runs(file: str) -> list[PublishedRun]:
         where = ".".join(map(str, column))
         raise UserError(f"{file}:{number + 2}: {where}: {problem['msg']}") from error
     if not runs:
-        raise UserError(f"{file}: no runs; its first line has to name the columns")
+        raise UserError(f"{file} has no runs: give a line with the columns, then a line per run")
     return runs
 
 
@@ -256,13 +205,15 @@ def read_runs(file: str) -> list[PublishedRun]:
 
 
 def ratios_of(runs: Sequence[PublishedRun], rates: Rates) -> np.ndarray:
-    """Forecast over measured speed of each run; of a row for each if the rates are arrays."""
+    """Return forecast / measured speed of each run. If the rates are arrays, each run has a row."""
     return np.array([run.tokens_per_s(rates) / run.tokens_per_s_per_gpu for run in runs])
 
 
 def fit(runs: Sequence[PublishedRun]) -> Rates:
-    """The constants of the least squares of logarithms: of the runs' speeds in units of RUN_SPREAD,
-    and of the constants' distance from ASSUMED in units of their spreads; by Gauss and Newton.
+    """Return the constants that fit the runs best.
+
+    Gauss-Newton minimizes a sum of squared logarithms: forecast / measured speed of each run, in
+    units of RUN_SPREAD, and each constant / its value in ASSUMED, in units of its spread.
     """
     likely, spread = np.array([*ASSUMED.values()]).T[..., None]
     nudge = 1e-5
@@ -279,10 +230,10 @@ def fit(runs: Sequence[PublishedRun]) -> Rates:
 
 
 def held_out(runs: Sequence[PublishedRun], folds: Sequence[object]) -> np.ndarray:
-    """Forecast over measured speed of each run, with constants that fit all runs of other folds.
+    """Return forecast / measured speed of each run, with the constants fitted to the other folds.
 
     Args:
-        folds: the fold of each run.
+        folds: one fold per run.
     """
     every, folds, ratios = np.array(runs), np.array(folds), np.empty(len(runs))
     for fold in np.unique(folds):
@@ -292,12 +243,12 @@ def held_out(runs: Sequence[PublishedRun], folds: Sequence[object]) -> np.ndarra
 
 
 def thirds(runs: Sequence[PublishedRun]) -> list[int]:
-    """A fold for each run, drawn at random."""
+    """Return a random fold, of three, for each run."""
     return np.random.default_rng(0).integers(0, 3, len(runs)).tolist()
 
 
 def show_fit(runs: Sequence[PublishedRun]) -> None:
-    """Print the constants that fit all runs, and the errors of runs that were held out."""
+    """Print the constants that fit all runs, and the errors of held-out runs."""
     rates = fit(runs)
     print("\n".join(f"{name:20} {getattr(rates, name):.3g}" for name in ASSUMED))
     print(f"a third held out: {errors(held_out(runs, thirds(runs)))}")
@@ -311,7 +262,7 @@ def show_fit(runs: Sequence[PublishedRun]) -> None:
 
 
 def show_forecasts(runs: Sequence[PublishedRun]) -> None:
-    """Print a line per run, the verdicts on further nodes, and the errors."""
+    """Print a line per run, the verdicts on added nodes, and the errors."""
     ratios = ratios_of(runs, Rates(slowdown=DEEPSPEED_SLOWDOWN))
     measured = np.array([run.tokens_per_s_per_gpu for run in runs])
     forecasts = measured * ratios
@@ -337,18 +288,17 @@ def show_forecasts(runs: Sequence[PublishedRun]) -> None:
     ]
     right = sum((real >= WORTHWHILE) == (forecast >= WORTHWHILE) for real, forecast in pairs)
     print(
-        f"whether a GPU keeps {WORTHWHILE:.0%} of its tokens/s on further nodes: {right} of "
-        f"{len(pairs)} pairs right\n{errors(ratios)}"
+        f"right about whether a GPU keeps {WORTHWHILE:.0%} of its tokens/s on more nodes: {right} "
+        f"of {len(pairs)} pairs\n{errors(ratios)}"
     )
 
 
 def errors(ratios: np.ndarray) -> str:
-    """The errors of forecasts over what was measured."""
+    """Return a summary of the errors of forecasts, from forecast / measured speeds."""
     percent = 100 * abs(ratios - 1)
-    nine = np.quantile(percent, 0.9)
-    close = 100 * np.mean(percent <= 20)
-    return f"nine of ten within {nine:.0f} %; median error {np.median(percent):.1f} %; " + (
-        f"within 20 %: {close:.1f} %"
+    return (
+        f"90% of runs within {np.quantile(percent, 0.9):.0f}%; median error "
+        f"{np.median(percent):.1f}%; {np.mean(percent <= 20):.1%} of runs within 20%"
     )
 
 

@@ -2,14 +2,15 @@
 
     python -m benchmarks.gpu --out FOLDER [--minutes 9] [--only NAME ...] [--toy]
 
-Runs the CHECKS below, the most important ones first, each in processes of its own and within the
-minutes that it has there. A check that fails does not stop the others. After each one
-FOLDER/results.json is written again; the table at the end has the targets beside the figures. A
-check begins only if its minutes are left of --minutes, and unless FOLDER has a result of it that is
-no failure: the same command continues. Needs about 20 GB of disk and no network. --toy runs every
-check at toy size on CPU, to test this file; its figures mean nothing.
+Runs the CHECKS below, the most important ones first. Each check has processes of its own and a
+limit in minutes. A check that fails does not stop the others. FOLDER/results.json is written after
+each check. The lines at the end show where a figure misses its target.
 
-Exit code: 0 all checks that were asked for passed, 1 otherwise. A missed target is no failure.
+A check starts only if its limit fits into what is left of --minutes. Checks that passed before are
+not repeated, so the same command continues. It needs about 20 GB of disk and no network. --toy runs
+every check at toy size on CPU, to test this file; its figures mean nothing.
+
+Exit code: 0 if all requested checks passed, 1 otherwise. A missed target still passes.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import gzip
 import json
 import math
 import os
+import string
 import sys
 import tempfile
 import time
@@ -30,25 +32,25 @@ import numpy as np
 import pandas as pd
 import torch
 
-from benchmarks.against_trainer import read_trainer, train_py, trainer, write_rows
 from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.local_ranks import run_local_ranks
-from zerotrain.tools.memory import estimate_memory
+from zerotrain.tools.memory import USED_SHARE, estimate_memory
 from zerotrain.tools.records import read_metrics
 from zerotrain.training.setup import open_run
 
 REPO = Path(__file__).resolve().parent.parent
+TOKENIZER = REPO / "data" / "sample" / "model"
 PUBLISHED = json.loads((REPO / "recipes" / "shapes.json").read_text())
 LLAMA_8B = PUBLISHED["meta-llama/Llama-3.1-8B"]
 SHAPES = {
     "0.6b": PUBLISHED["Qwen/Qwen3-0.6B"],
     "1.5b": PUBLISHED["Qwen/Qwen2.5-1.5B"],
     "8b": LLAMA_8B,
-    # all weights of 32 layers take 18 bytes each, more than one GPU of 141 GB has
+    # With all 32 layers, 18 bytes per weight would exceed a GPU of 141 GB.
     "8b_16_layers": LLAMA_8B | {"num_hidden_layers": 16},
-    "experts": PUBLISHED["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 4},  # 3 billion parameters
+    "experts": PUBLISHED["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 4},
 }  # fmt: skip
 TOY_SHAPE = {
     "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -75,54 +77,55 @@ print(2 * size**3 / timer.timeit(30).mean / 1e12)
 """
 MEAN_LENGTH = 500  # tokens of a row
 WARM_UP_STEPS = 3
-STEPS = 8  # of each run
-LOSS_TOLERANCE = 0.02  # relative, of runs that train the same in other ways
-USED_SHARE = 0.9  # of the GPU's memory, by the estimate of a run without recomputation
+STEPS = 8  # Every run is killed after as many steps.
+LOSS_TOLERANCE = 0.02  # relative
 TARGETS = {"model_tflops_per_s": 430, "share_of_matmul": 0.65, "train_py_over_this": 1.15}
-"""Of figures, at least, on an H100 or H200."""
+"""Smallest good value of a figure on an H100 or H200."""
 WITH_TARGETS = ("1.5b", "8b_16_layers", "against_trainer")
-"""How the names of checks begin that train all weights of 1.5B parameters and more."""
+"""First part of the names of checks that have targets: all weights of 1.5B parameters or more are
+trained.
+"""
 FAILED = "FAILED"
-"""In place of the name of a run: the figures say why its check has failed."""
+"""Name of the entry that says why a check has failed."""
 Figures = dict[str, Any]
 
 
 class CheckFailed(Exception):
-    """A check has found a problem; its text says which."""
+    """A check has failed. `str(error)` says why."""
 
 
 @dataclass
 class Bench:
-    """Where the checks run, and until when."""
+    """Folder and deadline of the running check."""
 
     folder: Path
     toy: bool
     end: float = math.inf
-    """time.monotonic() when the minutes of the check are over."""
+    """Value of time.monotonic() at which the check is out of time."""
     matmul_tflops_per_s: float = math.nan
-    """Measured first, in the same call."""
+    """Rate of the matrix product, measured first in the same call."""
 
     def command(self, *words: object, until: Callable[[], bool] = lambda: False) -> str:
-        """The output of a command of Python's. It is killed, with all that it has started, as soon
-        as `until` is true.
+        """Run `python WORDS` and return its output. The command and its children are killed as
+        soon as `until` returns True.
 
         Raises:
-            CheckFailed: it fails, or the minutes of the check are over.
+            CheckFailed: the command failed or ran out of time.
         """
         seconds = self.end - time.monotonic()
         ended = run_local_ranks(1, words, self.folder / "log.txt", until, seconds)
         if ended.code:
             raise CheckFailed(f"{words[0]}, exit code {ended.code}: {ended.output[-3000:]}")
         if time.monotonic() > self.end:
-            raise CheckFailed("its minutes are over")
+            raise CheckFailed("out of time")
         return ended.output
 
     def size(self, value: int, toy_value: int) -> int:
         return toy_value if self.toy else value
 
     def model(self, shape: str, max_length: int) -> Path:
-        """A folder with the config.json of a shape. The 0.6B shape also has weights there: random
-        ones that are drawn by a run differ between ZeRO 3 and the other stages.
+        """Return a folder with the config.json of a shape. The 0.6B shape also gets weights: the
+        random weights of ZeRO 3 differ from those that the other stages draw.
         """
         folder = self.folder / f"model_{shape}_{max_length}"
         if not folder.is_dir():
@@ -135,48 +138,60 @@ class Bench:
         return folder
 
     def rows(self, max_length: int, count: int) -> Path:
-        """Rows of log-normal lengths, a few of them 20 times the mean."""
+        """Write rows of random letters and return the file. Lengths are log-normal: a few are 20
+        times the mean. The first half of a row is its prompt.
+        """
         file = self.folder / f"rows_{max_length}_{count}.jsonl"
         spread = 1.12
         mean = math.log(self.size(MEAN_LENGTH, 60)) - spread**2 / 2
-        lengths = np.random.default_rng(0).lognormal(mean, spread, count)
-        write_rows(file, np.clip(lengths, 8, max_length - 2))
+        rng = np.random.default_rng(0)
+        lengths = np.clip(rng.lognormal(mean, spread, count), 8, max_length - 2).astype(int)
+        letters = list(string.ascii_lowercase)  # one token each
+        with file.open("w") as out:
+            for length in lengths:
+                text = "".join(rng.choice(letters, length - 1))
+                row = {"prompt": text[: length // 2], "completion": text[length // 2 :]}
+                out.write(json.dumps(row) + "\n")
         return file
 
     def command_of(
         self, shape: str = "0.6b", tokens: int = 4096, stage: int | str = 1, **settings: object
     ) -> list[object]:
-        """The command of a run of train.py.
+        """Return the command of a run of train.py.
 
         Args:
-            tokens: of the longest row, of a micro-batch, and a quarter of a step's.
-            stage: which of ds_configs/zeroSTAGE.json.
-            settings: of the run config, by dotted key.
+            tokens: length of the longest row and size of a micro-batch; a step has four times as
+                many tokens.
+            stage: the run uses ds_configs/zeroSTAGE.json.
+            settings: dotted keys of the run config, and their values.
         """
         tokens = self.size(tokens, 256)
-        return train_py(
-            self.folder,
-            {
-                "output_dir": tempfile.mkdtemp(dir=self.folder),
-                "ds_config": f"ds_configs/zero{stage}.json",
-                "model.name_or_path": self.model(shape, tokens),
-                "model.from_config": shape != WITH_WEIGHTS,
-                "data.train_sources": [str(self.rows(tokens, self.size(4000, 200)))],
-                "data.max_length": tokens,
-                "data.micro_batch_tokens": tokens,
-                "train.global_batch_tokens": 4 * tokens,
-                "train.steps": 10_000,
-                "train.precision": "fp32" if self.toy else "bf16",
-                **settings,
-            },
-        )
+        settings = {
+            "output_dir": tempfile.mkdtemp(dir=self.folder),
+            "ds_config": f"ds_configs/zero{stage}.json",
+            "model.name_or_path": self.model(shape, tokens),
+            "model.from_config": shape != WITH_WEIGHTS,
+            "model.tokenizer": TOKENIZER,
+            "data.train_sources": [str(self.rows(tokens, self.size(4000, 200)))],
+            "data.max_length": tokens,
+            "data.micro_batch_tokens": tokens,
+            "data.cache_dir": self.folder / "cache",
+            "train.global_batch_tokens": 4 * tokens,
+            "train.steps": 10_000,
+            "train.precision": "fp32" if self.toy else "bf16",
+            **settings,
+        }
+        file = self.folder / "config.yaml"
+        file.write_text("tracking: {wandb: disabled}\ntrain: {learning_rate: 1e-4}\n")
+        flags = [f"--{key}={value}" for key, value in settings.items()]
+        return ["train.py", "--config", file, *flags]
 
     def train(self, command: list[object]) -> tuple[list[dict[str, Any]], Figures]:
-        """STEPS steps of train.py, which is then killed: it would save at its end. Activations are
-        recomputed only where the estimate without it does not fit.
+        """Run train.py for STEPS steps, then kill it, because it would save at its end. Activations
+        are recomputed only if the run would not fit without, by the estimate.
 
         Returns:
-            The records of the steps, and what the run was estimated to take.
+            The records of the steps, and the estimated memory with a note.
         """
         note = "nothing recomputed"
         run, peak = estimated(command)
@@ -192,11 +207,13 @@ class Bench:
         return read_metrics(run)[:STEPS], {"estimated_gib": peak / GIB, "note": note}
 
     def compare(self, runs: dict[str, dict[str, Any]]) -> dict[str, Figures]:
-        """The figures of runs by name; if there are several, all have to have the losses of the
-        first.
+        """Return the figures of some runs, by name.
 
         Args:
-            runs: arguments of `command_of`.
+            runs: the arguments of `command_of` for each run.
+
+        Raises:
+            CheckFailed: a run's losses differ from the first run's.
         """
         found = {name: self.train(self.command_of(**options)) for name, options in runs.items()}
         losses = {name: [step["loss"] for step in steps] for name, (steps, _) in found.items()}
@@ -206,7 +223,7 @@ class Bench:
         return {name: self.figures_of(steps) | more for name, (steps, more) in found.items()}
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
-        """Rates from the end of the warm-up on, whatever happens between steps included."""
+        """Return the rates after the warm-up. Their time includes what happens between steps."""
         timed = steps[WARM_UP_STEPS:]
         seconds = steps[-1]["time"] - steps[WARM_UP_STEPS - 1]["time"]
         figures = {"tokens_per_s": sum(step["tokens"] for step in timed) / seconds}
@@ -221,9 +238,7 @@ class Bench:
 
 
 def estimated(command: list[object]) -> tuple[Path, float]:
-    """The folder of a run on one GPU, and the bytes that it needs by the estimate, from the command
-    of train.py.
-    """
+    """Return the folder of a run of train.py on one GPU, and the estimated bytes that it needs."""
     config = parse_command_line([str(word) for word in command[1:]]).config
     machine = Machine(1, 1, "cuda" if torch.cuda.is_available() else "cpu", "bf16")
     return Path(config.output_dir), estimate_memory(open_run(config, machine)[0]).peak
@@ -234,7 +249,7 @@ def estimated(command: list[object]) -> tuple[Path, float]:
 
 
 def environment(bench: Bench) -> dict[str, Figures]:
-    """Versions, and the rate of a bf16 product of two 8,192 x 8,192 matrices."""
+    """Measure the rate of a bf16 product of two 8,192 x 8,192 matrices; note the versions."""
     if not (bench.toy or torch.cuda.is_available()):
         raise CheckFailed("no GPU; --toy runs everything at toy size on CPU")
     bench.matmul_tflops_per_s = float(bench.command("-c", MATMUL).splitlines()[-1])
@@ -245,18 +260,18 @@ def environment(bench: Bench) -> dict[str, Figures]:
 
 
 def tests(bench: Bench) -> dict[str, Figures]:
-    """pytest -m gpu: the varlen kernel, NCCL and the loss against the CPU's."""
+    """Run pytest -m gpu: the varlen kernel, NCCL, and the loss against the CPU's."""
     output = bench.command("-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests")
     return {"": {"note": output.splitlines()[-1]}}
 
 
 def measured(shape: str, tokens: int, **options: Any) -> dict[str, dict[str, Any]]:
-    """One run with micro-batches of `tokens` tokens."""
+    """Return a check of one run with micro-batches of `tokens` tokens."""
     return {"": {"shape": shape, "tokens": tokens, **options}}
 
 
 def profile(bench: Bench) -> dict[str, Figures]:
-    """The kernels of a step that take most of its time, by the trace of train.py's profiler."""
+    """List the kernels that take most of a step, from the trace of train.py's profiler."""
     folder = bench.folder / "profiled"
     folder.mkdir(exist_ok=True)
     (folder / PROFILE_NOW).touch()
@@ -272,8 +287,8 @@ def profile(bench: Bench) -> dict[str, Figures]:
 
 
 def against_trainer(bench: Bench) -> dict[str, Figures]:
-    """train.py and Trainer without padding, one after the other: the same rows, model and
-    ds_config. Trainer has Liger where it is installed, and the attention of train.py.
+    """Measure train.py, then Trainer without padding, on the same rows, model and ds_config.
+    Trainer uses the attention of train.py, and Liger where that is installed.
     """
     tokens = bench.size(16_384, 256)
     rows_of_batch = 8 * tokens // bench.size(MEAN_LENGTH, 64)
@@ -282,35 +297,38 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
     command = bench.command_of("1.5b", 16_384, **{"data.train_sources": [str(rows)], **batch})
     run, _ = estimated(command)
     steps, _ = bench.train(command)
-    bench.command(*trainer("padding_free", command))
-    report = read_trainer(run)
-    ours, theirs = bench.figures_of(steps), bench.figures_of(report.pop("steps")) | report
+    bench.command("-m", "benchmarks.trainer", *command[1:])
+    report = json.loads(run.with_suffix(".json").read_text())
+    their_steps = report.pop("steps")
+    work = [sum(step["tokens"] for step in side) for side in (steps, their_steps)]
+    if len(steps) != len(their_steps) or work[0] != work[1]:
+        raise CheckFailed(f"train.py and Trainer trained on different numbers of tokens: {work}")
+    ours, theirs = bench.figures_of(steps), bench.figures_of(their_steps) | report
     theirs["train_py_over_this"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
     liger = "Liger" if report["liger"] else "without Liger"
     return {"train.py": ours, f"Trainer, {report['attention']}, {liger}": theirs}
 
 
 def resume(bench: Bench) -> dict[str, Figures]:
-    """A run that is stopped after its first step and resumed, with asynchronous saves: the losses
-    of one that is not.
+    """Stop a run after its first step and resume it, with asynchronous saves. Its losses must be
+    those that an uninterrupted run has.
     """
     run = bench.folder / "resumed"
     run.mkdir()
-    (run / "stop").touch()  # seen after the first step
+    (run / "stop").touch()
     saves = {"every_steps": 3, "async_save": True, "keep_last": 1}
     options = {"output_dir": run, "checkpoint": saves}
     stopped, _ = bench.train(bench.command_of(**options))
     if len(stopped) != 1:
-        raise CheckFailed(f"the run was to stop after a step, not after {len(stopped)}")
+        raise CheckFailed(f"the run stopped after {len(stopped)} steps, not after the first")
     bench.compare({"whole": {}, "resumed": options})
     return {"": {"note": "passed"}}
 
 
 COMPILED = {"model.compile": True}
 LORA = {"model.lora.r": 16}
-# name: minutes, and a function or arguments of Bench.compare
 CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str, dict]]] = {
-    "environment": (1, environment),  # in every call
+    "environment": (1, environment),  # runs in every call
     "tests": (5, tests),
     "1.5b_32k": (2, measured("1.5b", 32_768)),
     "1.5b_32k_compiled": (3, measured("1.5b", 32_768, **COMPILED)),
@@ -328,13 +346,14 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "lora": (2, {f"zero{n}": {"stage": n, **LORA} for n in (1, 3)}),
     "resume": (3, resume),
     "against_trainer_3": (5, against_trainer),
-    # compiles DeepSpeed's CPU Adam, which needs g++
+    # It compiles DeepSpeed's CPU Adam, which needs g++.
     "offload": (5, {n: {"stage": n} for n in ("1", "2_offload", "3_offload")}),
 }
+"""Limit in minutes of each check, and its function, or the arguments of Bench.compare."""
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print a line for each run, with a mark where a target is missed."""
+    """Print a line for each run, with the targets that it misses."""
     for name, result in results.items():
         for run, figures in result.items():
             cells = []
@@ -351,17 +370,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
-    parser.add_argument("--minutes", type=float, default=9, help="of this call")
-    parser.add_argument("--only", nargs="+", choices=CHECKS)
-    parser.add_argument("--toy", action="store_true", help="toy sizes, on CPU, without a limit")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results.json")
+    parser.add_argument("--minutes", type=float, default=9, help="limit of this call (9)")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, help="checks to run (all)")
+    parser.add_argument("--toy", action="store_true", help="toy sizes on CPU, without a time limit")
     args = parser.parse_args()
     wanted = args.only or list(CHECKS)
     file = args.out / ("toy_results.json" if args.toy else "results.json")
     results = json.loads(file.read_text()) if file.is_file() else {}
     left = [name for name in wanted if FAILED in results.get(name, [FAILED])]
     if left:
-        left = list(dict.fromkeys(["environment", *left]))  # for the matmul rate of this call
+        left = list(dict.fromkeys(["environment", *left]))
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     if args.toy:
@@ -370,14 +389,14 @@ def main() -> None:
     minute = math.inf if args.toy else 60
     end = time.monotonic() + minute * args.minutes
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
-        # a killed compilation leaves a lock, for which later ones would wait for ever
+        # A killed compilation leaves a lock, on which later ones would wait forever.
         os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
         bench = Bench(Path(folder), args.toy)
         for name in left:
             minutes, check = CHECKS[name]
             bench.end = time.monotonic() + minute * minutes
             if bench.end > end:
-                print(f"{name} needs up to {minutes} minutes: run it again")
+                print(f"not enough time left for {name} ({minutes} minutes): run the command again")
                 break
             try:
                 figures = check(bench) if callable(check) else bench.compare(check)

@@ -1,17 +1,15 @@
-"""One rank of transformers' Trainer, for benchmarks/against_trainer.py and benchmarks/gpu.py.
+"""Train with transformers' Trainer without padding, on one rank, for benchmarks/gpu.py.
 
-    python -m benchmarks.trainer STRATEGY --config FILE [--section.key value ...]
+    python -m benchmarks.trainer --config FILE [--section.key value ...]
 
-Rows are sampled by one of Trainer's strategies and padded; padding_free joins random rows
-(DataCollatorWithFlattening) under the attention of train.py's packed examples. A micro-batch has
-as many rows as fit into micro_batch_tokens on average. On a GPU the Liger kernels are used where
-liger_kernel is installed. Options are those of train.py, for the same work. The first rank writes
-into OUTPUT_DIR.json what was used, the peak memory, and of each step its tokens, padding
-efficiency, seconds, and when it has ended.
+The flags and the work are train.py's. Trainer joins random rows (DataCollatorWithFlattening) and
+uses the attention of train.py's packed examples. A micro-batch has as many rows as fit into
+micro_batch_tokens on average. On a GPU, Liger kernels are used if liger_kernel is installed.
+OUTPUT_DIR.json gets the attention, whether Liger was used, the peak memory, and the tokens,
+seconds and end of each step.
 """
 
 import json
-import os
 import sys
 import time
 from itertools import pairwise
@@ -26,7 +24,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     Trainer,
     TrainerCallback,
@@ -37,10 +34,11 @@ from transformers.utils import is_liger_kernel_available
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.model.packing import PACKED_EXAMPLES
+from zerotrain.runtime.machine import GIB
 
 
 class Clock(TrainerCallback):
-    """When the first step has begun, and each step has ended, in Unix seconds."""
+    """Records in Unix seconds when the first step began and when each step ended."""
 
     def __init__(self) -> None:
         self.times = []
@@ -54,66 +52,62 @@ class Clock(TrainerCallback):
         self.times.append(time.time())
 
 
+class CountingCollator(DataCollatorWithFlattening):
+    """Joins rows, and records the tokens of each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = []
+
+    def __call__(self, rows: list[dict[str, Any]], *args: Any, **options: Any) -> dict[str, Any]:
+        self.tokens.append(sum(len(row["input_ids"]) for row in rows))
+        return super().__call__(rows, *args, **options)
+
+
 def main() -> None:
-    strategy, *options = sys.argv[1:]
-    config = parse_command_line(options).config
-    if not torch.cuda.is_available():  # as in train.py: DeepSpeed would compile an all-reduce
-        deepspeed.ops.__compatible_ops__ = {}
-    trainer = make_trainer(config, strategy)
-    collate = trainer.data_collator
-    counts = []  # tokens without and with padding of each micro-batch
-
-    def counting_collate(batch: list[dict]) -> Any:
-        collated = collate(batch)
-        counts.append((sum(len(e["input_ids"]) for e in batch), collated["input_ids"].numel()))
-        return collated
-
+    config = parse_command_line(sys.argv[1:]).config
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__ = {}  # It would compile an all-reduce otherwise.
+    trainer = make_trainer(config)
     clock = Clock()
-    trainer.data_collator = counting_collate
     trainer.add_callback(clock)
     trainer.train()
     arguments = trainer.args
-    of_ranks = trainer.accelerator.reduce(torch.tensor(counts, device=arguments.device)).cpu()
-    starts = range(0, len(counts), arguments.gradient_accumulation_steps)
-    of_steps = np.add.reduceat(of_ranks.numpy(), starts).tolist()
-    steps = [
-        {
-            "step_seconds": ended - began, "time": ended,
-            "tokens": tokens, "padding_efficiency": tokens / padded,
-        }
-        for (began, ended), (tokens, padded) in zip(pairwise(clock.times), of_steps, strict=True)
-    ]  # fmt: skip
-    if arguments.process_index == 0:
-        attention = trainer.model.config._attn_implementation
-        report = {
-            "steps": steps, "attention": attention, "liger": arguments.use_liger_kernel
-        }  # fmt: skip
-        if torch.cuda.is_available():
-            report["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        Path(config.output_dir).with_suffix(".json").write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()  # or its threads may abort the exit of Python
+    tokens = trainer.data_collator.tokens
+    first_of_step = range(0, len(tokens), arguments.gradient_accumulation_steps)
+    tokens_of_steps = np.add.reduceat(tokens, first_of_step).tolist()
+    report = {
+        "attention": trainer.model.config._attn_implementation,
+        "liger": arguments.use_liger_kernel,
+        "steps": [
+            {"step_seconds": ended - began, "time": ended, "tokens": count}
+            for (began, ended), count in zip(pairwise(clock.times), tokens_of_steps, strict=True)
+        ],
+    }
+    if torch.cuda.is_available():
+        report["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
+    Path(config.output_dir).with_suffix(".json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()  # Its threads could abort Python's exit.
 
 
-def make_trainer(config: Config, strategy: str) -> Trainer:
-    """The trainer of a strategy, with random weights."""
+def make_trainer(config: Config) -> Trainer:
+    """Return a Trainer of the config's model with random weights."""
     on_gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer)
     examples = Dataset.from_list(read_examples(Path(config.data.train_sources[0].path), tokenizer))
     mean_tokens = sum(map(len, examples["input_ids"])) / len(examples)
-    joins = strategy == "padding_free"
-    per_rank = config.train.global_batch_size // int(os.environ["WORLD_SIZE"])
+    batch = config.train.global_batch_size
     fitting = max(1, int(config.data.micro_batch_tokens / mean_tokens))
-    rows = max(n for n in range(1, fitting + 1) if per_rank % n == 0)
+    rows = max(n for n in range(1, fitting + 1) if batch % n == 0)
     arguments = TrainingArguments(
         output_dir=config.output_dir,
         deepspeed=config.ds_config,
         bf16=config.train.precision == "bf16",
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=per_rank // rows,
+        gradient_accumulation_steps=batch // rows,
         num_train_epochs=1,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
-        train_sampling_strategy="random" if joins else strategy,
         use_cpu=not on_gpu,
         use_liger_kernel=on_gpu and is_liger_kernel_available(),
         report_to="none",
@@ -126,24 +120,20 @@ def make_trainer(config: Config, strategy: str) -> Trainer:
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(config.model.name_or_path),
             dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
-            attn_implementation=PACKED_EXAMPLES if joins else "sdpa",
+            attn_implementation=PACKED_EXAMPLES,
         )
-    model.config.use_cache = False  # with a cache, attention would see other rows
-    collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    if joins:
-        collator = DataCollatorWithFlattening()
-    return Trainer(model, arguments, train_dataset=examples, data_collator=collator)
+    model.config.use_cache = False  # A cache would make rows attend to each other.
+    return Trainer(model, arguments, train_dataset=examples, data_collator=CountingCollator())
 
 
 def read_examples(rows: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
-    """Input ids and labels, -100 for the prompts, which are not supervised."""
+    """Return token ids and labels. The labels of prompts are -100, so they carry no loss."""
     examples = []
     for line in rows.read_text().splitlines():
         row = json.loads(line)
         prompt = tokenizer(row["prompt"])["input_ids"]
         answer = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        labels = [-100] * len(prompt) + answer
-        examples.append({"input_ids": prompt + answer, "labels": labels})
+        examples.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
     return examples
 
 

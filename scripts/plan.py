@@ -1,15 +1,15 @@
-"""What a run needs and costs under every file of ds_configs/, and which one to use, before any GPU
-is rented.
+"""Show what a run needs and costs under each file of ds_configs/, and which file to use.
 
     python -m scripts.plan --config recipes/llama-3.1-8b.yaml [--nodes 2] [--gpus 8]
         [--gpu h100-80gb] [--price 2.5] [--links links.json] [--section.key value ...]
 
-Prints memory, speed, hours and cost under each DeepSpeed config; those of the fastest on fewer and
-more nodes; and the interval of saves. It needs neither GPU nor weights: a model's sizes come from
-recipes/shapes.json, its folder, or its config.json on the hub; local rows are tokenized as in
-training, unless --mean_tokens is given. zerotrain/tools/memory.py and zerotrain/tools/estimate.py
-have the formulas and what they leave out. Nodes and GPUs are those in the first comment of the
-recipe that is given, or one GPU, unless they are options; --gpu is an A100 unless given.
+It needs no GPU and no weights. It prints memory, speed, hours and cost under each DeepSpeed config,
+then the fastest config on fewer and more nodes, how often to save, and the config to use.
+
+The model's sizes come from recipes/shapes.json, the model's folder, or its config.json on the hub.
+Local rows are tokenized as in training, unless --mean_tokens is given. Nodes and GPUs default to
+the cluster in the recipe's first comment, else to one A100 of 80 GB. zerotrain/tools/memory.py and
+zerotrain/tools/estimate.py have the formulas and say what they leave out.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from transformers import AutoConfig, PretrainedConfig
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.model.load import load_model_config
-from zerotrain.runtime.errors import UserError, describe, exit_on_error
-from zerotrain.runtime.files import read_text, replace_text
+from zerotrain.runtime.errors import UserError, exit_on_error
+from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import GIB
 from zerotrain.tools.estimate import (
     WORTHWHILE,
@@ -42,12 +42,12 @@ from zerotrain.tools.estimate import (
     find_gpu,
     save_interval,
 )
+from zerotrain.tools.memory import MASTER, MOMENTS
 from zerotrain.tools.open_plans import open_plans
-from zerotrain.tools.states import MASTER, MOMENTS
 from zerotrain.training.setup import Architecture
 
 REPO = Path(__file__).resolve().parent.parent
-LARGEST = 1e15  # of what an option may say, so that no sum of a plan is infinite
+LARGEST = 1e15  # Options must be smaller, so that no sum of a plan is infinite.
 IN_RECIPE = re.compile(
     r"^#   cluster +(\d{1,6}) nodes? x (\d{1,6}) GPUs? of (\d{1,6}) GB", re.MULTILINE
 )
@@ -61,14 +61,13 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="run config")
-    add("--nodes", type=int)
-    add("--gpus", type=int, help="of each node")
+    add("--nodes", type=int, help="number of nodes (the recipe's, else 1)")
+    add("--gpus", type=int, help="GPUs per node (the recipe's, else 1)")
     add("--gpu", help="name and memory of a GPU: h100-80gb, h200-141gb, a100-40gb ...")
-    add("--price", type=float, help="of an hour of a GPU")
-    add("--chart", type=Path, metavar="FILE", help="a page to draw hours and cost in")
-    add("--links", metavar="FILE", help="what preflight --links has measured")
-    add("--mean_tokens", type=float, help="of a row; default: of local rows, else max_length / 2")
-    add("--rows", type=int, help="of an epoch; default: the local ones")
+    add("--price", type=float, help="price of one GPU hour")
+    add("--links", metavar="FILE", help="file with measured bandwidths, from preflight --links")
+    add("--mean_tokens", type=float, help="mean tokens per row (local rows', else max_length / 2)")
+    add("--rows", type=int, help="rows per epoch (local rows')")
     for rate in fields(Rates):
         text = f"{rate.metadata['help']} ({rate.default:g})"
         add(f"--{rate.name}", type=float, default=rate.default, help=text)
@@ -77,25 +76,25 @@ def main() -> None:
     cluster = choose_cluster(args)
     for name, value in {**vars(args), **asdict(cluster.rates)}.items():
         if isinstance(value, int | float) and not 0 < value < LARGEST:
-            raise UserError(f"--{name} {value}: must be more than 0 and less than {LARGEST:g}")
-    show(make_workload(config, args.mean_tokens, args.rows), cluster, args.price, args.chart)
+            raise UserError(f"--{name} {value}: give a number above 0 and below {LARGEST:g}")
+    show(make_workload(config, args.mean_tokens, args.rows), cluster, args.price)
 
 
 def choose_cluster(args: argparse.Namespace) -> GpuCluster:
-    """The options, else the cluster in the recipe's first comment, else one A100 of 80 GB."""
+    """Return the cluster of the options, of the recipe's first comment, or one A100 of 80 GB."""
     rates = {rate.name: getattr(args, rate.name) for rate in fields(Rates)}
     try:
         links = json.loads(read_text(args.links)) if args.links else {}
         assumed = Rates(**rates | {name: float(rate) for name, rate in links.items()})
     except (ValueError, AttributeError, TypeError, OverflowError) as error:
-        raise UserError(f"{args.links}: not what preflight --links writes") from error
+        raise UserError(f"{args.links}: not written by preflight --links") from error
     nodes, gpus, gib = cluster_in(read_text(args.config))
     gpu = find_gpu(args.gpu or f"a100-{gib}gb")
     return GpuCluster(args.nodes or nodes, args.gpus or gpus, gpu, assumed)
 
 
 def cluster_in(recipe: str) -> tuple[int, int, int]:
-    """Nodes, GPUs of each and GiB of a GPU in the first comment of a recipe, or one GPU of 80."""
+    """Return nodes, GPUs per node and GiB per GPU from a recipe's first comment, else 1, 1, 80."""
     found = IN_RECIPE.search(recipe)
     return tuple(map(int, found.groups())) if found else (1, 1, 80)
 
@@ -103,10 +102,10 @@ def cluster_in(recipe: str) -> tuple[int, int, int]:
 def make_workload(
     config: Config, mean_tokens: float | None = None, rows: int | None = None
 ) -> Workload:
-    """The run, with the lengths of its rows if they are local and mean_tokens is not given.
+    """Return the run. Without mean_tokens, its lengths are those of its local rows, if it has any.
 
     Raises:
-        UserError: the model's config cannot be loaded, or a row cannot be used.
+        UserError: the model's config cannot be loaded, or a row is rejected.
     """
     train = config.train
     model = Architecture.of(config.model, load_shape(config))
@@ -129,7 +128,7 @@ def make_workload(
 
 
 def load_shape(config: Config) -> PretrainedConfig:
-    """The architecture of the run's model: from recipes/shapes.json, else as in training."""
+    """Return the architecture of the run's model, from recipes/shapes.json or as in training."""
     file = REPO / "recipes" / "shapes.json"
     shapes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if shape := shapes.get(config.model.name_or_path):
@@ -141,37 +140,33 @@ def load_shape(config: Config) -> PretrainedConfig:
 # What is printed
 
 
-def show(workload: Workload, cluster: GpuCluster, price: float | None, chart: Path | None) -> None:
-    """Print the tables, and what follows from them.
-
-    Args:
-        price: of an hour of a GPU.
-        chart: the page to draw hours and cost in.
-    """
+def show(workload: Workload, cluster: GpuCluster, price: float | None) -> None:
+    """Print the tables, and what follows from them. `price` is of one GPU hour."""
     own = workload.config.ds_config
     read_text(own, "ds_config: ")
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
     files += [own] * (own not in files)
-    found, refused = estimate_each(workload, files, cluster)
-    if not found:
-        raise UserError(refused[0])
+    estimates, problems = estimate_each(workload, files, cluster)
+    if not estimates:
+        raise UserError(problems[0])
     counts = workload.architecture.counts
+    gpu = cluster.gpu
     rates = ", ".join(f"{name} {rate:,g}" for name, rate in asdict(cluster.rates).items())
     print(
         f"{workload.config.model.name_or_path}: {counts.total:,} parameters, {counts.trained:,} "
         f"trained; {workload.steps or '--rows'} steps of {workload.tokens:,.0f} tokens\n"
-        f"{cluster.nodes} x {cluster.gpus} {cluster.gpu.name}, {cluster.gpu.memory_gib} GB, "
-        f"{cluster.gpu.flops_per_s / 1e12:,g} TFLOP/s; assumed: {rates}\n\n"
-        "GiB of a GPU, and of a node (CPU, NVMe); activations without and with checkpointing; "
-        "tokens: the largest micro-batch that fits"
+        f"{cluster.nodes} x {cluster.gpus} {gpu.name}, {gpu.memory_gib} GB, "
+        f"{gpu.flops_per_s / 1e12:,g} TFLOP/s; assumed: {rates}\n\n"
+        "GiB per GPU, but CPU and NVMe per node; activations without checkpointing, and "
+        "checkpointed; tokens: the largest micro-batch that fits"
     )
-    show_table([memory_cells(each) for each in found])
+    show_table([memory_cells(each) for each in estimates])
     print(
-        "\nGB that a rank sends in a step; hours and --price of the run; off by: as far as nine of "
-        "ten forecasts of the kind were from what was measured"
+        "\nGB that a rank sends per step; hours and cost (--price) of the run; off by: 90% of such "
+        "forecasts were within this error"
     )
-    show_table(time_cells(found, price))
-    for why in refused:
+    show_table(time_cells(estimates, price))
+    for why in problems:
         print(f"not possible: {why}")
 
     nodes = cluster.nodes
@@ -181,39 +176,40 @@ def show(workload: Workload, cluster: GpuCluster, price: float | None, chart: Pa
         if usable := fastest(of_size, own):
             fastest_on[size] = usable[0]
     if fastest_on:
-        print("\nthe fastest that fits")
+        print("\nfastest config that fits, by number of nodes")
         show_table(time_cells(fastest_on.values(), price))
         kept = {n: each.tokens_per_s / n for n, each in fastest_on.items()}
         least = min(kept)
         worth = max(n for n in kept if kept[n] >= WORTHWHILE * kept[least])
-        print(f"nodes: up to {worth} a GPU keeps {WORTHWHILE:.0%} of its tokens/s on {least}")
-        if chart:
-            draw(chart, time_cells(fastest_on.values(), price))
+        print(
+            f"nodes: on up to {worth}, a GPU keeps at least {WORTHWHILE:.0%} of its tokens/s on "
+            f"{least}"
+        )
     if nodes not in fastest_on:
-        print("use: nothing fits: lower data.micro_batch_tokens and data.max_length, or more GPUs")
+        print("use: nothing fits; lower data.micro_batch_tokens and data.max_length, or add GPUs")
         return
     saved = (MASTER + MOMENTS) * counts.trained
+    minutes = save_interval(saved, cluster) / 60
     first = fastest_on[nodes]
     print(
-        f"save: checkpoint.every_minutes {save_interval(saved, cluster) / 60:.0f}, by Young's "
-        f"formula; a checkpoint has {digits(saved / GIB)} GiB\n"
-        f"use: {first.file}, the fastest that fits, or the first of about equally fast ones: "
-        f"{digits(first.seconds)} s per step"
+        f"save: checkpoint.every_minutes {minutes:.0f}, by Young's formula, for a checkpoint of "
+        f"{digits(saved / GIB)} GiB\n"
+        f"use: {first.file}, the fastest that fits or about as fast: {digits(first.seconds)} s per "
+        "step"
     )
 
 
 def estimate_each(
     workload: Workload, files: Sequence[str], cluster: GpuCluster
 ) -> tuple[list[Estimate], list[str]]:
-    """The estimates under the configs that can be used, and why the others cannot."""
-    found = []
-    refused = []
+    """Return the estimates under the configs that fit the run, and the errors of the others."""
+    estimates, problems = [], []
     for file in files:
         try:
-            found.append(estimate(workload, file, cluster))
+            estimates.append(estimate(workload, file, cluster))
         except UserError as error:
-            refused.append(str(error))
-    return found, refused
+            problems.append(str(error))
+    return estimates, problems
 
 
 def memory_cells(each: Estimate) -> dict[str, Any]:
@@ -231,9 +227,9 @@ def memory_cells(each: Estimate) -> dict[str, Any]:
     return {"": Path(each.file).stem, "tokens": each.largest_micro_batch, **in_gib}
 
 
-def time_cells(found: Collection[Estimate], price: float | None) -> list[dict[str, Any]]:
-    """Rows of a table of speeds, with a bar each."""
-    most = max(each.tokens_per_s for each in found)
+def time_cells(estimates: Collection[Estimate], price: float | None) -> list[dict[str, Any]]:
+    """Return a row of a table for each estimate. The last column is a bar of its speed."""
+    most = max(each.tokens_per_s for each in estimates)
     return [
         {
             "": Path(each.file).stem,
@@ -248,27 +244,8 @@ def time_cells(found: Collection[Estimate], price: float | None) -> list[dict[st
             "off by": each.typical_error,
             " ": f"{'█' * round(20 * each.tokens_per_s / most):20}",
         }
-        for each in found
+        for each in estimates
     ]
-
-
-def draw(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A page with the hours and the cost on each number of nodes."""
-    import plotly.graph_objects as go
-
-    from zerotrain.tools.report import page, section
-
-    names = [f"{row['nodes']} nodes, {row['']}" for row in rows]
-    charts = [
-        section(f"{name} of the run", go.Figure(go.Bar(x=names, y=values), layout_height=340))
-        for name in ("hours", "cost")
-        if "-" not in (values := [row[name] for row in rows])
-    ]
-    try:
-        replace_text(file, page("Nodes and their fastest DeepSpeed configs", "".join(charts)))
-    except OSError as error:
-        raise UserError(f"--chart: cannot write {file}: {describe(error)}") from None
-    print(f"chart: {file}")
 
 
 def show_table(records: Sequence[dict[str, Any]]) -> None:
@@ -276,7 +253,7 @@ def show_table(records: Sequence[dict[str, Any]]) -> None:
 
 
 def digits(value: float) -> str:
-    """A number with three significant digits at least."""
+    """Return a number with at least three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

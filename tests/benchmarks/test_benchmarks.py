@@ -34,18 +34,6 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     assert bench("gpu", "--out", tmp_path, "--only", "no").code == 2
 
 
-def test_trainer_has_the_same_work(bench, tmp_path):
-    small = ["--rows", 48, "--global_batch_size", 16, "--hidden_size", 32, "--layers", 1,
-             "--vocab_size", 500, "--max_length", 256]  # fmt: skip
-    once = ["--ranks", 1, "--repeats", 1, "--strategies", "random", "--json", tmp_path / "runs"]
-    done = bench("against_trainer", *small, *once)
-    assert done.code == 0, done.output
-    ours, trainer = (runs[0] for runs in json.loads((tmp_path / "runs").read_text()).values())
-    assert ours["steps"] == trainer["steps"] == 3
-    assert ours["tokens"] == trainer["tokens"]
-    assert ours["padding_efficiency"] > trainer["padding_efficiency"]
-
-
 def test_a_simulation_has_every_order(bench, tmp_path):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 500, 2000))
     small = ["--micro_batch_tokens", 1024, "--steps", 3]

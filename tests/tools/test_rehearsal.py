@@ -46,7 +46,7 @@ def test_a_rehearsal_names_what_fits_or_is_one_line(forks, tiny_config, tmp_path
     for planned in (256, 2048):  # more than fits
         flags = ("--data.micro_batch_tokens", planned)
         output = forks.finish(config, *flags, **little, MORE_MIB="9999").output
-        assert "model states " in output
+        assert "estimated GiB per rank" in output
         [_, (tokens, peak, used), *more] = attempts_in(output)
         assert tokens == planned and (used > 90) == (planned == 2048)
         named = max(tokens for tokens, _, used in attempts_in(output)[1:] if used <= 90)

@@ -1,22 +1,9 @@
-"""Tools that a copy can leave out: the sample, answers that match.
-pytest tests/tools/test_tools.py"""
+"""scripts/exact_match.py.    pytest tests/tools/test_tools.py"""
 
 import json
-import re
 import shutil
 
 from harness.inputs import write_rows
-from harness.repository import REPO, SAMPLE
-
-
-def test_the_sample_is_what_its_script_writes(forks, tmp_path):
-    finished = forks.script("data.sample.make_sample", tmp_path, code=0)
-    counts = re.search(r"(\S+) training rows, (\S+) held-out rows, (\d+) tokens", finished.output)
-    readme = (REPO / "data" / "README.md").read_text()
-    assert all(count in readme for count in counts.groups()), "data/README.md states the counts"
-    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
-        shipped = SAMPLE / path.relative_to(tmp_path)
-        assert path.read_bytes() == shipped.read_bytes(), path.name
 
 
 def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_path):

@@ -1,10 +1,10 @@
-"""What a run takes under a DeepSpeed config on a cluster: memory, and the time of a step.
+"""An estimate of a run under a DeepSpeed config on a cluster: memory, and the time of a step.
 
-The time is that of a roofline: matrix products, attention and the output head each reach a share of
-the GPU's peak; elementwise work and the update are limited by the bandwidth of its memory; layers
-cost launches of kernels; and of the communication counts what compute does not hide. Padding,
-evaluation and saves are left out. The template's benchmarks fit the constants to published runs,
-and show how far forecasts of others are off.
+The time follows a roofline model. Matrix products, attention and the output head each reach a share
+of the GPU's peak. The bandwidth of its memory limits elementwise work and the update. Each layer
+costs kernel launches. Communication counts as far as compute does not hide it. Padding, evaluation
+and saves are left out. The template's benchmarks fit the constants to published runs and measure
+the errors of forecasts of other runs.
 """
 
 import math
@@ -14,45 +14,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from zerotrain.config.ds_config import (
-    check_ranks,
-    group_sizes,
-    offload_devices,
-    secondary_ranks,
-    zero_stage,
-)
+from zerotrain.config.ds_config import check_ranks, secondary_ranks
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError
-from zerotrain.runtime.machine import GIB, Machine, peak_flops_per_s
-from zerotrain.tools.memory import MemoryEstimate, estimate_memory, layer_bytes, layer_widths
-from zerotrain.tools.states import weight_bytes
+from zerotrain.runtime.machine import GIB, PEAK_FLOPS_PER_S, Machine
+from zerotrain.tools.memory import USED_SHARE, MemoryEstimate, RunSizes, estimate_memory
 from zerotrain.training.setup import Architecture, Setup, resolve
 
-USED_SHARE = 0.9  # of a GPU's memory: the rest is for what the estimate leaves out
-BUDGET_STEP = 256  # tokens: the largest micro-batch is a multiple of it
+BUDGET_STEP = 256  # The largest micro-batch is a multiple of this many tokens.
 MAX_BUDGET = 1 << 22
-SAME_SPEED = 1.05  # times the fastest one's seconds: no difference
-WORTHWHILE = 0.75  # of a GPU's tokens/s: if it keeps less, further nodes are a waste
-A100_FLOPS_PER_S = 312e12
-UPDATE_BYTES = 28  # of a parameter: AdamW reads four fp32 values and writes three
-FUSED = 0.5  # of the elementwise bytes: what model.compile moves
-SOFTNESS = 0.15  # of the window: how gradually communication stops being hidden
+SAME_SPEED = 1.05  # A step up to 1.05 times as long as the shortest counts as equally fast.
+WORTHWHILE = 0.75  # More nodes are a waste if a GPU keeps less than this share of its tokens/s.
+A100_FLOPS_PER_S = PEAK_FLOPS_PER_S["A100"]
+UPDATE_BYTES = 28  # per parameter: AdamW reads four fp32 values and writes three
+FUSED = 0.5  # model.compile moves this share of the elementwise bytes.
+SOFTNESS = 0.15  # Communication stops being hidden gradually, over this share of the window.
 MEMORY_TB_PER_S = {
-    "b200 180": 8.0,
-    "h200 141": 4.8,
-    "h100 pcie 80": 2.0,
-    "h100 nvl 94": 3.9,
-    "h100 80": 3.35,
-    "h100 96": 2.4,
-    "a100 80": 2.04,
-    "a100 40": 1.56,
-    "l40s 48": 0.86,
-    "v100 32": 0.9,
-    "mi300x 192": 5.3,
+    "B200": {180: 8.0},
+    "H200 NVL": {141: 4.8},
+    "H200": {141: 4.8},
+    "H100 PCIe": {80: 2.0},
+    "H100 NVL": {94: 3.9},
+    "H100": {80: 3.35, 96: 2.4},
+    "A100": {80: 2.04, 40: 1.56},
+    "L40S": {48: 0.86},
+    "V100": {32: 0.9},
+    "MI300X": {192: 5.3},
 }
-"""Part of a GPU's name, and its GB: bandwidth of its memory, of its data sheet. Of several entries
-whose part is in the name counts the one with its GB, else the first one.
-"""
+"""Bandwidth of a GPU's memory by its data sheet: name in PEAK_FLOPS_PER_S, GB, TB/s."""
 
 
 def _rate(default: float, text: str) -> float:
@@ -61,33 +50,33 @@ def _rate(default: float, text: str) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast GPUs, links and disks are. Each is an option of scripts/plan.py."""
+    """Speeds of GPUs, links and disks. Each is an option of scripts/plan.py."""
 
     matmul_share: float = _rate(0.796, "share of an A100's peak that matrix products reach")
     attention_share: float = _rate(0.305, "share of an A100's peak that attention reaches")
     head_share: float = _rate(0.308, "share of an A100's peak that the output head reaches")
-    peak_exponent: float = _rate(0.275, "a peak N times an A100's counts as N to 1 minus this")
-    elementwise_passes: float = _rate(1.65, "times that a pass moves what a layer's backward keeps")
-    launch_seconds: float = _rate(7.9e-5, "of a layer's kernels in a micro-step")
-    update_passes: float = _rate(1.18, "times that the update moves its 28 bytes per parameter")
-    node_gb_per_s: float = _rate(155, "bus bandwidth of an all-reduce on one node")
-    network_gb_per_s: float = _rate(172, "bus bandwidth of an all-reduce on several nodes")
-    hidden_share: float = _rate(0.628, "share of compute that communication hides behind")
-    collective_seconds: float = _rate(1.96e-5, "latency of a collective per doubling of the ranks")
-    pcie_gb_per_s: float = _rate(18.1, "between a GPU and CPU memory")
-    cpu_adam_per_s: float = _rate(4.29e8, "parameters that the CPUs of a node update")
-    slowdown: float = _rate(1, "times the compute of the runs that the table has")
-    nvme_gb_per_s: float = _rate(5, "of a node's NVMe disks")
-    cpu_memory_gib: float = _rate(1000, "of a node")
-    disk_gb_per_s: float = _rate(2, "at which a checkpoint is written")
-    node_mtbf_hours: float = _rate(6000, "mean time between failures of a node")
+    peak_exponent: float = _rate(0.275, "x: a peak N times an A100's counts as N ** (1 - x)")
+    elementwise_passes: float = _rate(1.65, "times that a pass moves the bytes kept for backward")
+    launch_seconds: float = _rate(7.9e-5, "seconds to launch a layer's kernels, per micro-step")
+    update_passes: float = _rate(1.18, "times that the update moves 28 bytes per parameter")
+    node_gb_per_s: float = _rate(155, "GB/s, bus bandwidth of an all-reduce on one node")
+    network_gb_per_s: float = _rate(172, "GB/s, bus bandwidth of an all-reduce on several nodes")
+    hidden_share: float = _rate(0.628, "share of compute that can hide communication")
+    collective_seconds: float = _rate(1.96e-5, "seconds per collective and doubling of the ranks")
+    pcie_gb_per_s: float = _rate(18.1, "GB/s between a GPU and CPU memory")
+    cpu_adam_per_s: float = _rate(4.29e8, "parameters/s that the CPUs of a node update")
+    slowdown: float = _rate(1, "factor on the compute time of the published runs")
+    nvme_gb_per_s: float = _rate(5, "GB/s of a node's NVMe disks")
+    cpu_memory_gib: float = _rate(1000, "GiB of CPU memory of a node")
+    disk_gb_per_s: float = _rate(2, "GB/s at which a checkpoint is written")
+    node_mtbf_hours: float = _rate(6000, "hours between failures of a node, on average")
 
 
 class Gpu(NamedTuple):
-    """What forecasts need of a GPU."""
+    """A kind of GPU, as forecasts need it."""
 
     name: str
-    """In lower case, as in h100."""
+    """Name in PEAK_FLOPS_PER_S."""
     memory_gib: int
     flops_per_s: float
     """Peak in 16 bits."""
@@ -96,27 +85,29 @@ class Gpu(NamedTuple):
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of a name, as in h100-80gb, or of a driver's name, as in NVIDIA A100-SXM4-40GB, some
-    of which have no GB. Raises UserError: it is not known.
+    """Return the GPU that a text names, such as h100-80gb, or a driver's NVIDIA A100-SXM4-40GB.
+
+    Raises:
+        UserError: the GPU is unknown.
     """
     given = text.lower().replace("-", " ")
-    peak = peak_flops_per_s(given)
-    entries = [entry for entry in MEMORY_TB_PER_S if entry.rpartition(" ")[0] in given]
-    if peak is None or not entries:
-        raise UserError(f"--gpu {text}: give one of {', '.join(MEMORY_TB_PER_S)}, as in h100-80gb")
-    sizes = re.findall(r"\b(\d{1,6})(?:gb)?\b", given)  # GB, if any
-    best = max(entries, key=lambda entry: entry.rpartition(" ")[2] in sizes)
-    name, _, gib = best.rpartition(" ")
-    return Gpu(name, int((sizes or [gib])[-1]), peak, 1e12 * MEMORY_TB_PER_S[best])
+    name = next((part for part in PEAK_FLOPS_PER_S if part.lower() in given), None)
+    if name not in MEMORY_TB_PER_S:
+        known = ", ".join(MEMORY_TB_PER_S)
+        raise UserError(f"--gpu {text} is unknown: give one of {known}, with its GB: h100-80gb")
+    tb_per_s = MEMORY_TB_PER_S[name]
+    sizes = [int(size) for size in re.findall(r"\b(\d{1,6})(?:gb)?\b", given)] or [*tb_per_s]
+    of_size = next((tb_per_s[size] for size in sizes if size in tb_per_s), max(tb_per_s.values()))
+    return Gpu(name, sizes[0], PEAK_FLOPS_PER_S[name], 1e12 * of_size)
 
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """What a run needs memory and time on."""
+    """The GPUs of a run, and the rates of a forecast."""
 
     nodes: int
     gpus: int
-    """GPUs of a node, one for each of its ranks."""
+    """Number of GPUs per node. Each GPU has one rank."""
     gpu: Gpu
     rates: Rates = Rates()
 
@@ -127,20 +118,20 @@ class GpuCluster:
 
 @dataclass(frozen=True)
 class Workload:
-    """A run whose DeepSpeed config and cluster are open."""
+    """A run before its DeepSpeed config and cluster are chosen."""
 
     config: Config
     architecture: Architecture
     tokens: float
-    """Tokens of an optimizer step, without padding."""
+    """Tokens per optimizer step, without padding."""
     supervised: float
-    """How many of them are targets of the loss."""
+    """Targets of the loss per optimizer step."""
     pairs: float
-    """Pairs of a token and itself or one before it in its example, of an optimizer step."""
+    """Pairs (query, key) of attention per optimizer step: a token, and itself or an earlier one."""
     recomputed: float
     """Share of the forward pass that the backward pass repeats."""
     steps: int | None
-    """Optimizer steps of the run; None if the number of its rows is unknown."""
+    """Optimizer steps of the run; None if the number of rows is unknown."""
 
 
 @dataclass(frozen=True)
@@ -150,18 +141,18 @@ class Estimate:
     workload: Workload
     cluster: GpuCluster
     setup: Setup
-    """The run with micro-batches of the config's tokens or, if less, of the largest number that
-    fits, but of data.max_length at least.
+    """The run with the config's data.micro_batch_tokens, lowered to the largest that fits, but at
+    least data.max_length.
     """
     memory: MemoryEstimate
     largest_micro_batch: int
-    """Tokens of the largest micro-batch that fits, 0 if none does."""
+    """Tokens of the largest micro-batch that fits; 0 if none fits."""
     fits: bool
     micro_steps: int
     sent: float
     """Bytes that a rank sends per step."""
     seconds: float
-    """Time of a step."""
+    """Seconds per step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -169,7 +160,7 @@ class Estimate:
 
     @property
     def hours(self) -> float | None:
-        """Of the run; None if the number of its steps is unknown."""
+        """Duration of the run; None if the number of its steps is unknown."""
         return self.workload.steps and self.workload.steps * self.seconds / 3600
 
     @property
@@ -178,35 +169,33 @@ class Estimate:
 
     @property
     def typical_error(self) -> str:
-        """How far nine of ten forecasts of the kind were off, in the runs that the template's
-        benchmarks hold out.
+        """Error that 90% of forecasts stayed within, for published runs held out of the fit.
+        `rough`: known from two runs only. `unseen`: no published run is of the kind.
         """
-        ds_config = self.setup.ds_config
-        experts = layer_widths(self.setup.architecture.skeleton)[-1]
-        if set(offload_devices(ds_config).values()) != {"none"}:
-            return "rough"  # two published runs
-        if group_sizes(ds_config) != (1, 1) or experts > 1:
+        sizes = RunSizes(self.setup)
+        if {sizes.optimizer_device, sizes.weights_device} != {"none"}:
+            return "rough"
+        if sizes.tensor * sizes.sequence > 1 or sizes.experts > 1:
             return "unseen"
-        return "15 %" if self.cluster.gpu.name in ("a100", "h100") else "25 %"
+        return "15 %" if self.cluster.gpu.name in ("A100", "H100") else "25 %"
 
     @property
     def keeps_the_run(self) -> bool:
-        """Whether it does not sum micro-steps in 16 bits."""
-        ds_config = self.setup.ds_config
-        sums = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-        return sums or weight_bytes(ds_config) == 4 or self.micro_steps == 1
+        """Whether training is unchanged: no gradients of micro-steps are summed in 16 bits."""
+        sums = self.setup.ds_config.get("data_types", {}).get("grad_accum_dtype")
+        return sums == "fp32" or self.micro_steps == 1 or RunSizes(self.setup).weight_bytes == 4
 
 
 def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
-    """The run with the DeepSpeed config `file`.
+    """Estimate the run with the DeepSpeed config `file`.
 
     Raises:
-        UserError: the config cannot be used for this run, or not on as many ranks.
+        UserError: the config does not fit this run or this number of ranks.
     """
     machine = Machine(cluster.ranks, cluster.gpus, precision="bf16")
     config = replace(workload.config, ds_config=file)
     setup = resolve(config, machine, workload.architecture)
-    # not before: on cuda it would look for the kernels of this machine
+    # `resolve` itself must not see cuda: it would look for the kernels of this machine.
     setup = replace(setup, machine=replace(machine, device="cuda"))
     check_ranks(setup.config, setup.ds_config, cluster.ranks)
     limit = USED_SHARE * cluster.gpu.memory_gib * GIB
@@ -221,7 +210,8 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
     setup = with_micro_batch(setup, budget)
     memory = estimate_memory(setup)
     cpu = max(memory.cpu, memory.loading)
-    group = math.prod(group_sizes(setup.ds_config))
+    sizes = RunSizes(setup)
+    group = sizes.tensor * sizes.sequence
     micro_steps = math.ceil(workload.tokens * group / (cluster.ranks * budget))
     sent, seconds = step_time(setup, workload, micro_steps, cluster)
     return Estimate(
@@ -238,14 +228,18 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
 
 
 def with_micro_batch(setup: Setup, tokens: int) -> Setup:
-    """The run with another data.micro_batch_tokens."""
+    """Return the run with micro-batches of `tokens` tokens."""
     data = replace(setup.config.data, micro_batch_tokens=tokens)
     return replace(setup, config=replace(setup.config, data=data))
 
 
 def fastest(estimates: Sequence[Estimate], own: str) -> list[Estimate]:
-    """The estimates that fit and keep the run as it is, the fastest first. Those that are about as
-    fast as the fastest come before the others in their order, the run's own choice first.
+    """Return the estimates that fit and leave training unchanged, the fastest first.
+
+    Estimates that are about as fast as the fastest keep their order, but `own` comes first.
+
+    Args:
+        own: the DeepSpeed config of the run.
     """
     usable = [each for each in estimates if each.fits and each.keeps_the_run]
     about_equal = SAME_SPEED * min((each.seconds for each in usable), default=0)
@@ -253,8 +247,8 @@ def fastest(estimates: Sequence[Estimate], own: str) -> list[Estimate]:
 
 
 def save_interval(checkpoint_bytes: float, cluster: GpuCluster) -> float:
-    """The seconds between saves that lose least time, by Young 1974, doi.org/10.1145/361147.361115.
-    Saves take much less time than lies between failures of the job.
+    """Return the seconds between saves that lose the least time (Young 1974,
+    doi.org/10.1145/361147.361115). A save must be short beside the time between failures.
     """
     rates = cluster.rates
     save_seconds = checkpoint_bytes / rates.disk_gb_per_s / 1e9
@@ -268,23 +262,25 @@ def save_interval(checkpoint_bytes: float, cluster: GpuCluster) -> float:
 def step_time(
     setup: Setup, workload: Workload, micro_steps: int, cluster: GpuCluster
 ) -> tuple[float, float]:
-    """Bytes that a rank sends in an optimizer step, and the seconds of the step. The rates of the
-    cluster may be arrays: so are the seconds then.
+    """Return the bytes that a rank sends in an optimizer step, and the seconds of the step. The
+    seconds are an array if the rates of the cluster are arrays.
     """
     rates = cluster.rates
-    compute = _compute(setup, workload, micro_steps, cluster)
-    stage = zero_stage(setup.ds_config)
-    sent, seconds, shared, shared_seconds = _communication(setup, micro_steps, cluster)
-    # below stage 2, gradients are reduced in the last micro-step alone
-    window = rates.hidden_share * compute / (1 if stage >= 2 else micro_steps)
+    sizes = RunSizes(setup)
+    compute = _compute(setup, sizes, workload, micro_steps, cluster)
+    sent, seconds, shared, shared_seconds = _communication(setup, sizes, micro_steps, cluster)
+    # Below stage 2, only the last micro-step reduces gradients.
+    window = rates.hidden_share * compute / (1 if sizes.stage >= 2 else micro_steps)
     late = seconds - window
-    exposed = (late + (late**2 + (SOFTNESS * window) ** 2) ** 0.5) / 2  # max(late, 0), smoothed
-    offload = _offloading(setup, micro_steps, cluster)
+    exposed = (late + (late**2 + (SOFTNESS * window) ** 2) ** 0.5) / 2  # a smooth max(late, 0)
+    offload = _offloading(setup, sizes, micro_steps, cluster)
     return sent + shared, compute + exposed + shared_seconds + offload
 
 
-def _compute(setup: Setup, workload: Workload, micro_steps: int, cluster: GpuCluster) -> float:
-    """Seconds in which a GPU computes, without the update of offloaded parameters."""
+def _compute(
+    setup: Setup, sizes: RunSizes, workload: Workload, micro_steps: int, cluster: GpuCluster
+) -> float:
+    """Seconds of compute on a GPU, without the update of offloaded parameters."""
     rates = cluster.rates
     model = setup.architecture
     counts = model.counts
@@ -292,45 +288,39 @@ def _compute(setup: Setup, workload: Workload, micro_steps: int, cluster: GpuClu
     forward = counts.total / (2 * counts.total + counts.trained)  # share of the operations
     seconds_at_peak = (
         model.flops.token * workload.tokens * (1 + forward * again) / rates.matmul_share
-        # FlashAttention computes the scores once more in its backward pass
+        # FlashAttention computes the scores once more in its backward pass.
         + model.flops.pair * workload.pairs * (3.5 + again) / 3 / rates.attention_share
         + model.flops.supervised_token * workload.supervised / rates.head_share
     ) / (cluster.ranks * cluster.gpu.flops_per_s)
     peaks = cluster.gpu.flops_per_s / A100_FLOPS_PER_S
-    tensor, _ = group_sizes(setup.ds_config)
-    kept, _ = layer_bytes(model.skeleton, tensor)
-    layers = int(model.skeleton.config.get_text_config().num_hidden_layers)
-    moved = kept * layers * workload.tokens * tensor / cluster.ranks
+    kept, _ = sizes.layer_bytes
+    moved = kept * sizes.layers * workload.tokens * sizes.tensor / cluster.ranks
     moved *= (3 + again) * rates.elementwise_passes * (FUSED if setup.config.model.compile else 1)
-    launches = layers * micro_steps * (3 + again) / 4
-    if offload_devices(setup.ds_config)["optimizer"] == "none":
-        updated = counts.trained / (cluster.ranks if zero_stage(setup.ds_config) else tensor)
+    launches = sizes.layers * micro_steps * (3 + again) / 4
+    if sizes.optimizer_device == "none":
+        updated = counts.trained / (cluster.ranks if sizes.stage else sizes.tensor)
         moved = moved + UPDATE_BYTES * updated * rates.update_passes
     seconds = seconds_at_peak * peaks**rates.peak_exponent + moved / cluster.gpu.bytes_per_s
     return rates.slowdown * (seconds + launches * rates.launch_seconds)
 
 
 def _communication(
-    setup: Setup, micro_steps: int, cluster: GpuCluster
+    setup: Setup, sizes: RunSizes, micro_steps: int, cluster: GpuCluster
 ) -> tuple[float, float, float, float]:
-    """Bytes that a rank sends in a step for ZeRO, by the volumes of ds_configs/README.md in rings
-    over all ranks, and their seconds; and bytes and seconds of tensor or sequence parallelism,
-    for which compute waits.
+    """Bytes that a rank sends in a step for ZeRO, and their seconds; then bytes and seconds of
+    tensor or sequence parallelism, for which compute waits. ZeRO has the volumes of
+    ds_configs/README.md in rings over all ranks.
     """
     ds_config = setup.ds_config
     counts = setup.architecture.counts
-    stage = zero_stage(ds_config)
-    tensor, sequence = group_sizes(ds_config)
-    skeleton = setup.architecture.skeleton
-    layers = int(skeleton.config.get_text_config().num_hidden_layers)
+    stage, width, layers = sizes.stage, sizes.weight_bytes, sizes.layers
     inside = cluster.rates.node_gb_per_s * 1e9
-    # of a node's network, on which as many rings run at a time as a tensor-parallel group has ranks
-    network = cluster.rates.network_gb_per_s * 1e9 / tensor
+    # The rings of the ranks of a tensor-parallel group share a node's network.
+    network = cluster.rates.network_gb_per_s * 1e9 / sizes.tensor
     between = network if cluster.nodes > 1 else inside
-    width = weight_bytes(ds_config)
     summed = 4 if ds_config.get("communication_data_type") == "fp32" else width
-    ranks = cluster.ranks // tensor
-    ring = (ranks - 1) / ranks / tensor
+    ranks = cluster.ranks // sizes.tensor
+    ring = (ranks - 1) / ranks / sizes.tensor
     gradients = ring * summed * counts.trained * (2, 2, 2 * micro_steps, micro_steps)[stage]
     forward = ring * width * counts.trained * (stage > 0)
     backward = 0.0
@@ -341,9 +331,9 @@ def _communication(
     collectives = layers * (1, 1, micro_steps, 3 * micro_steps)[stage] * math.log2(ranks)
     seconds += collectives * cluster.rates.collective_seconds
 
-    group = tensor * sequence
-    h, q, k, *_ = layer_widths(skeleton)
-    per_layer = 4 * h if tensor > 1 else 2 * (q + k) / sequence
+    group = sizes.tensor * sizes.sequence
+    exchanged = 2 * (sizes.queries + sizes.keys) / sizes.sequence
+    per_layer = 4 * sizes.hidden if sizes.tensor > 1 else exchanged
     passes = 2 + setup.config.model.activation_checkpointing
     tokens = setup.config.data.micro_batch_tokens * micro_steps
     shared = passes * layers * per_layer * width * tokens * (group - 1) / group
@@ -351,20 +341,19 @@ def _communication(
     return gradients + forward + backward, seconds, shared, shared_seconds
 
 
-def _offloading(setup: Setup, micro_steps: int, cluster: GpuCluster) -> float:
-    """Seconds in which a step copies to and from CPU memory and NVMe, and the CPUs update."""
-    optimizer, weights = offload_devices(setup.ds_config).values()
-    width = weight_bytes(setup.ds_config)
+def _offloading(setup: Setup, sizes: RunSizes, micro_steps: int, cluster: GpuCluster) -> float:
+    """Seconds per step for copies to and from CPU memory and NVMe, and for the CPUs' update."""
+    width = sizes.weight_bytes
     trained, total = (count / cluster.nodes for count in setup.architecture.counts)  # on a node
     bytes_per_s = {
         "none": math.inf,
         "cpu": cluster.rates.pcie_gb_per_s * cluster.gpus * 1e9,
         "nvme": cluster.rates.nvme_gb_per_s * 1e9,
     }
-    seconds = 2 * micro_steps * width * total / bytes_per_s[weights]
-    if optimizer != "none":
+    seconds = 2 * micro_steps * width * total / bytes_per_s[sizes.weights_device]
+    if sizes.optimizer_device != "none":
         copied = (4 * micro_steps + width) * trained
         seconds += copied / bytes_per_s["cpu"] + trained / cluster.rates.cpu_adam_per_s
-    if optimizer == "nvme":
+    if sizes.optimizer_device == "nvme":
         seconds += 2 * 12 * trained / bytes_per_s["nvme"]
     return seconds

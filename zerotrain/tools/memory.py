@@ -1,22 +1,84 @@
 """An estimate of a run's memory, from its config and the architecture alone.
 
-It is arithmetic: nothing is loaded or measured. CUDA's context, NCCL's buffers, what the allocator
-loses to fragmentation, dropout masks and dense attention masks (data.batching: bucketed) are left
-out; keep a tenth of a GPU free for them.
+It is arithmetic: nothing is loaded or measured. The estimate leaves out CUDA's context, NCCL's
+buffers, fragmentation in the allocator, dropout masks and dense attention masks (data.batching:
+bucketed). Keep a tenth of a GPU free for them.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from zerotrain.config.ds_config import group_sizes, offload_devices, zero_stage
+from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of
-from zerotrain.tools.states import MASTER, MOMENTS, ModelStates, model_states, weight_bytes
 from zerotrain.training.loss import chunk_size
 from zerotrain.training.setup import Setup
 
+USED_SHARE = 0.9  # A run fits if it needs at most this share of a GPU's memory.
+MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32
+MASTER = 4  # bytes per trained parameter: ZeRO keeps an fp32 copy even of fp32 weights
+NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
 LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
+
+
+class RunSizes:
+    """The numbers that the formulas of memory and time take from a run."""
+
+    def __init__(self, setup: Setup) -> None:
+        ds_config = setup.ds_config
+        skeleton = setup.architecture.skeleton
+        text = skeleton.config.get_text_config()
+        self.stage = zero_stage(ds_config)
+        self.tensor, self.sequence = group_sizes(ds_config)
+        self.optimizer_device, self.weights_device = offload_devices(ds_config).values()
+        self.weight_bytes = weight_bytes(ds_config)
+        self.layers = int(text.num_hidden_layers)
+        self.hidden = hidden_size(skeleton)
+        # Queries and keys stay 0 without attention.
+        heads = _mean_size(text, "num_attention_heads") or 0
+        head_dim = _mean_size(text, "head_dim") or (self.hidden // heads if heads else 0)
+        self.queries = heads * head_dim
+        self.keys = (_mean_size(text, "num_key_value_heads") or heads) * head_dim
+        self.experts = _mean_size(text, "num_experts_per_tok") or 1
+        names = ("moe_intermediate_size", "intermediate_size", "n_inner")
+        inner = next((size for name in names if (size := _mean_size(text, name))), 4 * self.hidden)
+        self.inner = inner * self.experts
+        """Feed-forward width of all experts that a token visits."""
+
+    @property
+    def layer_bytes(self) -> tuple[float, float]:
+        """Bytes per token that one layer keeps on a rank for its backward pass in 16 bits, and
+        bytes of the gradients that exist at a time there.
+
+        With hidden size h, query width q, key width k and feed-forward width f of the e experts
+        that a token visits:
+
+            16 h            two norms: input in fp32, normalized input, output
+            6 q + 4 k       rotated queries and keys, values, attention's output and its copy
+            8 f             gate, its activation, up, product; 6 f more are their gradients
+            4 h e           input and output of each expert, in mixtures of them
+
+        Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count in this way. Here feed-forward
+        blocks are gated, and attention keeps no scores. Further norms (Qwen 3, Gemma 3) are left
+        out.
+        """
+        divided = (self.queries, self.keys, self.inner)
+        q, k, f = (width / self.tensor for width in divided)
+        of_experts = 4 * self.hidden * self.experts if self.experts > 1 else 0
+        return 16 * self.hidden + 6 * q + 4 * k + 8 * f + of_experts, 6 * f
+
+
+def weight_bytes(ds_config: dict[str, Any]) -> int:
+    """Return the bytes of a weight: 2 in bf16 and fp16, 4 in fp32."""
+    return 2 if ds_config["bf16"]["enabled"] or ds_config["fp16"]["enabled"] else 4
+
+
+def _mean_size(text: PretrainedConfig, name: str) -> float | None:
+    """Return a size of the architecture, as a mean if layers differ; None if it is missing."""
+    sizes = sizes_of(text, name)
+    return sum(sizes) / len(sizes) if sizes else None
 
 
 @dataclass(frozen=True)
@@ -24,15 +86,13 @@ class MemoryEstimate:
     """Bytes that a run with micro-batches of data.micro_batch_tokens needs."""
 
     states: dict[str, float]
-    """What a GPU holds all the time, by name: weights, gradients, optimizer, communication buffers.
-    """
+    """What a GPU holds all the time: weights, gradients, optimizer, buffers of communication."""
     kept: float
-    """What the forward pass keeps for the backward pass on a GPU without activation checkpointing.
-    """
+    """Activations that the forward pass keeps on a GPU without activation checkpointing."""
     inputs: float
-    """What it keeps with activation checkpointing: the input of each layer."""
+    """Activations that it keeps with activation checkpointing: the input of each layer."""
     activations: float
-    """The one of `kept` and `inputs` that the run has."""
+    """`inputs` if the run has activation checkpointing, else `kept`."""
     loss: float
     """What the loss needs beside states and activations."""
     layer: float
@@ -54,156 +114,160 @@ class MemoryEstimate:
 
 
 def estimate_memory(setup: Setup) -> MemoryEstimate:
-    """The memory of a run with bf16, fp16 or fp32 weights and AdamW.
+    """Estimate the memory of a run with bf16, fp16 or fp32 weights and AdamW.
 
-    With checkpointing, a layer keeps its input alone, and one layer at a time is recomputed
+    With checkpointing, a layer keeps only its input, and one layer at a time is recomputed
     (Korthikanti et al. 2022, arXiv:2205.05198, section 5). The loss is done before any layer's
-    backward pass begins, so the larger of the two counts. Every token is taken to be supervised.
-
-    Raises:
-        UserError: the ZeRO stage is not a number.
+    backward pass begins, so the larger of the two counts. All tokens are assumed to be supervised.
     """
-    states = model_states(setup)
-    skeleton = setup.architecture.skeleton
-    width = weight_bytes(setup.ds_config)
-    stage = zero_stage(setup.ds_config)
+    sizes = RunSizes(setup)
+    states = _model_states(setup, sizes)
     on_gpu = dict(states.on_device)
-    if stage >= 2:
-        on_gpu["buffers"] = _buffers(setup)
-    tensor_parallel, sequence_parallel = group_sizes(setup.ds_config)
-    tokens = setup.config.data.micro_batch_tokens // sequence_parallel
-    layers = int(skeleton.config.get_text_config().num_hidden_layers)
-    kept, gradients = (width / 2 * tokens * n for n in layer_bytes(skeleton, tensor_parallel))
-    inputs = width * layers * hidden_size(skeleton) * tokens
+    if sizes.stage >= 2:
+        on_gpu["buffers"] = _buffers(setup, sizes)
+    tokens = setup.config.data.micro_batch_tokens // sizes.sequence
+    kept, gradients = (sizes.weight_bytes / 2 * tokens * n for n in sizes.layer_bytes)
+    inputs = sizes.weight_bytes * sizes.layers * sizes.hidden * tokens
     recomputes = setup.config.model.activation_checkpointing
-    cpu, nvme = _node_memory(setup, states)
-    readers = 1 if stage == 3 else setup.machine.local_ranks  # of the files, at the same time
+    cpu, nvme = _node_memory(setup, sizes, states)
+    readers = 1 if sizes.stage == 3 else setup.machine.local_ranks  # read files at the same time
     return MemoryEstimate(
         states=on_gpu,
-        kept=layers * kept,
+        kept=sizes.layers * kept,
         inputs=inputs,
-        activations=inputs if recomputes else layers * kept,
-        loss=_loss(setup, tokens),
+        activations=inputs if recomputes else sizes.layers * kept,
+        loss=_loss(setup, sizes, tokens),
         layer=gradients + kept * recomputes,
-        update=_update(setup, states),
+        update=_update(setup, sizes, states),
         cpu=cpu,
-        loading=readers * width * setup.architecture.counts.total,
+        loading=readers * sizes.weight_bytes * setup.architecture.counts.total,
         nvme=nvme,
     )
 
 
-def layer_bytes(skeleton: nn.Module, tensor_parallel: int) -> tuple[float, float]:
-    """Bytes per token that one layer keeps on a rank for its backward pass in 16 bits, and bytes of
-    the gradients that exist at a time there.
+class _ModelStates(NamedTuple):
+    """Weights, gradients and optimizer of a rank, which it holds during the whole run."""
 
-    With hidden size h, query width q, key width k and feed-forward width f of the e experts that a
-    token visits:
-
-        16 h            two norms: input in fp32, normalized input, output
-        6 q + 4 k       rotated queries and keys, values, attention's output and its copy
-        8 f             gate, its activation, up, product; 6 f more are their gradients
-        4 h e           input and output of each expert, in mixtures of them
-
-    This is the count of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) for gated
-    feed-forward blocks and attention that keeps no scores. Further norms (Qwen 3, Gemma 3) are left
-    out.
-    """
-    h, *divided, e = layer_widths(skeleton)
-    q, k, f = (width / tensor_parallel for width in divided)
-    return 16 * h + 6 * q + 4 * k + 8 * f + (4 * h * e if e > 1 else 0), 6 * f
+    on_device: dict[str, float]
+    """Bytes in the memory of the GPU, by name."""
+    offloaded: dict[str, float]
+    """Bytes that ZeRO-Offload has moved to CPU memory or NVMe, by name."""
+    trained: float
+    """Number of trained parameters for which a rank computes gradients."""
+    updated: float
+    """Number of trained parameters that a rank updates."""
 
 
-def layer_widths(skeleton: nn.Module) -> tuple[float, float, float, float, float]:
-    """Hidden size, width of all queries, width of all keys, feed-forward width of all experts that
-    a token visits, and their number. Queries and keys are 0 without attention.
-    """
-    text = skeleton.config.get_text_config()
-    hidden = hidden_size(skeleton)
-    heads = _mean_size(text, "num_attention_heads") or 0
-    head_dim = _mean_size(text, "head_dim") or (hidden // heads if heads else 0)
-    kv_heads = _mean_size(text, "num_key_value_heads") or heads
-    names = ("moe_intermediate_size", "intermediate_size", "n_inner")
-    inner = next((size for name in names if (size := _mean_size(text, name))), 4 * hidden)
-    experts = _mean_size(text, "num_experts_per_tok") or 1
-    return hidden, heads * head_dim, kv_heads * head_dim, inner * experts, experts
+def _model_states(setup: Setup, sizes: RunSizes) -> _ModelStates:
+    ds_config = setup.ds_config
+    skeleton = setup.architecture.skeleton
+    counts = setup.architecture.counts
+    stage, width = sizes.stage, sizes.weight_bytes
+    ranks = setup.machine.ranks // sizes.tensor  # ZeRO partitions over tensor-parallel groups.
+    sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
+    summed = 4 if sums == "fp32" else width
+    linear = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
+    # Tensor parallelism needs a model without frozen weights, and divides all but the embeddings.
+    divided = linear.difference(skeleton.get_input_embeddings().parameters())
+    elsewhere = (1 - 1 / sizes.tensor) * sum(p.numel() for p in divided)
+    total = counts.total - elsewhere
+    trained = counts.trained - elsewhere
+    updated = trained / ranks if stage >= 1 else trained
+    quantized = 0
+    if setup.config.model.quantization:  # Frozen linear layers but the output head have 4 bits.
+        in_4_bits = linear.difference(skeleton.get_output_embeddings().parameters())
+        quantized = sum(p.numel() for p in in_4_bits if not p.requires_grad)
+
+    held = width * (total - quantized) + NF4_BYTES * quantized
+    weights = held / (ranks if stage == 3 else 1)
+    secondary = secondary_ranks(ds_config)
+    if secondary > 1:  # a second partition, over a node's GPUs
+        weights += held / secondary
+    is_wider = summed != width
+    # Stage 1's BF16_Optimizer keeps the 16-bit gradients next to their sum in fp32.
+    gradients = summed + (width if stage < 2 and is_wider else 0)
+    states = {
+        "weights": weights,
+        "gradients": gradients * trained / (ranks if stage >= 2 else 1),
+        "optimizer": (MOMENTS + (MASTER if stage or width < 4 else 0)) * updated,
+    }
+    moved = {
+        "weights": sizes.weights_device != "none",
+        # ZeRO 2 sums 16-bit gradients in fp32 on the GPU, even with offload.
+        "gradients": sizes.optimizer_device != "none" and not (stage == 2 and is_wider),
+        "optimizer": sizes.optimizer_device != "none",
+    }
+    offloaded = {name: states.pop(name) for name in moved if moved[name]}
+    return _ModelStates(states, offloaded, trained, updated)
 
 
-def _mean_size(text: PretrainedConfig, name: str) -> float | None:
-    """A size of the architecture: the mean if it differs between layers, None if it is missing."""
-    sizes = sizes_of(text, name)
-    return sum(sizes) / len(sizes) if sizes else None
-
-
-def _loss(setup: Setup, tokens: int) -> float:
-    """Logits, and input and gradient of the output head. The loss over chunks computes all
-    gradients at once: it sums the gradient of the head in fp32.
+def _loss(setup: Setup, sizes: RunSizes, tokens: int) -> float:
+    """Bytes of the logits, and of input and gradient of the output head. The loss over chunks sums
+    the head's gradient in fp32.
     """
     skeleton = setup.architecture.skeleton
-    width = weight_bytes(setup.ds_config)
     vocabulary = int(skeleton.config.get_text_config().vocab_size)
     logits = min(tokens, chunk_size(setup.machine.device, vocabulary))
     head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    states = 2 * width * hidden_size(skeleton) * tokens
-    return LOSS_BYTES * logits * vocabulary + states + (4 + width) * trained
+    inputs = 2 * sizes.weight_bytes * sizes.hidden * tokens
+    return LOSS_BYTES * logits * vocabulary + inputs + (4 + sizes.weight_bytes) * trained
 
 
-def _update(setup: Setup, states: ModelStates) -> float:
-    """The temporaries of the update: a square root in torch's AdamW, if it is not fused; under ZeRO
-    3 a copy of the gradients in fp32, sub-group by sub-group; under ZeRO 0 and 1 the bucket of the
-    all-reduce that precedes it (MEMORY_OPT_ALLREDUCE_SIZE).
+def _update(setup: Setup, sizes: RunSizes, states: _ModelStates) -> float:
+    """Bytes of the update's temporaries. torch's AdamW computes a square root if it is not fused.
+    ZeRO 3 copies the gradients to fp32, one sub-group at a time. ZeRO 0 and 1 fill the bucket of
+    an all-reduce first (MEMORY_OPT_ALLREDUCE_SIZE).
     """
-    stage = zero_stage(setup.ds_config)
-    if offload_devices(setup.ds_config)["optimizer"] != "none":
+    if sizes.optimizer_device != "none":
         return 0
     is_fused = setup.ds_config.get("optimizer", {}).get("params", {}).get("fused")
     root = 0 if is_fused else 4
-    if stage == 3:
+    if sizes.stage == 3:
         return (root + 4) * min(states.updated, _sub_group(setup))
-    return max(root * states.updated, 4 * min(states.trained, 5e8) if stage < 2 else 0)
+    return max(root * states.updated, 4 * min(states.trained, 5e8) if sizes.stage < 2 else 0)
 
 
-def _buffers(setup: Setup) -> float:
-    """What ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states: buckets of gradients,
-    copied to communication_data_type, fp32, if they are in 16 bits, where a gradient larger than a
-    bucket is on its own; and under ZeRO 3 the gathered weights.
+def _buffers(setup: Setup, sizes: RunSizes) -> float:
+    """Bytes that ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states.
+
+    Gradients are reduced in buckets; a gradient larger than a bucket is reduced on its own. Those
+    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 also has the gathered weights.
     """
-    zero = setup.ds_config.get("zero_optimization", {})
-    width = weight_bytes(setup.ds_config)
+    zero = setup.ds_config["zero_optimization"]
+    width = sizes.weight_bytes
     parameters = list(setup.architecture.skeleton.parameters())
     trained = [p.numel() for p in parameters if p.requires_grad]
     largest = max(trained, default=0)
     bucket = min(zero.get("reduce_bucket_size", 5e8), sum(trained))
     reduced = (width + 4 if width < 4 else width) * max(bucket, largest)
-    if zero_stage(setup.ds_config) == 2:
+    if sizes.stage == 2:
         return width * bucket * (2 if zero.get("overlap_comm") else 1) + reduced
     live = min(zero.get("stage3_max_live_parameters", 1e9), sum(p.numel() for p in parameters))
-    # reduce_scatter_coalesced flattens them into another one
+    # The last term is for reduce_scatter_coalesced, which flattens the gradients.
     return width * (live + bucket) + reduced + 4 * max(bucket, largest)
 
 
-def _node_memory(setup: Setup, states: ModelStates) -> tuple[float, float]:
+def _node_memory(setup: Setup, sizes: RunSizes, states: _ModelStates) -> tuple[float, float]:
     """Bytes of a node's CPU memory and of its NVMe in training."""
-    ds_config = setup.ds_config
-    zero = ds_config.get("zero_optimization", {})
-    width = weight_bytes(ds_config)
-    gpus = setup.machine.local_ranks
-    whole_weights = width if zero_stage(ds_config) < 3 else 0
-    places = offload_devices(ds_config)
-    optimizer = places["optimizer"]
+    zero = setup.ds_config["zero_optimization"]
+    width = sizes.weight_bytes
+    optimizer = sizes.optimizer_device
+    whole_weights = width if sizes.stage < 3 else 0
     size = {"cpu": 0.0, "nvme": 0.0, "none": 0.0}
-    place_of = {"weights": places["param"], "gradients": "cpu", "optimizer": optimizer}
+    device_of = {"weights": sizes.weights_device, "gradients": "cpu", "optimizer": optimizer}
     for name, moved in states.offloaded.items():
-        size[place_of[name]] += moved
+        size[device_of[name]] += moved
     if optimizer != "none":
         size[optimizer] += MASTER * states.updated  # fp32 gradients that CPU Adam reads
-        size["cpu"] += whole_weights * states.updated  # updated, on their way back to the GPU
+        size["cpu"] += whole_weights * states.updated  # updated weights, before they are copied
     if optimizer == "nvme":
         buffers = zero["offload_optimizer"].get("buffer_count", 4)
         size["cpu"] += 4 * buffers * min(states.updated, _sub_group(setup))
-    if places["param"] == "nvme":
+    if sizes.weights_device == "nvme":
         block = zero["offload_param"]
         size["cpu"] += width * block.get("buffer_count", 5) * block.get("buffer_size", 1e8)
+    gpus = setup.machine.local_ranks
     if setup.config.checkpoint.async_save:
         copied = whole_weights * setup.architecture.counts.total / gpus
         size["cpu"] += (MOMENTS + MASTER) * states.updated + copied
@@ -211,5 +275,5 @@ def _node_memory(setup: Setup, states: ModelStates) -> tuple[float, float]:
 
 
 def _sub_group(setup: Setup) -> float:
-    """Parameters that ZeRO 3 updates at a time."""
-    return setup.ds_config.get("zero_optimization", {}).get("sub_group_size", 1e9)
+    """Number of parameters that ZeRO 3 updates at a time."""
+    return setup.ds_config["zero_optimization"].get("sub_group_size", 1e9)

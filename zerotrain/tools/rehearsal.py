@@ -18,7 +18,7 @@ from zerotrain.data.loader import MicroBatch, collate
 from zerotrain.runtime.machine import GIB
 from zerotrain.runtime.process_group import process_group
 from zerotrain.runtime.ranks import Ranks
-from zerotrain.tools.states import model_states
+from zerotrain.tools.memory import USED_SHARE, estimate_memory
 from zerotrain.tracking.console import quieten_libraries
 from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
@@ -26,7 +26,6 @@ from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
 from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
-USED_SHARE = 0.9  # A micro-batch fits if its peak is at most this share of the memory.
 SMALLEST_GROWTH = 1.1  # Stop if the next micro-batch would be less than 1.1 times the last.
 LARGEST_GROWTH = 8  # The next micro-batch has at most 8 times the tokens of the last.
 
@@ -61,7 +60,9 @@ def rehearse(config: Config) -> None:
         plan = data.plan
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         if ranks.is_first:
-            print(model_states(setup))
+            states = estimate_memory(setup).states.items()
+            parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in states)
+            print(f"estimated GiB per rank in all steps: {parts}")
         longest = plan.with_budget(1).budget.micro_batch_tokens
 
         def attempt(tokens: int) -> list[MeasuredMemory]:
