@@ -52,8 +52,9 @@ def main() -> None:
 
     # slow to import, so after the arguments are checked
     from zerotrain.checkpoint.state import read_state
-    from zerotrain.tools.export import choose_checkpoint, export_checkpoint
+    from zerotrain.tools.export import export_checkpoint
     from zerotrain.tools.model_card import model_card
+    from zerotrain.tools.saved import choose_checkpoint
     from zerotrain.tools.verify import VerificationFailed
     from zerotrain.tracking.console import quieten_libraries
 

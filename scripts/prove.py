@@ -30,7 +30,7 @@ from pathlib import Path
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
-from zerotrain.tools.short_run import short_run
+from zerotrain.tools.local_ranks import short_run
 
 EQUIVALENCE_STEPS = 4
 

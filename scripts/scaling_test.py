@@ -23,12 +23,11 @@ from zerotrain.launch.hostfile import Hosts, between, world_size
 from zerotrain.launch.job import Job, job_of, job_parser
 from zerotrain.launch.launch import launch
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+from zerotrain.tools.local_ranks import short_run
 from zerotrain.tools.new_folder import own_folder
-from zerotrain.tools.records import read_metrics
-from zerotrain.tools.short_run import short_run
+from zerotrain.tools.records import PHASES, read_metrics
 
 WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
-PHASES = [f"{phase}_seconds" for phase in ["data", "forward", "head", "backward", "optimizer"]]
 
 
 def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -> Job:

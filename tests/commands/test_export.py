@@ -31,7 +31,7 @@ from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model.load import load_model_config
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools import verify
+from zerotrain.tools import ask_export
 from zerotrain.tools.export import export_checkpoint
 from zerotrain.tools.older_transformers import add_class, add_rope, edit_json
 
@@ -265,9 +265,9 @@ def test_transformers_4_reads_the_same_rotary_embeddings(model, tmp_path, sample
     assert "local_files_only" not in tokenizer and "Backend" not in tokenizer["tokenizer_class"]
     if folder := os.environ.get("TRANSFORMERS_4"):
         asked = {"prompts": [{"text": "a 1?"}], "examples": [[[*range(3, 67)], [*range(1, 64)]]]}
-        command = ["env", f"PYTHONPATH={folder}", sys.executable, verify.__file__, tmp_path]
+        command = ["env", f"PYTHONPATH={folder}", sys.executable, ask_export.__file__, tmp_path]
         told = subprocess.check_output(command, input=json.dumps(asked), text=True)
-        expected, found = verify.answer(str(tmp_path), asked), json.loads(told)
+        expected, found = ask_export.answer(str(tmp_path), asked), json.loads(told)
         assert found["prompts"] == expected["prompts"]
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 

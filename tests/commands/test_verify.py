@@ -14,9 +14,10 @@ from row_formats import mix_of_formats
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import EXIT_FAILURE
-from zerotrain.tools import verify
+from zerotrain.tools import ask_export
+from zerotrain.tools.ask_export import prompt_ids
 from zerotrain.tools.open_plans import open_plans
-from zerotrain.tools.verify import VerificationFailed, check_prompts, prompt_ids
+from zerotrain.tools.verify import VerificationFailed, check_prompts, sample_requests
 
 
 def change(checkpoint, name, old, new):
@@ -80,7 +81,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
 def check_requests(config_file):
     """The result for the requests of a config's training rows, answered in this process."""
     config, tokenizer, plan, _ = open_plans(read_config(config_file), 1)
-    prompts = list(verify.sample_requests(plan.data, config, held_out=False))
+    prompts = list(sample_requests(plan.data, config, held_out=False))
     served = [prompt_ids(tokenizer, **json.loads(json.dumps(p.arguments))) for p in prompts]
     return check_prompts(served, prompts, tokenizer)
 
@@ -123,11 +124,11 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
     )  # fmt: skip
     assert "requests give" in check_requests(calls), "arguments as JSON"
     template.write_text(TEMPLATE.replace("PROMPT", "<think>"))
-    with pytest.raises(VerificationFailed, match=r"jsonl:1: the prompt of message \d: served tok"):
+    with pytest.raises(VerificationFailed, match=r"jsonl:1: the prompt of message \d: token"):
         check_requests(config)
 
 
 def test_the_process_that_verifies_imports_nothing_of_this_repository():
-    code = f"import runpy, sys; runpy.run_path({verify.__file__!r}); print(*sys.modules)"
+    code = f"import runpy, sys; runpy.run_path({ask_export.__file__!r}); print(*sys.modules)"
     imported = run([sys.executable, "-I", "-c", code]).output.split()
     assert "transformers" in imported and "zerotrain" not in imported

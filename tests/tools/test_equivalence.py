@@ -26,7 +26,7 @@ def equivalence(forks, prove, monkeypatch, tmp_path):
         file = Path(f"{config.output_dir}.yaml")
         file.write_text(dump_config(config))
         finished = forks.train(file, ranks=ranks)
-        return Ended(finished.code, finished.output, 1.0)
+        return Ended(finished.code, finished.output)
 
     monkeypatch.setattr(zerotrain.tools.equivalence, "start_training", start)
     return lambda config, *flags: prove("equivalence", config, "--work", tmp_path / "work", *flags)
@@ -71,11 +71,10 @@ def test_what_cannot_run_proves_nothing(equivalence, tiny_config, tmp_path, monk
     with pytest.raises(UserError, match="nothing could be run"):
         equivalence(config, "--ranks", 1, "--ds_configs", file)
     config = read_config(config)
-    code, output, gib = start_training(config, 1)
-    assert code == 2 and 0.1 < gib < 10, output
-    assert "error: " in output == Path(f"{config.output_dir}.log").read_text()
+    code, output = start_training(config, 1)
+    assert code == 2 and "error: " in output == Path(f"{config.output_dir}.log").read_text()
     train = replace(config.train, epochs=None, steps=2)
-    code, output, _ = start_training(
+    code, output = start_training(
         replace(config, ds_config="ds_configs/zero1.json", train=train), 2
     )
     assert code == 0 and len(read_metrics(config.output_dir)) == 2, output
@@ -85,7 +84,7 @@ def test_the_code_of_the_rank_that_failed_first_counts_and_none_waits_for_it(tmp
     monkeypatch.setattr(zerotrain.tools.local_ranks, "SECONDS_AFTER_A_FAILURE", 0.1)
     script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] > '0' else time.sleep(600)"
     ended = run_local_ranks(3, ["-c", script], tmp_path / "log")
-    assert ended.code == 3 and ended.peak_gib > 0
+    assert ended.code == 3
 
 
 SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())

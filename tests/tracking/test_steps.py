@@ -14,7 +14,7 @@ from harness.inputs import write_tiny_config
 from harness.runs import read_metrics
 
 from zerotrain.runtime.machine import gpu_health
-from zerotrain.tools.slow_ranks import SlowRanks, slow_ranks
+from zerotrain.tools.records import SlowRanks, slow_ranks
 from zerotrain.tracking.steps import PhaseTimer
 
 

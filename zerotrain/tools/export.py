@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from zerotrain.checkpoint.manifest import inspect, read_manifest
-from zerotrain.checkpoint.run_folder import checkpoint_name, checkpoints_folder, list_checkpoints
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.config.schema import LoraConfig, ModelConfig
@@ -35,11 +34,11 @@ from zerotrain.model.hub import (
 )
 from zerotrain.model.load import DTYPES, check_finite, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
-from zerotrain.runtime.errors import UserError, describe, printable
+from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.machine import GIB
 from zerotrain.tools.new_folder import new_folder
 from zerotrain.tools.older_transformers import add_class, add_rope, edit_json
-from zerotrain.tools.saved import checkpoint_problem, whole_weight
+from zerotrain.tools.saved import whole_weight
 
 if TYPE_CHECKING:
     from peft import LoraModel
@@ -274,36 +273,3 @@ def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
     if merged.get_input_embeddings().weight is not merged.get_output_embeddings().weight:
         merged.config.tie_word_embeddings = False
     return merged
-
-
-def choose_checkpoint(folder: Path, best: bool = False) -> Path:
-    """`folder` itself if it is a checkpoint, and of a run's folder the newest usable one, or with
-    `best` the one of the best evaluation.
-
-    Raises:
-        UserError: there is none, or it cannot be used.
-    """
-    checkpoints = list_checkpoints(checkpoints_folder(folder)) or [folder]
-    for checkpoint in reversed(checkpoints):
-        problem = checkpoint_problem(checkpoint)
-        if problem is None:
-            break
-        if checkpoint != folder:
-            print(printable(f"skipping {checkpoint}: {problem}"))
-    else:
-        raise UserError(
-            f"{folder} is no usable checkpoint, and has none in checkpoints/ ({problem}); give "
-            "output_dir of a run, or one of its checkpoints"
-        )
-    if not best:
-        return checkpoint
-    evaluated = read_state(checkpoint).progress.best
-    if evaluated is None or checkpoint == folder:
-        raise UserError(f"--best: {folder} is not the folder of a run with evaluations")
-    found = checkpoint.with_name(checkpoint_name(evaluated.step))
-    if problem := checkpoint_problem(found):
-        raise UserError(
-            f"the best evaluation was at step {evaluated.step:,}, but {found} cannot be used: "
-            f"{problem}; checkpoint.keep_best: true keeps the best checkpoint"
-        )
-    return found

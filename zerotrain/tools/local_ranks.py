@@ -1,4 +1,4 @@
-"""Ranks on this machine, for tools and benchmarks."""
+"""Short runs on the ranks of this machine, for tools and benchmarks."""
 
 import math
 import os
@@ -13,20 +13,37 @@ from typing import NamedTuple
 
 from zerotrain.runtime.ports import free_port
 
-SECONDS_AFTER_A_FAILURE = 10  # in which the other ranks may report it too
+SECONDS_AFTER_A_FAILURE = 10  # The other ranks have as long to report it too.
+
+
+def short_run(steps: int) -> list[str]:
+    """Return flags of train.py that end a run after some steps, without evaluation and W&B, and
+    with one checkpoint, after the last step.
+    """
+    flags = {
+        "train.steps": steps,
+        "train.epochs": "null",
+        "data.eval_sources": "[]",
+        "data.eval_fraction": 0,
+        "eval.every_steps": 0,
+        "eval.generate": 0,
+        "checkpoint.every_steps": 0,
+        "checkpoint.every_minutes": 0,
+        "checkpoint.resume": "auto",
+        "checkpoint.weights_only": "false",
+        "tracking.wandb": "disabled",
+        "distributed.world_size": "null",
+    }
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 class Ended(NamedTuple):
-    """How a command has ended on all of its ranks."""
+    """End of a command on all of its ranks."""
 
     code: int
-    """The exit code of the rank that failed first, or 0."""
+    """Exit code of the rank that failed first, or 0."""
     output: str
-    """What all ranks have printed."""
-    peak_gib: float
-    """The peak resident memory of the largest rank; at least that of this process, since Linux
-    counts what a child had before it started its program.
-    """
+    """Output of all ranks."""
 
 
 def run_local_ranks(
@@ -36,12 +53,13 @@ def run_local_ranks(
     until: Callable[[], bool] = lambda: False,
     seconds: float = math.inf,
 ) -> Ended:
-    """Run `python COMMAND` once for each rank; the ranks share the cores. What still runs is killed
-    as soon as `until` is true, after `seconds`, and some seconds after a rank has failed, for which
-    others may wait for ever.
+    """Run `python COMMAND` once for each rank; the ranks share the cores.
+
+    Ranks are killed as soon as `until` returns True, and after `seconds`. They are also killed some
+    seconds after one has failed, because the others may wait for it forever.
 
     Args:
-        log: the file that the output is written to.
+        log: file for the output.
     """
     shared = {
         "WORLD_SIZE": ranks,
@@ -51,7 +69,7 @@ def run_local_ranks(
         "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // ranks),
     }
     processes = []
-    failure = peak = 0
+    failure = 0
     end = time.monotonic() + seconds
     try:
         with log.open("w") as file:
@@ -67,12 +85,11 @@ def run_local_ranks(
                 processes.append(process)
         running = ranks
         while running and not until() and time.monotonic() < end:
-            ended, status, used = os.wait4(-processes[0].pid, os.WNOHANG)  # any of the group
+            ended, status = os.waitpid(-processes[0].pid, os.WNOHANG)  # any rank of the group
             if not ended:
                 time.sleep(0.02)
                 continue
             running -= 1
-            peak = max(peak, used.ru_maxrss)  # KiB
             code = os.waitstatus_to_exitcode(status)
             if code and not failure:
                 failure = code
@@ -83,4 +100,4 @@ def run_local_ranks(
                 os.killpg(processes[0].pid, signal.SIGKILL)
         for process in processes:
             process.wait()
-    return Ended(failure, log.read_text(errors="replace"), peak / 2**20)
+    return Ended(failure, log.read_text(errors="replace"))

@@ -24,7 +24,7 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import MAX_TEXT_BYTES
-from zerotrain.tools.slow_ranks import MEASURED, WINDOWS, SlowRanks
+from zerotrain.tools.records import MEASURED, PHASES, WINDOWS, SlowRanks
 from zerotrain.tracking.metrics import metrics_lines, parse_record
 
 # readable on white and on black
@@ -47,10 +47,7 @@ OTHER_CHARTS = {  # heading: keys of metrics.jsonl
     "Router loss, without its coefficient": ("router_loss",),
     "Computing on each rank alone, seconds of a step": ("compute_seconds of ranks",),
     "Waiting for data on each rank, seconds of a step": ("data_seconds of ranks",),
-    "Seconds of a step, and of its phases": (
-        "step_seconds", "data_seconds", "forward_seconds", "head_seconds", "backward_seconds",
-        "optimizer_seconds",
-    ),
+    "Seconds of a step, and of its phases": ("step_seconds", *PHASES),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from zerotrain.config.schema import Config, Source
 from zerotrain.data.cache import TokenizedRows
 from zerotrain.rows.sources import BadRow
 from zerotrain.rows.turns import FIXED_DATE, Template, with_arguments_as_text
-from zerotrain.tools.source_rows import canonical_rows, supervised_answers
+from zerotrain.tools.verify import canonical_rows, supervised_answers
 
 MAX_NAMED = 5  # problems listed by file and line
 COMPARED_CHARACTERS = 12  # of the text before an answer
