@@ -1,11 +1,13 @@
-"""Keys by which transformers 4 reads a folder that transformers 5 has written. Without them it has
-neither the tokenizer's class nor the rotary embeddings, for which it takes defaults in silence.
+"""Keys that let transformers 4.57 read a folder that transformers 5 has written.
 
-With 4.57.6 the logits of small models of 50 architectures were the same, with each kind of rotary
-embeddings. Others do not load, except ModernBERT's decoder, which is a different model there.
+Without them it silently takes defaults for the tokenizer's class and the rotary embeddings. With
+them, small models of 50 architectures had the same loss in 4.57.6. Tried kinds of rotary
+embeddings: default, llama3, yarn, longrope (also with `factor`), partial (GPT-NeoX) and by layer
+type (Gemma 3, Olmo 3). docs/checkpoints.md names the models that differ.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def add_class(config: dict[str, Any]) -> None:
-    """Edit a tokenizer_config.json. All of the tokenizer is in tokenizer.json, to which the classes
-    of some models add a bos token in transformers 4.
+    """Edit a tokenizer_config.json. In transformers 4, some models' own classes would add a bos
+    token to what tokenizer.json says.
     """
-    for key in ("is_local", "local_files_only"):  # how it was loaded here
+    for key in ("is_local", "local_files_only"):  # how the tokenizer was loaded here
         config.pop(key, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config["model_input_names"] = ["input_ids", "attention_mask"]
@@ -34,7 +36,7 @@ def add_class(config: dict[str, Any]) -> None:
 
 
 def add_rope(config: dict[str, Any]) -> None:
-    """Edit a config.json, where transformers 5 reads the same values from both names."""
+    """Edit a config.json. transformers 5 reads the same values from the old and the new keys."""
     for part in (config, config.get("text_config", {})):
         rope = part.get("rope_parameters") or {}
         by_layer = {kind: values for kind, values in rope.items() if isinstance(values, dict)}
@@ -44,9 +46,18 @@ def add_rope(config: dict[str, Any]) -> None:
             if name in scaling:
                 part[of_neox if is_neox else name] = scaling.pop(name)
         if "sliding_attention" in by_layer:
-            part["rope_local_base_freq"] = by_layer["sliding_attention"]["rope_theta"]
-        if scaling.get("rope_type") == "longrope":  # Phi-3 takes these three keys, and no others
-            part[ORIGINAL_LENGTH] = scaling.pop(ORIGINAL_LENGTH)
-            scaling["type"] = scaling.pop("rope_type")
+            local = by_layer["sliding_attention"]["rope_theta"]
+            if config["model_type"].startswith("gemma3"):
+                part["rope_local_base_freq"] = local
+            elif local != part["rope_theta"]:
+                part["rope_theta"] = None  # 4.57 has one theta for all layers: let it fail.
+        if scaling.get("rope_type") == "longrope":
+            part[ORIGINAL_LENGTH] = length = scaling[ORIGINAL_LENGTH]
+            if config["model_type"].startswith("phi"):  # It reads the length from there alone.
+                del scaling[ORIGINAL_LENGTH]
+            if factor := scaling.get("factor"):  # 4.57 ignores it, and reads what follows from it.
+                default = math.sqrt(1 + math.log(max(1, factor)) / math.log(length))
+                scaling.setdefault("attention_factor", default)
+            scaling["type"] = scaling.pop("rope_type")  # Phi-3 needs this name.
         if scaling:
             part["rope_scaling"] = scaling if len(scaling) > 1 else None  # default: its type alone
