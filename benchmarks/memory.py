@@ -3,9 +3,9 @@
     deepspeed --num_gpus 2 --module benchmarks.memory --config benchmarks/llama_300m/run.yaml
         [--ds_config ds_configs/zero3.json] [--section.key value ...]
 
-Of rank 0, GiB. The model states are the tensors that Python objects hold at the end of the last
-backward pass; the peak is the most that torch has allocated at a time in the second step, as
-torch.cuda.max_memory_allocated is on a GPU. What ZeRO offloads is in the same memory here, so the
+The figures are GiB of rank 0. The model states are the tensors that Python objects hold after the
+last backward pass. The peak is the most that torch has allocated at a time in the second step, like
+torch.cuda.max_memory_allocated on a GPU. Offloaded tensors are in the same memory here, so the
 estimates of GPU and CPU are added up.
 """
 
@@ -34,7 +34,7 @@ from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
 
 class Watch(PhaseTimer):
-    """Counts the model states at the end of each backward pass."""
+    """Measures the model states after each backward pass."""
 
     model: torch.nn.Module
     states_bytes: int
@@ -56,7 +56,7 @@ def main(config: Config) -> None:
         engine, loss, _ = build_engine(setup, tokenizer, plan, ranks)
         watch = Watch(ranks.device)
         watch.model = engine.module
-        # what train_step uses of a Training
+        # train_step uses only these fields of a Training.
         run = SimpleNamespace(
             config=setup.config, engine=engine, loss=loss, ranks=ranks, timer=watch
         )  # fmt: skip
@@ -80,7 +80,7 @@ def main(config: Config) -> None:
 
 
 def held_bytes(model: torch.nn.Module) -> int:
-    """Of the tensors that Python objects hold, without weights that ZeRO 3 has gathered."""
+    """Return the bytes of the tensors that Python objects hold, without gathered weights."""
     parameters = list(model.parameters())
     tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
     tensors += [p.grad for p in parameters if p.grad is not None]
@@ -91,8 +91,8 @@ def held_bytes(model: torch.nn.Module) -> int:
 
 
 def peak_bytes(events: list[dict[str, Any]]) -> int:
-    """The most bytes that are allocated at a time from the begin of the second step on. The sums in
-    the trace itself keep what other threads have freed: under ZeRO 3 they are a quarter too large.
+    """Return the most bytes that are allocated at a time from the second step on. The trace's own
+    sums are a quarter too large under ZeRO 3: they miss what other threads have freed.
     """
     live = {}  # bytes by address
     total = peak = 0
@@ -101,7 +101,7 @@ def peak_bytes(events: list[dict[str, Any]]) -> int:
             peak = total
         elif event.get("name") == "[memory]":
             address = event["args"]["Addr"]
-            total -= live.pop(address, 0)  # also of a tensor that another thread has freed
+            total -= live.pop(address, 0)  # Another thread may have freed what was here.
             if event["args"]["Bytes"] > 0:
                 live[address] = event["args"]["Bytes"]
                 total += live[address]

@@ -79,7 +79,7 @@ def draw_terminal(shown: str) -> None:
     console = Console(record=True, width=104, file=io.StringIO())
     console.print(Text.from_ansi(shown))
     svg = console.export_svg(title="./scripts/demo.sh")
-    fonts = "@font-face {.*?}"  # they would be loaded from another host
+    fonts = "@font-face {.*?}"  # They would be loaded from another host.
     (PICTURES / "terminal.svg").write_text(re.sub(fonts, "", svg, flags=re.DOTALL))
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulate [LENGTHS.npy] [--ranks 8 64 512 4096]
 
-The step plan and the samplers of transformers' Trainer divide the same global batches, which fill
---micro_steps micro-batches of each rank to nine tenths. Efficiency is the compute of the real
-tokens over that of the step, in which all ranks wait for the slowest one in each micro-step.
-Communication is left out: scripts/plan.py forecasts it.
+The step plan and the samplers of transformers' Trainer divide the same global batches. A batch
+fills --micro_steps micro-batches of each rank to nine tenths. Efficiency is the compute of the real
+tokens / the compute of all ranks, who wait for the slowest rank in each micro-step. Communication
+is left out: scripts/plan.py forecasts it.
 """
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -23,21 +23,30 @@ from zerotrain.data.plan import Budget, plan_step
 from zerotrain.launch.hostfile import between
 from zerotrain.tools.data_report import efficiency
 
-OPTIONS = {  # name: default, help
-    "micro_batch_tokens": (8192, "longer examples are cut to it"),
-    "micro_steps": (4, "in the global batch, see above"),
-    "steps": (20, "to measure"),
+OPTIONS = {
+    "micro_batch_tokens": (8192, "tokens of a micro-batch; longer examples are cut (8192)"),
+    "micro_steps": (4, "micro-steps of a global batch (4)"),
+    "steps": (20, "steps to measure (20)"),
 }
 POSITIVE = between(1, 1 << 20)
 ORDERS = ("packed", "bucketed", "batch_rebalance", "group_by_length", "random")
-MAX_REBALANCED = 60_000  # examples: BatchRebalanceSampler takes a minute for a step of as many
-Steps = Iterator[list[list[np.ndarray]]]  # lengths at [micro-step][rank], step by step
+MAX_REBALANCED = 60_000  # examples per step, for which BatchRebalanceSampler takes a minute
+Steps = Iterator[list[list[np.ndarray]]]
+"""Lengths of the examples at [micro-step][rank] of each step."""
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("lengths", nargs="?", type=Path, help="int .npy; default: log-normal")
-    parser.add_argument("--ranks", type=POSITIVE, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument(
+        "lengths", nargs="?", type=Path, help="integer .npy file (log-normal lengths)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=POSITIVE,
+        nargs="+",
+        default=[8, 64, 512, 4096],
+        help="numbers of ranks (8 64 512 4096)",
+    )
     for name, (default, text) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=POSITIVE, default=default, help=text)
     args = parser.parse_args()
@@ -53,14 +62,14 @@ def main() -> None:
         budget = Budget(ranks, args.micro_batch_tokens, packed=order == "packed")
         steps = islice(steps_of(order, lengths, budget, args), args.steps)
         micro_steps = [of_ranks for step in steps for of_ranks in step]
-        found = efficiency(micro_steps, budget) if micro_steps else np.nan  # takes too long to plan
+        found = efficiency(micro_steps, budget) if micro_steps else np.nan
         print(f"{ranks:>7,}  {order:15}  {found:>10.3f}", flush=True)
 
 
 def steps_of(order: str, lengths: np.ndarray, budget: Budget, args: Namespace) -> Steps:
     micro_batches = args.micro_steps * budget.world_size
     examples = round(0.9 * args.micro_batch_tokens * micro_batches / lengths.mean())
-    if len(lengths) < args.steps * examples:  # an epoch would be too short
+    if len(lengths) < args.steps * examples:
         lengths = np.random.default_rng(0).choice(lengths, args.steps * examples)
     if order in ("packed", "bucketed"):
         epoch = EpochOrder(lengths, 0, examples)
@@ -68,8 +77,8 @@ def steps_of(order: str, lengths: np.ndarray, budget: Budget, args: Namespace) -
             plan = plan_step(epoch.examples(0, k), lengths, lengths, budget)
             yield [[lengths[batch] for batch in row] for row in plan.micro_batches]
         return
-    rows = max(1, round(examples / micro_batches))  # of a micro-batch
-    if order == "batch_rebalance":  # its groups are the same for any number of ranks
+    rows = max(1, round(examples / micro_batches))
+    if order == "batch_rebalance":
         lengths = lengths[:MAX_REBALANCED]
         sampler = BatchRebalanceSampler(lengths.tolist(), rows * micro_batches, 1, micro_batches)
     else:

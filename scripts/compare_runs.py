@@ -2,19 +2,20 @@
 
     python -m scripts.compare_runs runs/before runs/after
 
-Prints the largest relative difference of loss and gradient norm between the first and the last step
-that both runs have. Exit code 1 if it exceeds 1e-5, the effect of summing in another order in fp32,
-or if a step is missing or NaN in one run only.
+Prints the largest relative difference of loss and gradient norm, from the first to the last step
+that both runs have. The tolerance is 1e-5, the effect of another order of summation in fp32.
+Exit code 1 if a difference exceeds it, or if a step is missing or NaN in one run only.
 """
 
 import sys
 
-import numpy as np
+import pandas as pd
 
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error, first_of
-from zerotrain.tools.records import read_metrics
+from zerotrain.tools.records import number, read_metrics
 
 TOLERANCE = 1e-5
+COMPARED = ["loss", "grad_norm"]
 
 
 def main() -> None:
@@ -22,22 +23,22 @@ def main() -> None:
         raise UserError(
             "give two run folders: python -m scripts.compare_runs runs/before runs/after"
         )
-    runs = [{record["step"]: record for record in read_metrics(run)} for run in sys.argv[1:]]
-    first, last = max(min(run, default=1) for run in runs), min(max(run, default=0) for run in runs)
-    steps = np.array([step for step in sorted({*runs[0], *runs[1]}) if first <= step <= last])
+    runs = [read_curves(folder) for folder in sys.argv[1:]]
+    first = max(run.index.min() for run in runs)
+    last = min(run.index.max() for run in runs)
+    before, after = (run.loc[first:last] for run in runs)
+    before, after = before.align(after)
     is_same = True
-    for name in ("loss", "grad_norm"):
-        curves = np.array([[number(run.get(k, {}).get(name)) for k in steps] for run in runs])
-        is_number = np.isfinite(curves)
-        in_both = is_number.all(0)
-        if not in_both.any():
-            raise UserError(f"the runs have no steps with {name} in common")
-        before, after = curves[:, in_both]
-        differences = np.abs(after - before) / np.maximum(before, 1e-30)
-        worst = differences.argmax()
-        print(f"{name}: largest relative difference {differences[worst]:.1e}, at step "
-              f"{steps[in_both][worst]} of {len(steps)}")  # fmt: skip
-        in_one = steps[is_number.any(0) & ~in_both]
+    for name in COMPARED:
+        differences = (after[name] - before[name]).abs() / before[name].clip(lower=1e-30)
+        if differences.isna().all():
+            raise UserError(f"the runs have no step in common with a finite {name}")
+        worst = differences.idxmax()
+        print(
+            f"{name}: largest relative difference {differences[worst]:.1e}, at step {worst} of "
+            f"{len(differences)}"
+        )
+        in_one = differences.index[before[name].isna() != after[name].isna()]
         if len(in_one):
             print(f"{name}: missing or NaN in one run only: steps {first_of(in_one)}")
         is_same &= bool(differences[worst] <= TOLERANCE) and not len(in_one)
@@ -45,9 +46,12 @@ def main() -> None:
     sys.exit(0 if is_same else EXIT_FAILURE)
 
 
-def number(value: object) -> float:
-    """NaN for what is no number, and for None, of a step that is missing."""
-    return float(value) if isinstance(value, int | float) else np.nan
+def read_curves(folder: str) -> pd.DataFrame:
+    """Return the loss and the gradient norm of each step, NaN if not finite."""
+    records = pd.DataFrame(read_metrics(folder), columns=["step", *COMPARED])
+    if records.empty:
+        raise UserError(f"{folder} has no steps; give a run that has trained")
+    return records.drop_duplicates("step", keep="last").set_index("step").sort_index().map(number)
 
 
 if __name__ == "__main__":

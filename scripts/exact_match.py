@@ -1,10 +1,10 @@
-"""Count the answers of a model that match those of chat rows exactly.
+"""Count the answers of a model that equal the expected answers of chat rows.
 
     python -m scripts.exact_match MODEL_FOLDER data/sample/eval.jsonl [--show 3]
 
-The last assistant turn of each row is the expected answer; the model answers with greedy decoding.
-As for any other user of the model folder, its generation_config.json decides where an answer ends;
-an answer that does not end is wrong.
+The last assistant message of each row is the expected answer. The model decodes greedily. Its
+generation_config.json decides where an answer ends, as in a server. An answer without an end is
+wrong.
 """
 
 import argparse
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH_ROWS = 64
-EXTRA_TOKENS = 16  # generated beyond the longest expected answer
+EXTRA_TOKENS = 16  # An answer may exceed the longest expected one by as many.
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--show", type=int, default=0, help="number of answers to print")
+    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("rows", type=Path, help="file with chat rows")
+    parser.add_argument("--show", type=int, default=0, help="number of answers to print (0)")
     args = parser.parse_args()
     if not Path(args.model).is_dir():
-        raise UserError(f"{args.model} is not the folder of a model, which comes before the rows")
+        raise UserError(f"{args.model} is not a model folder; give MODEL_FOLDER, then ROWS")
     config = DataConfig(train_sources=[str(args.rows)])
     conversations = []
     source = Source(path=str(args.rows), format="messages")
@@ -43,12 +43,14 @@ def main() -> None:
         except BadRow as error:
             raise UserError(f"{row.file}:{row.place}: {error}") from None
         if len(turns) < 2 or turns[-1]["role"] != "assistant":
-            raise UserError(f"{row.file}:{row.place}: not a chat that ends with an answer")
+            raise UserError(
+                f"{row.file}:{row.place}: the row is not a chat that ends with an answer"
+            )
         conversations.append(turns)
     if not conversations:
-        raise UserError(f"{args.rows}: no rows")
+        raise UserError(f"{args.rows} has no rows; give a file with chats")
 
-    # slow to import, so after the arguments are checked
+    # These imports are slow, so mistakes in the arguments are reported first.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from zerotrain.model.hub import load_pretrained
@@ -59,7 +61,9 @@ def main() -> None:
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, args.model)
     ends = model.generation_config.eos_token_id
     if ends is None:
-        raise UserError(f"{args.model}: generation_config.json needs eos_token_id to end answers")
+        raise UserError(
+            f"{args.model}/generation_config.json: set eos_token_id, which ends answers"
+        )
     right = endless = 0
     for start in range(0, len(conversations), BATCH_ROWS):
         batch = conversations[start : start + BATCH_ROWS]
@@ -78,11 +82,11 @@ def main() -> None:
 def generate(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch: list[list[dict]]
 ) -> list[tuple[str, bool]]:
-    """(answer, whether the model ended it) in place of the last turn of each conversation."""
+    """Return (answer, whether it ended) for each conversation without its last message."""
     import torch
 
-    tokenizer.padding_side = "left"  # generation continues on the right
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # the mask hides it
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # Any token: it is masked.
     ends = torch.tensor(model.generation_config.eos_token_id, device=model.device)
     longest = max(len(tokenizer(turns[-1]["content"])["input_ids"]) for turns in batch)
     encoded = tokenizer.apply_chat_template(

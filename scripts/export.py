@@ -4,17 +4,18 @@
     python -m scripts.export CHECKPOINT OUT --adapter
     hf upload OWNER/NAME OUT --private        # afterwards, to publish it
 
-CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder, whose newest
-complete checkpoint is taken, or with --best that of the best evaluation.
-`AutoModelForCausalLM.from_pretrained(OUT)` loads the result. The model is held in memory. If
-weights were frozen, the base model is loaded too, where the run read it from or from --base, and
-adapters are merged into it; --adapter writes them alone, for `peft.PeftModel.from_pretrained`.
+CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder. From a run folder
+the newest complete checkpoint is exported, or with --best its best one.
+`AutoModelForCausalLM.from_pretrained(OUT)` loads the result. The model is held in memory.
 
---verify also loads the result with transformers alone in another process, and compares evaluation
-loss, prompts and end tokens with the run's: OUT is written only if they agree. Exit code: 1 if they
-differ.
+If weights were frozen, the base model is loaded from --base or from where the run read it. Adapters
+are merged into it. --adapter writes only the adapters, for `peft.PeftModel.from_pretrained`.
 
-Neither runs code that comes with a model, whatever the run folder says.
+--verify also loads the result in another process, with transformers alone. It compares evaluation
+loss, prompts and end tokens with the run's. OUT is written only if they agree; otherwise the exit
+code is 1.
+
+No code that comes with a model is run, whatever the run folder says.
 """
 
 import argparse
@@ -33,24 +34,26 @@ if TYPE_CHECKING:
     from zerotrain.checkpoint.state import TrainerState
     from zerotrain.config.schema import Config
 
-MAX_CONFIG_BYTES = 256 * 1024  # thousands of sources; to parse more takes many seconds
+MAX_CONFIG_BYTES = 256 * 1024  # enough for thousands of sources, and parsed within seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--best", action="store_true", help="of a run: the best by eval_loss")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--base", help="the base model's folder, if it has moved")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint or run folder")
+    parser.add_argument("out", type=Path, help="new folder for the model")
+    parser.add_argument("--best", action="store_true", help="checkpoint with the lowest eval_loss")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="precision (the run's)"
+    )
+    parser.add_argument("--base", help="folder or hub id of the base model, if it has moved")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--adapter", action="store_true", help="only the adapters of model.lora")
     only.add_argument("--verify", action="store_true", help="compare the result with the run")
     args = parser.parse_args()
 
-    # slow to import, so after the arguments are checked
+    # These imports are slow, so mistakes in the arguments are reported first.
     from zerotrain.checkpoint.state import read_state
     from zerotrain.tools.export import export_checkpoint
     from zerotrain.tools.model_card import model_card
@@ -80,8 +83,8 @@ def main() -> None:
 
 
 def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
-    """The config of the run that a checkpoint belongs to, from its run folder; if it cannot be read
-    and is not needed, None, with a line that says so.
+    """Return the config of the run of a checkpoint, from its run folder. If it cannot be read and
+    is not needed, print why and return None.
     """
     from zerotrain.checkpoint.manifest import stat_inside
     from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
@@ -91,11 +94,10 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
     folder = checkpoint.absolute().parent.parent
     try:
         stat_inside(folder, RESOLVED_CONFIG, MAX_CONFIG_BYTES)
-        # both files, wherever the folder lies now
-        ds_config = str(folder / RESOLVED_DS_CONFIG)
+        ds_config = str(folder / RESOLVED_DS_CONFIG)  # The config may name the file's old location.
         values, _ = read_yaml(read_text(str(folder / RESOLVED_CONFIG)), RESOLVED_CONFIG)
         if isinstance(values, dict) and "base" in values:
-            raise ValueError(f"{RESOLVED_CONFIG} names a base, which no run writes")
+            raise ValueError(f"{RESOLVED_CONFIG} has the key base, which runs do not write")
         argv = ["--config", str(folder / RESOLVED_CONFIG), "--ds_config", ds_config]
         return parse_command_line(argv, prog="export.py").config
     except (OSError, ValueError, UserError) as error:
@@ -106,7 +108,7 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
 
 
 def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], None]":
-    """A function that compares an exported folder with the run, and prints what it has compared.
+    """Return a function that compares an exported folder with the run, and prints the results.
 
     Raises:
         UserError: the run's data cannot be read, or have changed.
@@ -118,7 +120,7 @@ def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], N
     cache = Path(config.data.cache_dir)
     try:
         is_own = cache.is_dir() and cache.stat().st_uid == os.getuid()
-        with TemporaryDirectory() as other:  # a stranger's config could name any folder
+        with TemporaryDirectory() as other:  # A stranger's config could name any folder.
             data = replace(config.data, cache_dir=str(cache if is_own else other))
             config, tokenizer, plan, eval_plans = open_plans(
                 replace(config, data=data), state.run.world_size
@@ -127,8 +129,8 @@ def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], N
         raise UserError(f"--verify: the run's data are needed: {error}") from error
     if not state.run.plan.content.startswith(plan.data.meta.content):
         raise UserError(
-            "--verify: the training data, or the options that they are tokenized with, have "
-            "changed since the checkpoint; bring them back, or export without --verify"
+            "--verify: the training data, or the options of tokenization, have changed since the "
+            "checkpoint; restore them, or export without --verify"
         )
     return lambda draft: show_rows(verify_export(draft, config, tokenizer, state, plan, eval_plans))
 

@@ -1,16 +1,16 @@
-"""Combine what nodes without a shared disk have of a checkpoint, each the files of its own ranks,
-for scripts/export.py or another number of hosts.
+"""Combine the parts of a checkpoint from nodes without a shared disk, to export it or to resume on
+other hosts. Each node has the files of its own ranks.
 
     python -m scripts.gather_checkpoint --hostfile hostfile RUN_OR_CHECKPOINT OUT
     python -m scripts.gather_checkpoint --disks COPIES RUN_OR_CHECKPOINT OUT
 
 RUN_OR_CHECKPOINT is a folder on the hosts: a checkpoint, like runs/mine/checkpoints/step_00000300,
-or a run folder, of which the newest checkpoint is taken that is complete on every host. The files
-are copied by rsync over ssh and checked against the manifests, by size and checksum. The hosts only
-need rsync. COPIES is a folder here with one for each node, a copy of its disk, in which
-RUN_OR_CHECKPOINT is.
+or a run folder. From a run folder, the newest checkpoint that is complete on every host is taken.
+rsync copies the files over ssh; the hosts only need rsync. Sizes and checksums are compared with
+the manifests. COPIES is a folder here. It has one folder per node, a copy of the node's disk, and
+RUN_OR_CHECKPOINT lies in there.
 
-To resume from OUT, set checkpoint.resume to it; on hosts without a shared disk, copy it to each of
+To resume from OUT, set checkpoint.resume to it. On hosts without a shared disk, copy it to each of
 them first: rsync -a OUT/ node-2:OUT/
 """
 
@@ -29,7 +29,12 @@ from zerotrain.tools.new_folder import new_folder
 
 def main() -> None:
     parser = host_parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--disks", type=Path, metavar="COPIES", help="in place of a hostfile")
+    parser.add_argument(
+        "--disks",
+        type=Path,
+        metavar="COPIES",
+        help="folder with a copy of each node's disk, instead of --hostfile",
+    )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     args = parser.parse_args()
@@ -40,7 +45,7 @@ def main() -> None:
     if args.disks is not None:
         places = {path.name: f"{path.absolute()}/" for path in sorted(args.disks.glob("*/"))}
         if not places:
-            raise UserError(f"--disks {args.disks}: it has to hold one folder for each node")
+            raise UserError(f"--disks {args.disks} has no folders; give a folder with one per node")
         options = []
         source = args.source
     else:

@@ -1,11 +1,11 @@
-"""Inspect the data before training: what was read, lengths, what is supervised, and the step plan.
+"""Inspect the data before training: rows, lengths, supervised tokens, and the step plan.
 
     python -m scripts.inspect_data --config recipes/demo.yaml [--show 3] [--ranks 8 64 512]
 
-Prints counts, length quantiles, tokens, truncation and the supervised share; the first examples,
-with supervised text and end marks in color on a terminal, else in brackets; and padding and balance
-of the steps planned for several world sizes. The variables FORCE_COLOR and NO_COLOR decide in place
-of the terminal. Any flag of train.py may follow.
+Prints counts, length quantiles, tokens, truncation and the supervised share. The first examples
+follow, with supervised text and special tokens in color on a terminal, else in brackets.
+FORCE_COLOR and NO_COLOR override that. The last table has padding and balance of the steps planned
+for several world sizes. Any flag of train.py may follow.
 """
 
 import argparse
@@ -18,13 +18,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--show", type=int, default=3, metavar="N", help="first examples to print")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[8, 64, 512], help="world sizes to plan for"
+        "--show", type=int, default=3, metavar="N", help="number of examples to print (3)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[8, 64, 512],
+        help="world sizes to plan for (8 64 512)",
     )
     args, rest = parser.parse_known_args()
     if min(args.ranks) < 1 or args.show < 0:
-        raise UserError("--ranks must be at least 1, --show at least 0")
+        raise UserError("--ranks needs numbers of at least 1, --show at least 0")
     asked = parse_command_line(rest, prog="inspect_data.py").config
 
     from zerotrain.config.schema import HELD_OUT
@@ -39,7 +45,8 @@ def main() -> None:
     show_rows(data_rows(config.data, plan, eval_plans))
     print_counts("training examples", plan.data)
     for name, eval_plan in eval_plans.items():
-        print_counts("held-out examples" + f": {name}" * (name != HELD_OUT), eval_plan.data)
+        kind = "held-out examples"
+        print_counts(kind if name == HELD_OUT else f"{kind}: {name}", eval_plan.data)
     print_examples(plan, tokenizer, args.show)
     on_cpu = " (data.batching auto, resolved for CPU)" if asked.data.batching == "auto" else ""
     print_plans(plan, args.ranks, config.data.batching + on_cpu)

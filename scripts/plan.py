@@ -102,7 +102,7 @@ def cluster_in(recipe: str) -> tuple[int, int, int]:
 def make_workload(
     config: Config, mean_tokens: float | None = None, rows: int | None = None
 ) -> Workload:
-    """Return the run. Without mean_tokens, its lengths are those of its local rows, if it has any.
+    """Return the run. Local rows give its lengths, unless mean_tokens is given.
 
     Raises:
         UserError: the model's config cannot be loaded, or a row is rejected.

@@ -1,24 +1,23 @@
-"""Check a claim about your own config, on this machine.
+"""Prove a claim for your own config, on this machine.
 
     python -m scripts.prove epoch --config recipes/demo.yaml [--world 8] [--then 6] [--cut 0.4]
         [--epochs 1]
     python -m scripts.prove data --config recipes/demo.yaml
     python -m scripts.prove equivalence --config recipes/demo.yaml [--precision bf16]
 
-epoch   Run every rank's loader over whole epochs and count the examples that it yields, identified
-        by their tokens; once on one world size, and once interrupted and resumed on another. Each
-        example must appear exactly once per epoch; in k epochs k times the `repeat` of its source,
-        rounded down or up.
-data    Read every row of all sources and compare it with its decoded tokens and loss mask. The
-        content of each answer must be supervised, that of every other message must not be. In chats
-        each answer must also begin after the generation prompt, and end as the chat template ends
-        it. Rows of plain text, cut or split rows, and all rows under data.supervise: all are
-        counted but not compared. It also lists the last tokens of answers.
+epoch   Run every rank's loader over whole epochs and count the examples by their tokens. This
+        happens twice: on one world size, and interrupted and resumed on another. Each example must
+        come once per epoch, or in k epochs k times the `repeat` of its source, rounded up or down.
+data    Compare every row of all sources with its decoded tokens and loss mask. The content of every
+        answer must be supervised; the content of other messages must not. In chats each answer must
+        also start after the generation prompt, and end as the chat template ends it. Rows of plain
+        text, cut or split rows, and all rows with data.supervise: all are counted but not compared.
+        The last tokens of answers are listed.
 equivalence
-        Train a small copy of the model, with random weights, for a few steps on the first rows,
-        with every file of ds_configs/ and that of the config, bucketed and packed, on several ranks
-        and on one. Losses, gradient norms and weights must be those of a plain torch loop. What
-        cannot run on this machine is listed with the reason.
+        Train a small copy of the model with random weights, for a few steps on the first rows. Each
+        file of ds_configs/ runs bucketed and packed, on several ranks and on one. Losses, gradient
+        norms and weights must equal a plain torch loop's. The output lists what this machine cannot
+        run, with the reason.
 
 Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in the input.
 """
@@ -43,18 +42,25 @@ def main() -> None:
     )
     parser.add_argument("claim", choices=["epoch", "data", "equivalence"])
     add = parser.add_argument_group("epoch").add_argument
-    add("--world", type=int, default=8, help="world size")
-    add("--then", type=int, default=6, help="world size after resuming")
-    add("--cut", type=float, default=0.4, help="where to interrupt, as a fraction of the epochs")
-    add("--epochs", type=int, default=1, help="how many, from the first")
+    add("--world", type=int, default=8, help="world size (8)")
+    add("--then", type=int, default=6, help="world size after resuming (6)")
+    add("--cut", type=float, default=0.4, help="interruption, as a fraction of the epochs (0.4)")
+    add("--epochs", type=int, default=1, help="number of epochs (1)")
     add = parser.add_argument_group("equivalence").add_argument
-    add("--ranks", type=int, help="default: all GPUs, and at least 2")
-    add("--work", type=Path, default=Path("runs/prove"), help="folder for what is written")
-    add("--precision", choices=["fp32", "bf16"], default="fp32")
-    add("--ds_configs", nargs="+", metavar="FILE", help="default: all")
+    add("--ranks", type=int, help="number of ranks (all GPUs, or 2 CPU ranks)")
+    add(
+        "--work",
+        type=Path,
+        default=Path("runs/prove"),
+        help="folder for models and runs (runs/prove)",
+    )
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="(fp32)")
+    add("--ds_configs", nargs="+", metavar="FILE", help="DeepSpeed configs (all)")
     args, rest = parser.parse_known_args()
     if min(args.world, args.then, args.epochs, args.ranks or 1) < 1 or not 0 <= args.cut <= 1:
-        raise UserError("--world, --then, --epochs and --ranks must be at least 1, --cut in [0, 1]")
+        raise UserError(
+            "--world, --then, --epochs and --ranks must be at least 1, --cut from 0 to 1"
+        )
     short = short_run(EQUIVALENCE_STEPS) if args.claim == "equivalence" else []
     config = parse_command_line([*rest, *short], prog="prove.py").config
 
@@ -76,10 +82,10 @@ def main() -> None:
 
 
 def prove_training(config: Config, args: argparse.Namespace) -> bool:
-    """Train some steps, and compare them with plain torch.
+    """Train some steps and compare them with plain torch. Return whether they are equal.
 
     Raises:
-        UserError: nothing can run on this machine, or --work has files of the user.
+        UserError: nothing can run on this machine, or --work has the user's files.
     """
     import torch
 
@@ -94,10 +100,10 @@ def prove_training(config: Config, args: argparse.Namespace) -> bool:
 
 
 def prove_data(config: Config) -> bool:
-    """Compare the rows of the training and held-out sources with their masks.
+    """Compare the rows of all sources with their masks. Return whether they agree.
 
     Raises:
-        UserError: there is no row that can be compared.
+        UserError: no row can be compared.
     """
     from zerotrain.data.caches import open_caches, sets_of
     from zerotrain.model.tokenizer import load_tokenizer

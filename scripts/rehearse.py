@@ -1,14 +1,14 @@
-"""Run the costliest micro-batch of a run before its first step, and see how many tokens fit.
+"""Measure how many tokens fit into a micro-batch, by running the costliest one of a run.
 
     deepspeed --num_gpus 2 scripts/rehearse.py --config recipes/demo.yaml [--section.key value ...]
 
-It takes the launchers and flags of train.py, loads the model, and writes nothing.
+It has the launchers and flags of train.py. It loads the model and writes nothing.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a launcher runs the file itself
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Launchers run this file itself.
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.errors import exit_on_error
@@ -18,7 +18,7 @@ from zerotrain.runtime.preemption import follow_launcher
 def main() -> None:
     follow_launcher()
     config = parse_command_line(sys.argv[1:], "scripts/rehearse.py").config
-    from zerotrain.tools.rehearsal import rehearse  # after a mistake is reported: slow
+    from zerotrain.tools.rehearsal import rehearse  # slow
 
     rehearse(config)
 

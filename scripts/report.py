@@ -2,9 +2,9 @@
 
     python -m scripts.report runs/mine [runs/other ...] [--output report.html]
 
-Steps, evaluations, times of the ranks, events, answers and configs, from metrics.jsonl and the
-resolved configs. Several runs are drawn over each other. A run may still be training. The page is
-RUN/report.html, for several runs ./report.html.
+The page has steps, evaluations, times of the ranks, events, answers and configs, from metrics.jsonl
+and the resolved configs. Several runs are drawn over each other. A run may still be training. The
+page is RUN/report.html, or ./report.html for several runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page to write")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="page to write (see above)")
     args = parser.parse_args()
     folders = list(dict.fromkeys(args.runs))
     output = args.output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
@@ -30,7 +30,9 @@ def main() -> None:
     try:
         replace_text(output, page)
     except OSError as error:
-        raise UserError(f"cannot write {output} ({describe(error)}); give --output") from None
+        raise UserError(
+            f"cannot write {output} ({describe(error)}); give another file with --output"
+        ) from None
     print(output)
 
 

@@ -3,12 +3,12 @@
     python -m scripts.scaling_test --nodes 1 2 4 --hostfile hostfile [options of scripts/launch.sh]
         [--strong] [--steps 30] [--output runs/scaling] -- train.py --config recipes/mine.yaml ...
 
-Runs the config for a few steps on the first 1, 2 and 4 hosts. Scaling is weak: the config's global
-batch is that of the smallest number of nodes and grows with the ranks, so that each rank has the
-same work. With --strong the global batch stays. Efficiency is tokens/s per rank, relative to the
-smallest number of nodes. The phase of a step that has grown most says what to look at: `data` the
-loader; `forward`, `backward` and `optimizer` the network, as the own work of a rank stays the same.
-Exit code 1 if a run fails; the others still count. After Ctrl-C, sizes that are left are not run.
+Runs the config for a few steps on the first 1, 2 and 4 hosts. Scaling is weak: the smallest number
+of nodes has the config's global batch, and others have more, so that each rank has the same work.
+With --strong the global batch stays. Efficiency is tokens/s per rank, relative to the smallest
+number of nodes. The phase that has grown most shows the cause: `data` the loader; `forward`,
+`backward` and `optimizer` the network, because a rank's own work stays the same.
+Exit code 1 if a run fails; the other sizes are still run. Ctrl-C skips the sizes that are left.
 """
 
 import shutil
@@ -27,11 +27,11 @@ from zerotrain.tools.local_ranks import short_run
 from zerotrain.tools.new_folder import own_folder
 from zerotrain.tools.records import PHASES, read_metrics
 
-WARM_UP_STEPS = 5  # not measured: kernels are loaded, memory is allocated, connections are made
+WARM_UP_STEPS = 5  # not measured: they load kernels, allocate memory and open connections
 
 
 def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -> Job:
-    """The job on some hosts, for a few steps."""
+    """Return the job on some hosts, with a few steps and a global batch `growth` times as large."""
     train = job.config.train
     batch = f"--train.{train.global_batch_key}={max(1, round(growth * train.global_batch))}"
     words = [*short_run(steps), f"--output_dir={folder.absolute()}", batch]
@@ -39,7 +39,7 @@ def short_job(job: Job, hosts: Hosts, growth: float, steps: int, folder: Path) -
 
 
 def measure(folder: Path, ranks: int) -> dict[str, float]:
-    """Ranks, tokens per second, and seconds per step by phase, after the warm-up."""
+    """Return ranks, tokens/s, and seconds per step by phase, after the warm-up."""
     steps = pd.DataFrame(read_metrics(folder)[WARM_UP_STEPS:])
     speed = steps.tokens.sum() / steps.step_seconds.sum()
     return {"ranks": ranks, "tokens/s": speed, **steps[PHASES].mean()}
@@ -48,22 +48,35 @@ def measure(folder: Path, ranks: int) -> dict[str, float]:
 def main() -> None:
     parser = job_parser("python -m scripts.scaling_test")
     add = parser.add_argument
-    add("--nodes", type=int, nargs="+", required=True, metavar="N", help="numbers of hosts")
-    add("--strong", action="store_true", help="the same global batch on all sizes")
+    add(
+        "--nodes",
+        type=int,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="numbers of hosts to run on",
+    )
+    add("--strong", action="store_true", help="keep the global batch")
     add(
         "--steps",
         type=between(WARM_UP_STEPS + 1, 10**6),
         default=30,
-        help=f"{WARM_UP_STEPS} are not measured",
+        help=f"steps per size, the first {WARM_UP_STEPS} not measured (30)",
     )
-    add("--output", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/scaling"),
+        metavar="FOLDER",
+        help="folder for the runs (runs/scaling)",
+    )
     arguments = parser.parse_args()
     job = job_of(arguments)
     if Path(job.command[0]).name != "train.py":
-        raise UserError(f"{job.command[0]}: only train.py can be measured")
+        raise UserError(f"{job.command[0]} cannot be measured: give train.py and its flags")
     sizes = sorted({*arguments.nodes})
     if not 1 <= sizes[0] <= sizes[-1] <= len(job.hosts):
-        raise UserError(f"--nodes {sizes}: numbers from 1 to {len(job.hosts)} are needed")
+        raise UserError(f"--nodes {sizes}: give numbers from 1 to {len(job.hosts)}")
 
     own_folder(arguments.output)
     found = {}

@@ -1,6 +1,7 @@
-"""Makes way for the package of this name, so that `python scripts/NAME.py` works in any folder.
+"""Let `python scripts/NAME.py` import the package zerotrain in any folder.
 
-Python then looks for modules in the script's own folder first, and finds this one.
+Python looks for modules in the script's own folder first, so it loads this file, which loads the
+package.
 """
 
 import sys

@@ -75,7 +75,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     ):  # fmt: skip
         assert text in first, text
     for text in (
-        "MFU", "match exactly", "no padding", "Peak memory", "Seconds of a step", "Computing on",
+        "MFU", "match exactly", "not padding", "Peak memory", "Seconds of a step", "Computing on",
         "Waiting for data", '"name":"max"', "Incidents", "Answers at step 200",
         "1+1?",
         "<td>60</td><td>rank 7 @ node-1 is slow, 3 times in a row: compute_seconds 8, work 8",

@@ -28,4 +28,4 @@ def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_pa
         assert refused.code == 2 and len(refused.errors) == 1, refused.output
         assert named in refused.errors[0]
     swapped = forks.script("scripts.exact_match", file, tiny_model)
-    assert swapped.code == 2 and f"{file} is not the folder" in swapped.errors[0]
+    assert swapped.code == 2 and f"{file} is not a model folder" in swapped.errors[0]

@@ -1,5 +1,4 @@
-"""Tools around a run: data inspection, plan and rehearsal of a run, export and its check,
-gathering, report, checks of the data, new tokens.
+"""Tools around a run: data inspection, plan, rehearsal, report, proofs, and export with its check.
 
-They may import from every package of the template; train.py imports none of them.
+They may import from every package below them. train.py imports no tool.
 """

@@ -1,4 +1,4 @@
-"""What scripts/inspect_data.py prints: counts, examples and planned steps."""
+"""Print counts, examples and planned steps, for scripts/inspect_data.py."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from zerotrain.runtime.errors import printable
 from zerotrain.runtime.progress import show_rows
 
 QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100)
-PLANNED_STEPS = 50  # of the first epoch, for each number of ranks
-MAX_TOKENS = 1000  # of an example
-# Each kind of text: its style on a terminal with colors, and its brackets on one without
+PLANNED_STEPS = 50  # The first steps of an epoch are planned for each number of ranks.
+MAX_TOKENS = 1000  # More tokens of an example are not printed.
+# A kind of text has a style for terminals with colors, and brackets for others.
 PLAIN = ("", "", "")
 ANSWER = ("green", "[[", "]]")
 SPECIAL = ("bold magenta", "{{", "}}")
@@ -27,8 +27,8 @@ SPECIAL = ("bold magenta", "{{", "}}")
 def segments(
     ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[tuple[str, str, str], str]]:
-    """Yield an example as (kind, text): PLAIN carries no loss, ANSWER does, and so does SPECIAL,
-    which is special tokens such as end marks.
+    """Yield an example as (kind, text). PLAIN carries no loss. ANSWER carries loss, and so do the
+    special tokens of SPECIAL, such as end-of-turn tokens.
     """
     special = {*tokenizer.all_special_ids}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -42,7 +42,7 @@ def segments(
 
 
 def print_counts(name: str, data: TokenizedRows) -> None:
-    """What was read, how long rows were handled, token counts, and what is supervised."""
+    """Print the rows of a cache, the treatment of long ones, token counts, and supervision."""
     meta = data.meta
     too_long = [f"{n:,} {text}" for text, n in meta.over_length.items()]
     lengths = np.percentile(data.lengths, QUANTILES)
@@ -62,9 +62,7 @@ def print_counts(name: str, data: TokenizedRows) -> None:
 
 
 def print_examples(plan: DataPlan, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    """Print the first examples, decoded, with supervised text in color on a terminal, else in
-    brackets.
-    """
+    """Print the first examples, with supervised text in color on a terminal, else in brackets."""
     console = Console(soft_wrap=True)
     has_color = console.color_system is not None and not console.no_color
     examples = np.arange(min(count, len(plan.data)))
@@ -85,7 +83,7 @@ def print_examples(plan: DataPlan, tokenizer: PreTrainedTokenizerBase, count: in
 
 
 def print_plans(plan: DataPlan, ranks: list[int], batching: str) -> None:
-    """Padding and balance for several world sizes."""
+    """Print padding and balance for several world sizes."""
     steps = range(min(PLANNED_STEPS, plan.steps_per_epoch))
     print(f"\nplanned, {batching}, {len(steps)} steps of {plan.steps_per_epoch:,} per epoch")
     print("  ranks   examples/step  tokens/step  micro-steps  padding adds  efficiency")
@@ -111,11 +109,11 @@ def print_plans(plan: DataPlan, ranks: list[int], batching: str) -> None:
 
 
 def efficiency(micro_steps: Sequence[Sequence[np.ndarray]], budget: Budget) -> float:
-    """The compute that the examples need over what all ranks spend, with padding and with the waits
-    for the slowest rank of each micro-step.
+    """Return the compute that the examples need / the compute that all ranks spend, with padding
+    and with the waits for the slowest rank of each micro-step.
 
     Args:
-        micro_steps: of each one the lengths of the examples of each rank.
+        micro_steps: for each micro-step and rank, the lengths of the examples.
     """
     costs = [[costs_of(lengths, budget) for lengths in of_ranks] for of_ranks in micro_steps]
     useful, padded = np.moveaxis(costs, -1, 0)  # [micro-steps, ranks]
@@ -123,11 +121,9 @@ def efficiency(micro_steps: Sequence[Sequence[np.ndarray]], budget: Budget) -> f
 
 
 def costs_of(lengths: np.ndarray, budget: Budget) -> tuple[int, int]:
-    """Cost of a micro-batch of examples of these lengths, see Budget.cost, without and with its
-    padding.
-    """
+    """Return the cost (see Budget.cost) of examples of these lengths without and with padding."""
     lengths = lengths.astype(np.int64)
     held = lengths
-    if not budget.packed:  # to the longest
+    if not budget.packed:  # Each example is padded to the longest.
         held = np.full_like(lengths, budget.padded(lengths.max(initial=0)))
     return budget.cost(lengths).sum(), budget.cost(held).sum()

@@ -1,4 +1,4 @@
-"""Counts the examples that every rank's loader yields over some epochs, for `prove.py epoch`."""
+"""Count the examples that all ranks' loaders yield over some epochs, for `prove.py epoch`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ import xxhash
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.data.loader import MicroBatch, load_steps
 
-MAX_NAMED = 5  # examples that are missing or come too often, which are named by file and line
+MAX_NAMED = 5  # As many missing or repeated examples are named by file and line.
 
 
 def prove_epochs(plan: DataPlan, then: int, cut: float, epochs: int) -> bool:
-    """Load the first epochs on every rank, uninterrupted, and resumed on `then` ranks after a
-    fraction `cut` of them; print what came out.
+    """Load the first epochs on every rank twice: uninterrupted, and resumed on `then` ranks after a
+    fraction `cut` of the steps. Print the counts.
 
     Returns:
-        Whether each example came once per epoch, both times; one of a source with n examples and m
-        places per epoch k*m/n times in k epochs, rounded down or up.
+        Whether each example came the right number of times. If a source has n examples, of
+        which an epoch takes m, each must come k*m/n times in k epochs, rounded down or up.
     """
     world = plan.budget.world_size
     resumed = replace(plan, budget=replace(plan.budget, world_size=then))
@@ -58,7 +58,7 @@ def prove_epochs(plan: DataPlan, then: int, cut: float, epochs: int) -> bool:
 
 
 def _loaded(plan: DataPlan, first: int, last: int) -> Counter[bytes]:
-    """How often the loaders of all ranks yield each example in steps [first, last)."""
+    """Count the examples that the loaders of all ranks yield in steps [first, last)."""
     return Counter(
         key
         for rank in range(plan.budget.world_size)
@@ -69,12 +69,12 @@ def _loaded(plan: DataPlan, first: int, last: int) -> Counter[bytes]:
 
 
 def _keys_in(batch: MicroBatch) -> Iterator[bytes]:
-    """The examples of a micro-batch, without fillers."""
+    """Yield a key for each example of a micro-batch, without fillers."""
     ids = batch.input_ids.numpy()
     is_target = np.zeros_like(ids)
     is_target.ravel()[batch.positions + 1] = 1
     is_real = np.ones_like(ids) if batch.position_ids is not None else batch.attention_mask.numpy()
-    lengths = batch.lengths or is_real.sum(1)  # of packed, of padded examples
+    lengths = batch.lengths or is_real.sum(1)
     tokens = np.stack([ids, is_target])[:, is_real > 0]
     for example in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
         if example[1].any():
@@ -82,5 +82,5 @@ def _keys_in(batch: MicroBatch) -> Iterator[bytes]:
 
 
 def _key(example: np.ndarray) -> bytes:
-    """A 128-bit hash of an example's token ids and targets, int64 [2, tokens]."""
+    """Return a 128-bit hash of an example's token ids and targets, int64 [2, tokens]."""
     return xxhash.xxh3_128_digest(example.tobytes())

@@ -1,16 +1,17 @@
-"""Trains a small copy of a run under every ds_config and compares it with plain torch, for
+"""Train a small copy of a run under each ds_config and compare it with plain torch, for
 `prove.py equivalence`.
 
-Tolerances are relative. In fp32 1e-5, the effect of summing in another order, for losses, gradient
-norms and the L2 distance of each tensor of weights. AdamW divides a gradient by its magnitude plus
-eps. With the usual eps of 1e-8, an element whose gradient happens to be near 0 in the first step
-moves by a share of the learning rate that is rounding alone, and one such element is as far off as
-the tolerance allows for a whole tensor. So every run has an eps of the size of the gradients.
-Elements whose gradient is never above 2^-24 of the largest one are left out: they are rounding
-alone, such as the bias of keys, which softmax ignores.
+Tolerances are relative. In fp32 it is 1e-5, the effect of another order of summation, for losses,
+gradient norms and the L2 distance of each weight tensor. Two kinds of elements need care:
 
-In bf16 the plain loop stays in fp32, and only losses and gradient norms are compared, within 1e-2:
-some 80 roundings by at most 2^-9 lie between the weights and a gradient of the small copy.
+- AdamW divides a gradient by its magnitude plus eps. With the usual eps of 1e-8, a gradient near 0
+  in the first step moves its element by a share of the learning rate that is only rounding. One
+  such element can use up the tolerance of a whole tensor. So eps is as large as the gradients here.
+- An element is left out if its gradient never exceeds 2^-24 of the largest gradient: it is only
+  rounding. An example is the bias of keys, which softmax ignores.
+
+In bf16 the plain loop stays in fp32. Only losses and gradient norms are compared, within 1e-2: some
+80 roundings by at most 2^-9 lie between the weights and a gradient of the small copy.
 """
 
 import json
@@ -44,11 +45,11 @@ from zerotrain.tools.plain_loop import PlainRun, train_plainly
 from zerotrain.tools.records import read_metrics
 from zerotrain.tools.saved import whole_weight
 
-ROWS = 200  # of each source
+ROWS = 200  # rows per source
 MAX_LENGTH = 512
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
-EPSILON = 1e-3  # AdamW's
-SMALL_SIZES = {  # in place of the size of that name, where a model's config has one
+EPSILON = 1e-3  # eps of AdamW
+SMALL_SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "ffn_hidden_size": 64, "moe_intermediate_size": 24,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4,
     "qk_rope_head_dim": 8, "num_experts": 4,
@@ -56,24 +57,25 @@ SMALL_SIZES = {  # in place of the size of that name, where a model's config has
     "query_pre_attn_scalar": 8, "image_size": 28, "mm_tokens_per_image": 4,
     "initializer_range": 0.1, "output_router_logits": False,
 }  # fmt: skip
+"""Values of the small copy, for the keys that the model's config has."""
 
 
 def prove_equivalence(
     config: Config, ds_configs: list[str], ranks: int, precision: str, work: Path
 ) -> bool:
-    """Train a small copy of a run on `ranks` ranks with one micro-step, and on one rank with as
-    many as its rows allow, with each ds_config, bucketed and packed; print a line for each.
+    """Train a small copy of a run with each ds_config, bucketed and packed, on `ranks` ranks with
+    one micro-step and on one rank with several. Print a line for each.
 
     Args:
-        config: of a run of a few steps, see short_run.
+        config: a run of a few steps, see short_run.
         precision: fp32 or bf16.
-        work: folder for what is written.
+        work: folder for models, rows and runs.
 
     Returns:
-        Whether everything that ran equals plain torch.
+        Whether every finished run equals plain torch.
 
     Raises:
-        UserError: the model or the data cannot be used, or nothing could run.
+        UserError: the model or the data do not fit, or nothing could run.
     """
     config = cut_down(config, work, ranks, precision)
     cases = list(_cases(config, ranks))
@@ -90,7 +92,7 @@ def prove_equivalence(
         copy = work / f"{stem}.json"
         content = read_ds_config(ds_config)
         content["optimizer"]["params"]["eps"] = EPSILON
-        del content["scheduler"]  # the plain loop's schedule is linear
+        del content["scheduler"]  # The plain loop's schedule is linear.
         copy.write_text(json.dumps(content), encoding="utf-8")
         for data, world in cases:
             folder = work / f"{stem}_{data.batching}_{world}"
@@ -101,18 +103,18 @@ def prove_equivalence(
                 problem = ended.output.partition("error: ")[2].partition("\n")[0]
                 _print_row(name, f"not run: {problem}")
                 if world == ranks:
-                    break  # as on any number of ranks
+                    break  # The file is refused on any number of ranks.
             elif ended.code:
                 verdicts.append(False)
                 _print_row(name, f"FAILED, exit code {ended.code}: see {folder}.log")
             else:
                 micro_steps, differences = _differences(plain, folder)
                 differences = differences[: len(names)]
-                verdicts.append(all(each <= tolerance for each in differences))  # no NaN
+                verdicts.append(all(each <= tolerance for each in differences))  # NaN fails too
                 cells = [f"{each:.1e}" for each in differences]
                 _print_row(name, micro_steps, *cells, "equal" if verdicts[-1] else "REFUTED")
     if not verdicts:
-        raise UserError("nothing could be run on this machine, so nothing is proved")
+        raise UserError("nothing could be run on this machine; the lines above have the reasons")
     print(f"{sum(verdicts)} of {len(verdicts)} runs are equal")
     return all(verdicts)
 
@@ -122,18 +124,20 @@ def _print_row(name: str, *cells: str) -> None:
 
 
 def start_training(config: Config, ranks: int) -> Ended:
-    """Run train.py on this machine, in a new output_dir; its output is also in OUTPUT_DIR.log."""
+    """Run train.py on this machine in a new output_dir. Its output is also in OUTPUT_DIR.log."""
     folder = config.output_dir
     shutil.rmtree(folder, ignore_errors=True)
     file = Path(f"{folder}.yaml")
     file.write_text(dump_config(config), encoding="utf-8")
-    trust = f"--model.trust_remote_code={config.model.trust_remote_code}"  # in no file
+    trust = (
+        f"--model.trust_remote_code={config.model.trust_remote_code}"  # No config file may have it.
+    )
     return run_local_ranks(ranks, ["train.py", "--config", file, trust], Path(f"{folder}.log"))
 
 
 def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
-    """A run's numbers of micro-steps, and the largest relative differences of its losses, gradient
-    norms and weights from those of the plain loop.
+    """Return a run's numbers of micro-steps, and the largest relative differences of its losses,
+    gradient norms and weights from the plain loop's.
     """
     steps = read_metrics(folder)
     found = []
@@ -157,12 +161,14 @@ def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
 
 
 def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
-    """The config of a few steps with a small model of the same architecture, with random weights
-    and without dropout and router loss, and the first rows of each training source; both are
-    written into `work`. What would change the curve on purpose is left out: warm-up, quantization.
+    """Return the config of a small copy of the run, and write its model and rows into `work`.
+
+    The model has the same architecture and random weights, but no dropout and no router loss. The
+    copy has the first rows of each source. Warm-up and quantization, which change the losses on
+    purpose, are left out.
 
     Raises:
-        UserError: the model cannot be made that small, or a source cannot be read.
+        UserError: the model has no small copy, or a source cannot be read.
     """
     model_folder = work / "model"
     model_config = small_config(load_model_config(config.model))
@@ -170,8 +176,8 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
     trust = config.model.trust_remote_code
     try:
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
-    except Exception as error:  # a model's own constructor can raise anything
-        raise UserError(f"no small copy of the model can be made: {summarize(error)}") from error
+    except Exception as error:  # A model's own constructor can raise anything.
+        raise UserError(f"the model has no small copy: {summarize(error)}") from error
     model.to(DTYPES[precision]).save_pretrained(model_folder)
     sources = []
     for i, source in enumerate(config.data.train_sources):
@@ -190,7 +196,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
             from_config=False,
             quantization=None,
             lora=config.model.lora and replace(config.model.lora, dropout=0.0),
-            # kernels such as FlashAttention's take 16 bits only
+            # Kernels such as FlashAttention's need 16 bits.
             attn_implementation=None if precision == "fp32" else config.model.attn_implementation,
         ),
         data=replace(
@@ -215,7 +221,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
 
 
 def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
-    """The config with SMALL_SIZES, one layer of each kind and at least two, and no dropout."""
+    """Edit and return a config: SMALL_SIZES, one layer of each kind, at least two, no dropout."""
     text = model_config.get_text_config()
     layers = text.num_hidden_layers
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
@@ -223,13 +229,13 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
     parts = [p for p in vars(model_config).values() if isinstance(p, PretrainedConfig)]
     for part in (model_config, *parts):
         for key, value in part.to_dict().items():
-            if isinstance(value, list) and len(value) == layers:  # one for each layer
+            if isinstance(value, list) and len(value) == layers:  # one value per layer
                 setattr(part, key, (kinds * 2)[:few] if key == "layer_types" else value[:few])
             elif isinstance(value, float) and any(n in key for n in ("dropout", "pdrop", "jitter")):
                 setattr(part, key, 0.0)
         heads = [getattr(part, f"num_{kind}_heads", None) for kind in ("key_value", "attention")]
         for key, value in SMALL_SIZES.items():
-            with suppress(AttributeError, RuntimeError):  # follows from others, or differs by layer
+            with suppress(AttributeError, RuntimeError):  # derived, or different by layer
                 if getattr(part, key, None) is not None:
                     setattr(part, key, value)
         if heads[0] and heads[0] == heads[1]:
@@ -240,15 +246,16 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _prepared(model: nn.Module, config: Config) -> nn.Module:
-    """The model as train.py trains it: frozen parts, adapters."""
+    """Freeze parts of the model and insert adapters, as train.py does, and return it."""
     seed_everything(config.train.seed)
     choose_trained(model, config.model)
     return model
 
 
 def _cases(config: Config, ranks: int) -> Iterator[tuple[DataConfig, int]]:
-    """Each way of batching that the model can be trained with, on `ranks` ranks with a token budget
-    for the whole step, and on one with a budget for its longest example; and the number of ranks.
+    """Yield (data settings, number of ranks): each kind of batching that the model supports, on
+    `ranks` ranks with a token budget for the whole step, and on one with a budget for its longest
+    example.
     """
     for batching in ("bucketed", "packed"):
         data = replace(config.data, batching=batching, micro_batch_tokens=MAX_INT)

@@ -1,7 +1,7 @@
-"""Export a checkpoint as a Hugging Face folder, or its adapters as peft saves them.
+"""Export a checkpoint as a Hugging Face folder, or its adapters as a folder for peft.
 
-A checkpoint is untrusted: only the regular files of its manifest are read, and none of
-them can run code.
+A checkpoint is untrusted: only the regular files of its manifest are read, and reading them runs no
+code.
 """
 
 import re
@@ -49,11 +49,11 @@ SMALL_FILE = re.compile(
     r"|(entity_)?vocab|emoji|byte_maps)\.json|chat_template\.jinja|(vocab|merges|dict)\.txt"
     rf"|[\w.]+\.model|{CHAT_TEMPLATE_DIR}/[^/]+\.jinja)"
 )
-"""Names that save_pretrained gives to files of a config and a tokenizer. Others may be code, or
-lead from_pretrained to other weights.
+"""Files that save_pretrained writes for a config and a tokenizer. Other files could be code, or
+lead from_pretrained to different weights.
 """
 FINITE = "export with --dtype float32 or bfloat16, or an earlier checkpoint"
-MAX_SHARD_SIZE = "5GB"  # of a file of weights; a larger tensor has a file of its own
+MAX_SHARD_SIZE = "5GB"  # A larger tensor has a file to itself.
 
 
 def export_checkpoint(
@@ -66,28 +66,29 @@ def export_checkpoint(
 ) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that `from_pretrained` loads.
 
-    The fp32 master weights are written as `dtype` (float32, bfloat16 ...), by default the
-    precision of the run. The whole model is held in memory in that precision, or with adapters,
-    which are merged, in fp32.
+    The fp32 master weights are written as `dtype` (float32, bfloat16 ...), by default the run's
+    precision. The whole model is held in memory in that precision. With adapters, which are merged,
+    it is held in fp32.
 
     Args:
-        base: folder or hub id of the frozen weights that the checkpoint lacks, if they have moved.
-        only_adapters: write the adapters of a run with model.lora, and its tokenizer, as a folder
-            that `peft.PeftModel.from_pretrained` loads.
-        finish: called with the complete folder before it gets its name; if it raises, there is no
-            `out`.
+        base: folder or hub id of the frozen weights, if they have moved since the run.
+        only_adapters: write only the adapters of a run with model.lora, and the tokenizer, for
+            `peft.PeftModel.from_pretrained`.
+        finish: called with the complete folder before it gets its name. If it raises an exception,
+            `out` is not created.
 
     Raises:
-        UserError: the checkpoint is not usable, its adapters or frozen weights are not found, or
-            `out` is not empty or cannot be written.
+        UserError: the checkpoint is not usable, it has no adapters, its frozen weights are missing,
+            or `out` is not empty or cannot be written.
     """
     _, problems = inspect(checkpoint)
-    for name, problem in problems.items():
+    if problems:
+        name, problem = next(iter(problems.items()))
         raise UserError(f"{checkpoint} is not a usable checkpoint: {name} {problem}")
     run = read_state(checkpoint).run
     has_adapters = run.settings.get("model.lora") is not None
     if only_adapters and not has_adapters:
-        raise UserError(f"{checkpoint} has no adapters, only whole weights; leave out --adapter")
+        raise UserError(f"{checkpoint} has no adapters, only whole weights; omit --adapter")
     shards = Shards(checkpoint)
     files = filter(SMALL_FILE.fullmatch, read_manifest(checkpoint).files)
     names = [file.removeprefix("model/") for file in files]
@@ -95,14 +96,14 @@ def export_checkpoint(
     working = torch.float32 if has_adapters else target
     with new_folder(out) as draft:
         _copy(names, checkpoint / "model", draft)
-        # without memory, until it is known that the checkpoint has weights of these shapes
+        # An empty model takes no memory. It shows whether the checkpoint has the right shapes.
         expected = _empty_model(draft, working, shards)
         if has_adapters:
             with torch.device("meta"):
                 _insert_adapters(expected, run, shards)
         _check_shapes(expected, shards)
         if only_adapters:
-            (draft / "config.json").unlink()  # that of the base model
+            (draft / "config.json").unlink()  # It describes the base model.
             _write_adapters(draft, expected, shards, target)
         else:
             _check_memory(expected)
@@ -119,8 +120,8 @@ def export_checkpoint(
                 check_finite(name, p, FINITE)
             with warnings.catch_warnings(action="ignore"):
                 model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
-            # again, because transformers has written a generation config of its own; its
-            # config.json has the dtype of the weights now
+            # transformers has overwritten files of the checkpoint. Only its config.json stays,
+            # which has the dtype of the weights.
             names.remove("config.json")
             _copy(names, checkpoint / "model", draft)
             edit_json(draft / "config.json", add_rope)
@@ -129,7 +130,7 @@ def export_checkpoint(
 
 
 def _write_adapters(folder: Path, model: nn.Module, shards: Shards, dtype: torch.dtype) -> None:
-    """Write the adapters of a model, which may be empty, as peft's files."""
+    """Write the adapters as peft's files. The weights of `model` are not used."""
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
@@ -144,31 +145,31 @@ def _write_adapters(folder: Path, model: nn.Module, shards: Shards, dtype: torch
 
 def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
     for name in names:
-        (folder / name).parent.mkdir(exist_ok=True)  # of the named chat templates
+        (folder / name).parent.mkdir(exist_ok=True)  # Named chat templates have a folder.
         shutil.copyfile(source / name, folder / name)
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Raise a UserError if the parameters of an empty model do not fit into memory."""
+    """Raise UserError if the parameters of an empty model do not fit into memory."""
     needed = sum(p.nbytes for p in model.parameters()) / GIB
     free = psutil.virtual_memory().available / GIB
     if needed > free:
         raise UserError(
-            f"the export needs {needed:,.1f} GiB of memory, and {free:,.1f} GiB are free; run it "
-            "where there is more"
+            f"the export needs {needed:,.1f} GiB of memory, but {free:,.1f} GiB are free; run it "
+            "on a machine with more"
         )
 
 
 def _empty_model(folder: Path, dtype: torch.dtype, shards: Shards) -> nn.Module:
-    """The model of a folder's config.json, on the meta device."""
+    """Return the model of a folder's config.json, on the meta device."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if layers > len(shards.first.shapes):  # to make any number of layers takes any time
+        if layers > len(shards.first.shapes):  # A hostile number would take forever.
             raise ValueError(f"it has {layers:,} layers, more than the checkpoint has weights")
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # whatever a config of any content leads to
+    except Exception as error:  # A hostile config can raise anything.
         raise UserError(
             f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "
             "checkpoint"
@@ -176,29 +177,29 @@ def _empty_model(folder: Path, dtype: torch.dtype, shards: Shards) -> nn.Module:
 
 
 def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) -> nn.Module:
-    """The model whose files hold the frozen weights, in the run's precision. Weights that the run
-    had in 4 bits are rounded to those, as adapters were trained on them.
+    """Return the base model, which has the frozen weights, in the run's precision. Weights that the
+    run had in 4 bits are rounded to 4 bits, because the adapters were trained on those.
 
     Args:
-        base: folder or hub id of that model; default: where the run read it from.
-        draft: gets the files that say how a multimodal model prepares what is not text; training
-            does not use them, servers do.
+        base: folder or hub id of the base model; default: the run's.
+        draft: folder that gets the processor files of a multimodal model. Training does not use
+            them; servers do.
 
     Raises:
-        UserError: it cannot be loaded, or has other weights.
+        UserError: the base model cannot be loaded, or has different weights.
     """
     was = shards.first.base
     source = base or source_of(was)
-    fix = f"give the model that {source_of(was)} was during the run with --base"
+    fix = f"give --base with the model that {source_of(was)} was during the run"
     dtype = DTYPES[run.precision]
     in_4_bits = run.settings.get("model.quantization") is not None
     options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
     try:
         model = load_pretrained(AutoModelForCausalLM.from_pretrained, source, **options)
     except UserError as error:
-        raise UserError(f"the frozen weights: {error}; {fix}") from error
+        raise UserError(f"the frozen weights are missing: {error}; {fix}") from error
     if not is_same_base(was, describe_base(source)):
-        raise UserError(f"{source} has other weights than those that were frozen; {fix}")
+        raise UserError(f"{source} does not have the frozen weights of the run; {fix}")
     if is_multimodal(model.config):
         folder, revision = split_revision(source)
         if not Path(folder).is_dir():
@@ -208,7 +209,7 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
 
 
 def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "LoraModel":
-    """Insert the adapters of a run into a model."""
+    """Insert the adapters of a run into a model and return the adapted model."""
     base = shards.first.base or {"name_or_path": "", "revision": None}
     try:
         lora = LoraConfig(**run.settings["model.lora"])
@@ -216,7 +217,7 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
         return insert_adapters(model, config, lora)
     except UserError:
         raise
-    except Exception as error:  # whatever settings of any content lead to
+    except Exception as error:  # Hostile settings can raise anything.
         raise UserError(
             f"the checkpoint's model.lora cannot be used ({describe(error)}); use another "
             "checkpoint"
@@ -224,8 +225,8 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
 
 
 def _check_shapes(model: nn.Module, shards: Shards) -> None:
-    """Raise a UserError unless a checkpoint is of a model: the same names and shapes of parameters.
-    Shapes of split ones are those of their pieces, so their sizes are compared by _fill alone.
+    """Raise UserError unless checkpoint and model have parameters of the same names and shapes. A
+    split parameter has the shape of its piece in the checkpoint; `_fill` compares its whole shape.
     """
     saved = shards.first
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
@@ -247,26 +248,26 @@ def _fill(model: nn.Module, shards: Shards) -> None:
     """Copy the weights and buffers of a checkpoint into a model.
 
     Raises:
-        UserError: a tensor of the model has another shape, or does not exist.
+        UserError: the model lacks a tensor, or a shape differs.
     """
     targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     held = filter(shards.holds, dict(model.named_parameters()))
     weights = ((name, whole_weight(shards, name)) for name in held)
     for name, values in chain(shards.first.buffers.items(), weights):
         target = targets.get(name)
-        if target is None or values.shape != target.shape:  # copy_ would broadcast
+        if target is None or values.shape != target.shape:  # `copy_` would broadcast.
             raise _misfit(name, [*values.shape], target is not None and [*target.shape])
         target.copy_(values)
 
 
 def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
-    """The model with its adapters added to its weights. Embeddings and output head are no longer
-    tied if one of them was adapted or trained as a whole.
+    """Return the model with its adapters added to its weights. Embeddings and output head are no
+    longer tied if one of them has an adapter or was trained as a whole.
     """
     from peft.tuners.lora import LoraLayer
 
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, LoraLayer):  # merged in place, so not into the other one too
+        if isinstance(module, LoraLayer):  # A merge in place would also change the tied weight.
             layer = module.get_base_layer()
             layer.weight = nn.Parameter(layer.weight.detach().clone())
     merged = adapters.merge_and_unload()

@@ -1,4 +1,4 @@
-"""Combine what nodes without a shared disk have of a checkpoint."""
+"""Combine the parts of a checkpoint from nodes without a shared disk."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST, STEP, checkpoint
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.saved import checkpoint_problem
 
-MAX_CONNECTIONS = 16  # hosts that are contacted at the same time
+MAX_CONNECTIONS = 16  # hosts at the same time
 
 
 def gather(
@@ -20,18 +20,18 @@ def gather(
     """Fill `draft`, an empty folder, with the checkpoint that the hosts have at `source`.
 
     Args:
-        places: where each host's folders are, such as "host:" for rsync, or a folder here.
-        options: of rsync.
-        source: a checkpoint, or a run folder, of which the newest checkpoint is taken that is
-            complete on every host.
+        places: prefix of each host's folders: "host:" for rsync, or a folder on this machine.
+        options: options of rsync.
+        source: a checkpoint, or a run folder, from which the newest checkpoint that is complete on
+            every host is taken.
         small_files: an empty folder for the manifests of each host's checkpoints.
 
     Returns:
         The checkpoint's folder on the hosts.
 
     Raises:
-        UserError: a host, which is named, cannot be reached or has no such checkpoint; or a file is
-            on no host, or damaged.
+        UserError: a host cannot be reached, or has no such checkpoint; or a file is damaged or
+            missing on all hosts.
     """
     is_checkpoint = re.fullmatch(STEP, source.name) is not None
     folder = source.parent if is_checkpoint else checkpoints_folder(source)
@@ -60,9 +60,9 @@ def gather(
         else:
             break
     else:
-        raise UserError(f"the hosts have no checkpoint of the same save at {source}")
+        raise UserError(f"{source}: the hosts have no checkpoint of the same save; check the path")
     for host in places:
         copy(host, folder / name, draft, "--ignore-existing")
     if problem := checkpoint_problem(draft):
-        raise UserError(f"{folder / name}: {problem}; are all hosts of the run listed?")
+        raise UserError(f"{folder / name}: {problem}; list all hosts of the run")
     return folder / name

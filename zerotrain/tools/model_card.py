@@ -12,8 +12,8 @@ from zerotrain.model.hub import split_revision
 
 
 def model_card(config: Config, state: TrainerState, is_adapter: bool) -> str:
-    """README.md of an exported checkpoint. Of local paths it has only the last part, because a card
-    is published and paths name people and machines.
+    """Return README.md of an exported checkpoint. It has only the last part of local paths, because
+    it is published, and paths name people and machines.
     """
     model = config.model
     train = config.train

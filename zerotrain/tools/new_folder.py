@@ -1,4 +1,4 @@
-"""A folder that a tool writes whole or not at all."""
+"""Folders that tools write whole or not at all."""
 
 import os
 import shutil
@@ -16,13 +16,13 @@ MARK = ".written-by-a-tool"
 
 
 def own_folder(path: Path) -> Path:
-    """A folder that a tool fills, empties and fills again; it is created, with a mark in it.
+    """Create a folder that a tool fills, empties and fills again, with MARK in it; return it.
 
     Raises:
-        UserError: it has files, and no mark: they are the user's.
+        UserError: the folder has files but no mark, or cannot be written.
     """
     if path.exists() and not (path / MARK).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} is not empty, and not of an earlier call; choose a new folder")
+        raise UserError(f"{path} has files that this tool did not write; choose a new folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / MARK).touch()
@@ -33,9 +33,11 @@ def own_folder(path: Path) -> Path:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A draft of the folder `out`, to be filled within `with`. It is synced to disk and then
-    renamed; after an error it is removed. Its files get the usual mode, from the umask: safetensors
-    creates them for the owner alone, and a server may run as another user.
+    """Yield a draft of the folder `out`. After the `with` block it is synced to disk and renamed;
+    after an error it is removed.
+
+    Its files get the usual mode, from the umask. safetensors would let only the owner read them,
+    but a server may run as a different user.
 
     Raises:
         UserError: `out` is not empty, holds the current folder, or cannot be written.
@@ -53,9 +55,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         for file in filter(Path.is_file, draft.rglob("*")):
             file.chmod(mode)
         sync_tree(draft)
-        os.replace(draft, target)  # an empty folder is replaced too
+        os.replace(draft, target)  # This also replaces an empty folder.
         sync_folder(target.parent)
-    except (OSError, SafetensorError) as error:  # either one, where the disk is full
+    except (OSError, SafetensorError) as error:  # A full disk raises either.
         raise UserError(f"cannot write {out}: {describe(error)}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

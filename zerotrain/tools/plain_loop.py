@@ -1,6 +1,6 @@
-"""A plain torch loop to compare the trainer with: one process, one row at a time, whole logits.
+"""A plain torch loop, with which the trainer is compared: one process, one row at a time.
 
-It shares with the trainer the rows' tokens and which rows a step has, and nothing else.
+It shares with the trainer only the rows' tokens and the choice of each step's rows.
 """
 
 import math
@@ -26,19 +26,19 @@ Row = tuple[torch.Tensor, torch.Tensor]
 
 
 class PlainRun(NamedTuple):
-    """What a plain loop has measured."""
+    """The measurements of a plain loop."""
 
     losses: list[float]
-    """Of each step, nats per supervised token."""
+    """Nats per supervised token, by step."""
     grad_norms: list[float]
-    """Before clipping."""
+    """Norm before clipping, by step."""
     learning_rates: list[float]
     eval_losses: tuple[float, float]
-    """On all of data.eval_sources, before the first and after the last step; NaN without any."""
+    """Loss on all eval_sources before the first and after the last step; NaN without any."""
     weights: dict[str, nn.Parameter]
-    """After the last step, by name, fp32."""
+    """Weights after the last step, by name, fp32."""
     peaks: dict[str, torch.Tensor]
-    """Of each element of a trained parameter, the largest magnitude of its gradient."""
+    """Largest magnitude of the gradient of each element, by name of a trained parameter."""
 
 
 def train_plainly(
@@ -50,9 +50,8 @@ def train_plainly(
     """Train in fp32 on the CPU with AdamW and a linear schedule.
 
     Args:
-        prepare: is called with the model; what it returns is trained. With nn.Module.double, the
-            loop is in float64.
-        eps: AdamW's.
+        prepare: edits the model and returns it. With nn.Module.double, the loop runs in float64.
+        eps: eps of AdamW.
     """
     train = config.train
     make_caches(config)
@@ -82,14 +81,14 @@ def train_plainly(
         chosen = order.examples(*divmod(k, per_epoch))
         optimizer.zero_grad()
         losses.append(mean_loss(model, [rows[i] for i in chosen], backward=True))
-        # in fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements
+        # fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements.
         gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
         for name, gradient in gradients.items():
             peaks[name] = torch.maximum(peaks[name], gradient.abs())
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
         norms.append(norm.item())
         clip_grads_with_norm_(trained.values(), train.gradient_clipping or math.inf, norm)
-        # linear: up from 1/warmup to 1, then down to 1/(steps + 1 - warmup) at the last step
+        # The rate rises from 1/warmup to 1, then falls to 1/(steps + 1 - warmup).
         factor = min((k + 1) / warmup, (steps - k) / (steps + 1 - warmup))
         rates.append(train.learning_rate * factor)
         for group in optimizer.param_groups:
@@ -101,7 +100,7 @@ def train_plainly(
 
 
 def read_rows(cache: TokenizedRows) -> list[Row]:
-    """All examples of a cache."""
+    """Return all examples of a cache."""
     return [
         (ids[None], mask[None].bool())
         for ids, mask in map(torch.from_numpy, cache.fetch(np.arange(len(cache))))
@@ -109,9 +108,7 @@ def read_rows(cache: TokenizedRows) -> list[Row]:
 
 
 def mean_loss(model: nn.Module, rows: list[Row], backward: bool = False) -> float:
-    """Cross entropy per supervised token over all rows; with `backward`, its gradient is added to
-    that of the parameters.
-    """
+    """Return the cross entropy per supervised token. `backward` also accumulates gradients."""
     count = sum(int(mask[0, 1:].sum()) for _, mask in rows)
     total = 0.0 if rows else float("nan")
     for ids, mask in rows:

@@ -4,6 +4,7 @@ All ranks have the same step time, because each step waits for the slowest rank.
 measures how long it computes without waiting for another.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,12 +33,17 @@ def read_metrics(run_folder: str | Path, kind: str = "train") -> list[dict[str, 
     return [record for record in records if record["kind"] == kind]
 
 
+def number(value: Any) -> float:
+    """Return `value` as a float; NaN if it is not a number below 1e30."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
+
+
 def slow_ranks(by_rank: Sequence[Mapping[str, float]], step_seconds: float) -> list[int]:
     """Return the ranks that are slow in one window of steps.
 
     A rank is slow if it computes longer than the median rank, in all and per unit of work, or if it
-    waits longer for data. The lower median is used, so that of two ranks the slower one is compared
-    with the faster one.
+    waits longer for data. The lower median is used: the slower of two ranks is compared with the
+    faster.
 
     Args:
         by_rank: means over the steps, of at least one rank, NaN if unknown: compute_seconds, in

@@ -1,4 +1,4 @@
-"""The costliest micro-batch of a run before its first step, and how many tokens fit into memory."""
+"""Run the costliest micro-batch of a run, and find how many tokens fit into memory."""
 
 import ctypes
 import resource
@@ -31,14 +31,14 @@ LARGEST_GROWTH = 8  # The next micro-batch has at most 8 times the tokens of the
 
 
 class MeasuredMemory(NamedTuple):
-    """Bytes of a rank: on CUDA of the tensors on its GPU, on a CPU of its process."""
+    """Bytes of a rank: of the tensors on its GPU, or of its process on a CPU."""
 
     before: int
-    """In use before a micro-batch, with the gradients of earlier ones."""
+    """Bytes in use before a micro-batch, with the gradients of earlier ones."""
     peak: int
-    """At the peak of forward, backward and update."""
+    """Bytes at the peak of forward, backward and update."""
     available: int
-    """In use or free."""
+    """Bytes in use or free."""
 
     @property
     def share(self) -> float:
@@ -46,11 +46,12 @@ class MeasuredMemory(NamedTuple):
 
 
 def rehearse(config: Config) -> None:
-    """Build the engine of a run as train.py does, run its costliest micro-batch and larger ones,
-    and print what each of them needs and which is the largest that fits. Nothing is written.
+    """Build the engine of a run as train.py does, and run its costliest micro-batch and larger
+    ones. Print the memory of each, and the largest that fits. Nothing is written.
 
     Raises:
-        UserError: a rank is out of memory; on that rank alone, since others may be in a collective.
+        UserError: a rank is out of memory. Only that rank raises it: the others may be in a
+            collective.
     """
     job = config.distributed
     with process_group(job.timeout_seconds, job.preempt_grace_seconds, job.world_size) as world:
@@ -85,10 +86,10 @@ def rehearse(config: Config) -> None:
         largest = find_largest(attempt, longest, planned, most)
         if ranks.is_first:
             print(
-                f"{largest:,} is the largest measured that leaves a tenth of every rank's memory "
-                f"free; a rank's part of a step has at most {most:,} tokens"
+                f"{largest:,} is the largest measured value that keeps 10% of every rank's memory "
+                f"free; a rank's share of a step has at most {most:,} tokens"
                 if largest
-                else "none leaves a tenth of every rank's memory free: set "
+                else "no value keeps 10% of every rank's memory free: set "
                 "model.activation_checkpointing true, lower data.max_length, or take a higher ZeRO "
                 "stage"
             )
@@ -97,17 +98,17 @@ def rehearse(config: Config) -> None:
 def find_largest(
     attempt: Callable[[int], list[MeasuredMemory]], longest: int, planned: int, most: int
 ) -> int | None:
-    """The largest micro-batch, in tokens, that was measured to fit; None if none does.
+    """Return the tokens of the largest micro-batch that was measured to fit; None if none does.
 
-    Attempts begin with the planned one and grow, or shrink to the longest example, by as much as
-    the memory allows if what a micro-batch needs is in proportion to it. Usually it grows less, so
-    no attempt runs out of memory, which would leave other ranks in a collective that never ends.
-    Growing ends with the first attempt that does not fit.
+    The first attempt is the planned one. If it fits, attempts grow until one does not fit; if not,
+    they shrink, at most to the longest example. Each attempt assumes that memory is proportional to
+    tokens. It usually grows more slowly, so no attempt runs out of memory. That would leave the
+    other ranks in a collective forever.
 
     Args:
         attempt: measures a micro-batch of so many tokens on every rank.
         longest: tokens of the longest example.
-        most: tokens of a step of one micro-step.
+        most: tokens per rank of a step with one micro-step.
     """
 
     tokens = planned
@@ -128,8 +129,8 @@ def find_largest(
 
 
 def largest_growth(memory: list[MeasuredMemory]) -> float:
-    """How many times the measured micro-batch would leave a tenth of the memory free on every rank:
-    less than 1 if this one does not.
+    """Return the factor by which a measured micro-batch may grow until a rank has 10% of its memory
+    free. It is below 1 if less is free now.
     """
     return min(
         (USED_SHARE * rank.available - rank.before) / max(1, rank.peak - rank.before)
@@ -143,8 +144,8 @@ def run_costliest(
     plan: DataPlan,
     ranks: Ranks,
 ) -> MeasuredMemory:
-    """Forward and backward on the costliest micro-batches of a plan, and an update, which changes
-    weights and optimizer.
+    """Run forward and backward on the costliest micro-batches of a plan, then an update. It changes
+    weights and optimizer. Return the memory of this rank.
     """
     is_cuda = ranks.device.type == "cuda"
     in_use = memory_in_use(is_cuda)
@@ -152,12 +153,12 @@ def run_costliest(
         torch.cuda.reset_peak_memory_stats()
         available = torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]
     else:
-        # Reset the peak. Where the kernel does not allow it, the peak since the start counts.
+        # Reset the peak. If the kernel refuses, the peak since the start counts.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         available = in_use + psutil.virtual_memory().available // ranks.local_ranks
     chosen = costliest(plan)
-    chosen.append(chosen[0])  # beside the gradients of the others
+    chosen.append(chosen[0])  # once more, now that gradients exist
     rows = np.concatenate(chosen)
     with explain_out_of_memory(describe_micro_batch, plan, rows):
         for i, examples in enumerate(chosen):
@@ -177,8 +178,8 @@ def run_costliest(
 
 
 def memory_in_use(is_cuda: bool) -> int:
-    """Bytes of the tensors on the GPU, or of the process, without what it has freed: that would be
-    used again, and make a micro-batch seem to need less than it does.
+    """Return the bytes of the tensors on the GPU, or of the process without its freed memory. A
+    micro-batch would reuse freed memory and seem to need less.
     """
     if is_cuda:
         return torch.cuda.memory_allocated()
@@ -187,16 +188,18 @@ def memory_in_use(is_cuda: bool) -> int:
 
 
 def costliest(plan: DataPlan) -> list[np.ndarray]:
-    """Micro-batches, int64 [examples] each, that no planned one exceeds: neither the most tokens of
-    them, on which most of the memory depends, nor the largest sum of squared lengths, on which it
-    depends where attention keeps its scores. Examples stand for others of the same length.
+    """Return micro-batches, int64 [examples] each, that bound the memory of all planned ones.
 
-    For each length as many examples as the budget allows: those of the lengths with the most tokens
-    and with the largest sum of squares, often the same. Packed, the last example is the one that
-    collate_full() cuts where the budget ends.
+    Memory depends mostly on the number of tokens. Where attention keeps its scores, it also depends
+    on the sum of squared lengths. No planned micro-batch exceeds the largest of either here.
+
+    For each length, as many examples as the budget allows are considered. One micro-batch has the
+    length with the most tokens, one the length with the largest sum of squares; often they are the
+    same. Examples stand for others of the same length. If packed, collate_full() cuts the last
+    example where the budget ends.
     """
     budget = plan.budget
-    # int64 [lengths], from the longest
+    # Both are int64 [lengths], from the longest.
     found = np.unique(plan.data.lengths, return_index=True)
     lengths, example_of = (each[::-1].astype(np.int64) for each in found)
     padded = budget.padded(lengths)
@@ -209,8 +212,8 @@ def costliest(plan: DataPlan) -> list[np.ndarray]:
 
 
 def collate_full(plan: DataPlan, examples: np.ndarray) -> MicroBatch:
-    """A micro-batch cut to the budget, with a loss at as many tokens as any of its size has, and
-    with padding, for which attention needs a mask.
+    """Return a micro-batch cut to the budget, with the largest cost for its size: all tokens but
+    the first of a row are targets, and one is padding, for which attention needs a mask.
     """
     batch = collate(plan.data, examples, plan.budget)
     tokens = plan.budget.micro_batch_tokens

@@ -1,5 +1,6 @@
-"""One self-contained HTML page about runs, from what is in their folders. Texts of a run are
-untrusted: they are escaped, and nothing is loaded from elsewhere.
+"""Draw runs as one HTML page, from the files in their folders.
+
+Texts of a run are untrusted: they are escaped. The page loads nothing.
 """
 
 import difflib
@@ -24,24 +25,24 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import MAX_TEXT_BYTES
-from zerotrain.tools.records import MEASURED, PHASES, WINDOWS, SlowRanks
+from zerotrain.tools.records import MEASURED, PHASES, WINDOWS, SlowRanks, number
 from zerotrain.tracking.metrics import metrics_lines, parse_record
 
-# readable on white and on black
+# These colors are readable on white and on black.
 COLORS = ("#3b82d6", "#e07b39", "#2f9e6e", "#a05fc4", "#c8a02c", "#d3525c")
 GRAY = "#7b828c"
 FAINT = "rgba(128,128,128,0.25)"
-MAX_POINTS = 2000  # drawn of a series
-MAX_RECORDS = 50  # of a table, the last ones
-MAX_SERIES = 50  # of a run
-MAX_KEY_LENGTH = 200  # of a series
+MAX_POINTS = 2000  # drawn points per series
+MAX_RECORDS = 50  # rows of a table; the last ones are shown
+MAX_SERIES = 50  # series per run
+MAX_KEY_LENGTH = 200  # characters in the name of a series
 OF_RANK = (*MEASURED, "temperature_celsius", "sm_clock_mhz", "power_watts")
-MAX_VALUES = 1 << 25  # of all series of a run: 512 MiB
+MAX_VALUES = 1 << 25  # values of all series of a run; they take 512 MiB
 FIRST_CHARTS = {"Learning rate": ("lr",), "Gradient norm, before clipping": ("grad_norm",)}
-OTHER_CHARTS = {  # heading: keys of metrics.jsonl
+OTHER_CHARTS = {
     "Tokens/s of all ranks, without padding": ("tokens_per_s",),
     "Share of the GPUs' peak (MFU)": ("mfu",),
-    "Share of computed tokens that are no padding": ("padding_efficiency",),
+    "Share of computed tokens that are not padding": ("padding_efficiency",),
     "Peak memory of rank 0, GiB": ("memory_peak_gib",),
     "Share of answers that match exactly": ("exact_match",),
     "Router loss, without its coefficient": ("router_loss",),
@@ -49,35 +50,35 @@ OTHER_CHARTS = {  # heading: keys of metrics.jsonl
     "Waiting for data on each rank, seconds of a step": ("data_seconds of ranks",),
     "Seconds of a step, and of its phases": ("step_seconds", *PHASES),
 }  # fmt: skip
-
-
+"""Heading of a chart, and its keys in metrics.jsonl."""
 DRAWN = {"loss", "time"}.union(*FIRST_CHARTS.values(), *OTHER_CHARTS.values())
-"""Keys of what is drawn, or what comes before a "/" in them."""
-# They may be a stranger's, and take 24 times as much memory as their lines have bytes.
+"""Drawn keys of metrics.jsonl, up to a "/"."""
 KEPT = {"start": (50, 1 << 18), "event": (50, 1 << 18), "generations": (6, 1 << 22)}
-"""By kind, how many of the last records are shown, and the bytes of the longest line of one."""
+"""Kinds of records that are kept: the number of the last ones, and the limit of a line in bytes. A
+record takes 24 times as much memory as its line.
+"""
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run that is still training, has ended, or died at any moment."""
+    """The contents of a run folder. The run may still train, or have died at any moment."""
 
     name: str
     prefix: str
-    """The name, for what is drawn together with other runs."""
+    """Text before the names of series: the run's name, or nothing if it is drawn alone."""
     series: dict[str, pd.Series]
-    """What is drawn of the records of steps and evaluations, over steps, without NaN."""
+    """Drawn values of steps and evaluations by step, without NaN."""
     records: dict[str, deque[dict[str, Any]]]
-    """The last records of other kinds. Only `kind` and `step` are checked."""
+    """Last records of other kinds. Only their `kind` and `step` are checked."""
     counts: Counter[str]
-    """How many records there are of each kind."""
+    """Number of records of each kind."""
     configs: str
     problems: list[str]
-    """What is missing or cannot be read."""
+    """Missing and unreadable files and lines."""
 
     @property
     def held_out(self) -> dict[str, pd.Series]:
-        """The losses of the held-out sets by the sets' names."""
+        """Losses of the held-out sets, by the names of the sets."""
         return {
             key[5:].replace("_", " "): losses
             for key, losses in self.series.items()
@@ -86,13 +87,11 @@ class RunRecords:
 
 
 def read_run(folder: Path, prefix: str = "") -> RunRecords:
-    """What a run has recorded, and its resolved configs. Memory is bounded by the number of series
-    and of values, whatever the file holds.
+    """Read a run's records and resolved configs. The limits above bound the memory for any file.
 
     Raises:
         UserError: the folder is not a run folder.
     """
-    # the steps and the values of each series
     columns = {key: (array("q"), array("d")) for key in ("loss", "time", "tokens_per_s")}
     records = {kind: deque(maxlen=count) for kind, (count, _) in KEPT.items()}
     counts = Counter()
@@ -107,7 +106,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
         elif kind in KEPT:
             counts[kind] += 1
             records[kind].append(record)
-        if kind in ("start", "ranks"):  # a start may have other hosts
+        if kind in ("start", "ranks"):  # A start ends a sequence of slow windows.
             by_rank = ranks_of(record)
             for rank in slow.add(by_rank, number(record.get("step_seconds"))):
                 counts["event"] += 1
@@ -133,7 +132,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     if is_cut:
         problems.append(f"{METRICS}: only {MAX_SERIES} series and {MAX_VALUES:,} values are drawn")
     if series["loss"].empty:
-        problems.append("no step is recorded: the run ended, or still is, before its first")
+        problems.append("no step is recorded: the run has not finished its first step")
     configs = ""
     for name in (RESOLVED_CONFIG, RESOLVED_DS_CONFIG):
         try:
@@ -145,7 +144,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
 
 
 def values_of(kind: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The values of a record that are drawn, by the names of their series."""
+    """Yield the drawn values of a record, each with the name of its series."""
     if kind in ("train", "eval"):
         for key, value in record.items():
             if key.partition("/")[0] in DRAWN and not math.isnan(value := number(value)):
@@ -160,8 +159,8 @@ def values_of(kind: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def ranks_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a record says that each rank has measured, NaN where it does not, and the rank's host.
-    Empty for a record of another kind.
+    """Return each rank's host and measurements from a `ranks` record, NaN if missing. Records of
+    other kinds give an empty list.
     """
     return [
         {
@@ -183,7 +182,7 @@ def slow_rank_text(rank: int, measured: dict[str, Any]) -> str:
 
 
 def report_page(folders: Sequence[Path]) -> str:
-    """The page. Raises UserError: one of the folders is not a run folder."""
+    """Return the page. Raises UserError: a folder is not a run folder."""
     runs = [read_run(folder, f"{folder}: " if len(folders) > 1 else "") for folder in folders]
     body = [f"<p>⚠ {escape(run.name)}: {escape(text)}</p>" for run in runs for text in run.problems]
     for run in runs:
@@ -200,7 +199,7 @@ def report_page(folders: Sequence[Path]) -> str:
         sections["Starts"] = table(run.records["start"], "step", "world_size", "ranks")
         sections["Configs"] = f"<pre>{escape(run.configs)}</pre>"
         if run is not runs[0]:
-            # comparing takes the square of the lines
+            # The time of a comparison grows with the square of the lines.
             texts = (each.configs.splitlines()[:MAX_POINTS] for each in (runs[0], run))
             lines = escape("\n".join(difflib.unified_diff(*texts, n=0, lineterm="")))
             sections["Configs"] = f"<pre>Differences from {escape(runs[0].name)}:\n{lines}</pre>"
@@ -209,14 +208,14 @@ def report_page(folders: Sequence[Path]) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A page of the report's style. The title is escaped, the body is HTML."""
+    """Return a page with a title and a body in HTML. The title is escaped here."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     text = Template(template).substitute(title=escape(title), plotly=get_plotlyjs(), body=body)
-    return text.encode("utf-8", "replace").decode()  # a text may have half a surrogate pair
+    return text.encode("utf-8", "replace").decode()  # A text may have half a surrogate pair.
 
 
 def sentence(run: RunRecords) -> str:
-    """How the run went."""
+    """Return a summary of the run."""
     loss = run.series["loss"]
     if loss.empty:
         return "No step is finished."
@@ -230,7 +229,7 @@ def sentence(run: RunRecords) -> str:
 
 
 def figures(run: RunRecords) -> dict[str, str]:
-    """The figures of the first screen."""
+    """Return the figures of the first screen, by their captions."""
     best = [f"{held.min():.4f}" for held in run.held_out.values()]
     began, ended = run.series["time"].clip(0, 1e11).agg(["min", "max"]).fillna(0)
     return {
@@ -249,7 +248,7 @@ def figures(run: RunRecords) -> dict[str, str]:
 
 
 def loss_chart(runs: Sequence[RunRecords]) -> str:
-    """Each run's loss, its held-out losses as points, and in front of them the smoothed loss."""
+    """Draw each run's loss, its held-out losses as points, and its smoothed loss in front."""
     traces = []
     for color, run in zip(cycle(COLORS), runs, strict=False):
         loss = run.series["loss"]
@@ -270,7 +269,7 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
 
 
 def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> str:
-    """A section for each heading of which a run has values."""
+    """Return a section for each heading for which a run has values."""
     sections = []
     for heading, keys in wanted.items():
         traces = [
@@ -286,12 +285,12 @@ def charts(runs: Sequence[RunRecords], wanted: dict[str, tuple[str, ...]]) -> st
 
 
 def label(key: str) -> str:
-    """The name of a series in a legend: "held out" of exact_match/held_out."""
+    """Return the name of a series in a legend: "held out" for exact_match/held_out."""
     return key.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
 
 
 def drawn(traces: Sequence[tuple[str, pd.Series, dict[str, Any]]], height: int) -> go.Figure:
-    """A figure of series over steps, each with its name and its style."""
+    """Return a figure of series over steps. A trace is a name, a series and a style."""
     figure = go.Figure(layout={"showlegend": len(traces) > 1, "height": height})
     for name, values, style in traces:
         points = thin(values)
@@ -300,8 +299,8 @@ def drawn(traces: Sequence[tuple[str, pd.Series, dict[str, Any]]], height: int) 
 
 
 def thin(points: pd.Series) -> pd.Series:
-    """At most MAX_POINTS: of each bin of steps the smallest and the largest value, so that no spike
-    is lost.
+    """Return at most MAX_POINTS points. Each bin of steps keeps its smallest and largest value, so
+    that every spike stays.
     """
     bins = points.groupby(pd.RangeIndex(len(points)) * (MAX_POINTS // 2) // max(1, len(points)))
     return points.loc[sorted({*bins.idxmin(), *bins.idxmax()})]
@@ -326,12 +325,12 @@ def section(heading: str, figure: go.Figure) -> str:
 
 
 def folded(title: str, body: str) -> str:
-    """A section that a click unfolds, or nothing if its body is empty."""
+    """Return a section that a click unfolds; nothing if its body is empty."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
 def table(records: Iterable[Any], *columns: str) -> str:
-    """The last records as a table, or nothing if there are none."""
+    """Return the last records as a table; nothing if there are none."""
     rows = [
         "".join(f"<td>{escape(shown(record.get(column)))}</td>" for column in columns)
         for record in [*records][-MAX_RECORDS:]
@@ -346,12 +345,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """A value of a record as a reader expects it: without quotes and brackets."""
+    """Return a value of a record as text without quotes and brackets."""
     if isinstance(value, dict):
         return ", ".join(f"{count} x {name}" for name, count in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value or "")
-
-
-def number(value: Any) -> float:
-    """`value` as a float; NaN if it is not a number that can be drawn."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan

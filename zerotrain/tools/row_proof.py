@@ -1,7 +1,7 @@
-"""Compares rows of the sources with the decoded text of their examples, for the proof of data.
+"""Compare rows of the sources with the decoded text of their examples, for `prove.py data`.
 
-Tokens and masks are compared with the contents of the row and with what apply_chat_template makes
-of its first messages, not with what zerotrain/rows/turns.py knows of the template.
+Tokens and masks are compared with the contents of the row, and with the text that the chat template
+writes for its first messages. The proof does not use how zerotrain/rows/turns.py locates answers.
 """
 
 import contextlib
@@ -21,10 +21,11 @@ from zerotrain.rows.sources import BadRow
 from zerotrain.rows.turns import FIXED_DATE, Template, with_arguments_as_text
 from zerotrain.tools.verify import canonical_rows, supervised_answers
 
-MAX_NAMED = 5  # problems listed by file and line
-COMPARED_CHARACTERS = 12  # of the text before an answer
-SHOWN = 20  # characters of a text in a problem
-THOUGHTS = re.compile("think|channel", re.IGNORECASE)  # in marks that an answer may repeat
+MAX_NAMED = 5  # As many problems are listed by file and line.
+COMPARED_CHARACTERS = 12  # The end of the text before an answer has as many.
+SHOWN = 20  # A problem shows as many characters of a text.
+THOUGHTS = re.compile("think|channel", re.IGNORECASE)
+"""Part of the tags of thinking blocks, which may stand in a generation prompt and in an answer."""
 MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|.")
 
 
@@ -35,22 +36,23 @@ def check_contents(
     supervise: str,
     decoded: Callable[[str], str],
 ) -> list[str]:
-    """What is wrong with the mask of a row: each answer must be within the supervised text, every
-    other content outside of it, in the row's order.
+    """Return what is wrong with the mask of a row. Each answer must be in the supervised text, and
+    every other content in the unsupervised text, in the row's order.
 
     Args:
-        answers: supervised_answers.
-        texts: what is decoded, by turns not supervised and supervised.
-        decoded: maps a text to what it is after tokenizing and decoding.
+        answers: result of supervised_answers.
+        texts: the decoded example, in pieces that are alternately unsupervised and supervised.
+        decoded: tokenizes a text and decodes it again.
     """
-    left = {is_target: _squeeze("".join(texts[is_target::2])) for is_target in (True, False)}
+    unsupervised, supervised = ("".join(texts[first::2]) for first in (0, 1))
+    left = {True: _squeeze(supervised), False: _squeeze(unsupervised)}
     problems = []
     for i, message in enumerate(messages):
         is_target = i in answers
         if message["role"] == "assistant" and not is_target and supervise == "last":
-            continue  # which templates may cut
+            continue  # Templates may cut earlier answers.
         for key in ("reasoning_content", "thinking", "content"):
-            # templates write a <think> block in their own way
+            # Each template writes a <think> block in its own way.
             content = (message.get(key) or "").rpartition("</think>")[2]
             content = _squeeze(decoded(content))
             at = left[is_target].find(content)
@@ -70,13 +72,13 @@ def check_answers(
     last_tokens: list[str],
     render: Callable[..., str],
 ) -> list[str]:
-    """What is wrong with the ends of answers: each must begin after the generation prompt and end
-    as the template ends it.
+    """Return what is wrong with the ends of answers. Each answer must start after the generation
+    prompt, and end as the template ends it.
 
     Args:
-        answers, texts: as of check_contents, with one supervised text for each answer.
-        first_tokens, last_tokens: of each answer, decoded.
-        render: maps messages, and whether to add the generation prompt, to a text as decoded.
+        answers, texts: as in check_contents, with one supervised text for each answer.
+        first_tokens, last_tokens: first and last token of each answer, decoded.
+        render: writes messages, and on request the generation prompt, as decoded text.
     """
     problems = []
     for n, (i, first, last) in enumerate(zip(answers, first_tokens, last_tokens, strict=True)):
@@ -102,7 +104,7 @@ def check_answers(
             )
         _, found, lacking = whole.rpartition(text)
         mark = MARK.match(lacking)
-        # within a row some templates end answers as they end the user's turns
+        # Inside a row, some templates end answers as they end the user's messages.
         marks = re.search(r"(<[^<>]*>)*$", text)[0]
         is_whole = not (mark and after.startswith(mark[0])) if found else asked.endswith(marks)
         if not is_whole or not (found or marks):
@@ -129,7 +131,7 @@ def check_tokens(row: dict[str, Any], ids: np.ndarray, mask: np.ndarray) -> list
 
 
 def _squeeze(text: str) -> str:
-    """Remove white space: templates trim and re-indent, tokenizers add and drop spaces."""
+    """Remove white space, because templates and tokenizers add and drop it."""
     return "".join(text.split())
 
 
@@ -141,11 +143,11 @@ def prove_rows(
 ) -> tuple[int, int]:
     """Compare every row that became one whole example, and print the result.
 
-    Rows of plain text, rows that were cut or split, and all rows under data.supervise: all are
-    counted but not compared. Neither are the ends of answers that are joined in the example.
+    Rows of plain text, cut or split rows, and all rows with data.supervise: all are counted but not
+    compared. Ends of answers are not compared where two answers are joined.
 
     Returns:
-        How many rows were compared, and how many problems were found.
+        The numbers of compared rows and of problems.
     """
     row_of = data.column("row")
     compared = compared_answers = 0
@@ -175,7 +177,7 @@ def prove_rows(
         first_tokens = [*map(decode, ids[edges[::2]])]
         last_tokens = [*map(decode, ids[edges[1::2] - 1])]
         ends.update(last_tokens)
-        # a key with a null is as good as none, whatever the reader made of it
+        # A key with a null counts as missing, whatever the reader has made of it.
         row = json.loads(
             json.dumps(row),
             object_hook=lambda found: {k: v for k, v in found.items() if v is not None},
@@ -195,8 +197,8 @@ def prove_rows(
                 with contextlib.suppress(BadRow):
                     whole.append(render(form, False))
             if decode(ids) not in whole:
-                problems.append(f"{place}: it is not what the template writes for it without nulls")
-            with contextlib.suppress(BadRow):  # the template refuses the beginning of the row
+                problems.append(f"{place}: the example differs from the rendered row without nulls")
+            with contextlib.suppress(BadRow):  # The template may reject the first messages alone.
                 wrong = check_answers(messages, answers, texts, first_tokens, last_tokens, render)
                 compared_answers += len(answers)
         problems += [f"{place}: {problem}" for problem in wrong]

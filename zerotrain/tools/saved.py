@@ -22,8 +22,8 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
 
 
 def choose_checkpoint(folder: Path, best: bool = False) -> Path:
-    """Return `folder` itself if it is a checkpoint, else the newest usable checkpoint of the run in
-    `folder`, or with `best` the one of its best evaluation.
+    """Return `folder` itself if it is a checkpoint. From a run folder, return the newest usable
+    checkpoint, or with `best` the checkpoint of the best evaluation.
 
     Raises:
         UserError: there is no such checkpoint, or it cannot be used.
