@@ -53,7 +53,7 @@ def test_a_python_without_the_packages_is_told_where_they_are():
 
 @pytest.mark.parametrize("name", ["export", "compare_runs"])
 def test_a_script_runs_in_any_folder(tmp_path, name):
-    """-S: where the packages are installed, but not this one."""
+    """Python finds the other packages, but not this one (-S)."""
     packages = f"PYTHONPATH={get_path('purelib')}"
     script = REPO / "scripts" / f"{name}.py"
     finished = run(["env", packages, sys.executable, "-S", script, "--help"], cwd=tmp_path)

@@ -1,5 +1,5 @@
-"""A checkpoint as a Hugging Face folder: the trained engine's logits, merged and single adapters,
-what a folder of somebody else cannot do.    pytest tests/commands/test_export.py
+"""Exports have the trained engine's logits, and run no code of a stranger's folder.
+pytest tests/commands/test_export.py
 """
 
 import io
@@ -42,7 +42,7 @@ MODELS = {
     "llama, tied": {**DENSE, "tie_word_embeddings": True},
     "qwen3": {**DENSE, "head_dim": 10},
     "gpt2": {"vocab_size": 320, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 512},
-    # experts that save_pretrained takes apart, and a buffer
+    # It has experts that save_pretrained takes apart, and a buffer.
     "deepseek_v3": {
         **DENSE, "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -54,7 +54,7 @@ MODELS = {
 
 @pytest.fixture
 def trained(forks, tiny_config, tmp_path):
-    """Trains a model for two steps; its checkpoint, and the logits of the trained engine."""
+    """A function that trains a model for two steps and returns its checkpoint and its logits."""
 
     def start(folder, stage, ranks=2, **changes):
         config = tiny_config(
@@ -152,7 +152,7 @@ def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_pat
 
 
 def test_a_tied_head_with_an_adapter_is_untied(trained, tmp_path, base):
-    """Embeddings trained as a whole, random weights in no file."""
+    """Embeddings are trained as a whole. No file has the random weights."""
     lora = {"r": 4, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]}
     checkpoint, logits = trained(base, "zero3", model__lora=lora, model__from_config=True)
     out = tmp_path / "merged"
@@ -174,7 +174,7 @@ def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
 
 
 def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp_path, tiny_model):
-    """The base model's end token is <|end|>, that of the rows is <|stop|>."""
+    """The base model ends with <|end|>, the rows with <|stop|>."""
     folder, out = tmp_path / "base", tmp_path / "hf"
     shutil.copytree(tiny_model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -208,7 +208,7 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
 def test_rows_with_tools_have_the_same_template_in_the_export(
     forks, tiny_config, tmp_path, base, chat_rows
 ):
-    """A tokenizer with named templates, as transformers 4 has saved it."""
+    """The tokenizer has named templates, as transformers 4 has saved it."""
     template, file = base / "chat_template.jinja", base / "tokenizer_config.json"
     names = {"default": template.read_text(), "tool_use": "{{ tools }}" + template.read_text()}
     template.unlink()
@@ -298,9 +298,9 @@ def test_transformers_4_reads_the_same_rotary_embeddings(
 # Mistakes, and folders of others
 
 
-def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
+def test_mistakes_and_strangers_folders_are_one_line(trained, forks, tmp_path, base):
     weights = load_file(base / "model.safetensors")
-    weights["model.embed_tokens.weight"][-1, 0] = 1e5  # of a token that no row has
+    weights["model.embed_tokens.weight"][-1, 0] = 1e5  # No row has this token.
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     checkpoint, _ = trained(base, "zero2", ranks=1)
     out = tmp_path / "deep" / "hf"
@@ -313,7 +313,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     refuse(r"embed_tokens\.weight has infinite .* --dtype float32 or bfloat16", "float16")
     export_checkpoint(checkpoint, tmp_path / "bf16", "bfloat16")
     refuse("step_7 is not a usable checkpoint", at=tmp_path / "step_7")
-    # a link in it would copy a file of whoever exports it
+    # A link could copy a file of the user who exports.
     secret = tmp_path / "token"
     template = checkpoint / "model" / "chat_template.jinja"
     text = template.read_text()
@@ -324,7 +324,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     template.unlink()
     template.write_text(text)
 
-    # code, and what leads to other weights
+    # These files are code, or lead to other weights.
     for name in ("tokenizer.py", "adapter_config.json", "model.safetensors.index.json"):
         rewrite(checkpoint, f"model/{name}", b"{}")
     export_checkpoint(checkpoint, tmp_path / "clean")
@@ -334,7 +334,7 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
     }  # fmt: skip
     assert "output_dir of a run" in forks.script("scripts.export", base, out, code=2).error
 
-    # a config that says that a model's code may run, and a model that has some
+    # The config allows code of the model, and the model has code.
     evil = copy_with_code(base, tmp_path / "evil", tmp_path / "ran")
     config = tmp_path / "run" / "resolved_config.yaml"
     values = yaml.safe_load(config.read_text())
@@ -351,14 +351,14 @@ def test_mistakes_and_other_peoples_folders(trained, forks, tmp_path, base):
 EMBED = "model.embed_tokens.weight"
 
 
-HOSTILE_WEIGHTS = {  # tensor and shape in place of the embedding's
+HOSTILE_WEIGHTS = {  # They replace the embedding's tensor and shape.
     "broadcast": (torch.ones(1), [1]),
     "a negative shape": (torch.ones(320, 40), [-320, -40]),
     "sparse": (torch.ones(320, 40).to_sparse(), [320, 40]),
     "of no device": (torch.ones(9, device="meta"), [3, 3]),
     "2^40 elements of one byte": (torch.ones(1, dtype=torch.int8).expand(2**40), [2**40]),
 }
-HOSTILE_KEYS = (  # in place of those of a shard
+HOSTILE_KEYS = (  # They replace keys of a shard.
     {"buffers": {"model.rotary_emb.inv_freq": torch.ones(3)}},
     {"buffers": {"model.x": torch.ones(3)}},
     {"base": {}, "trained": []},

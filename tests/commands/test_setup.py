@@ -117,7 +117,7 @@ def checkout(tmp_path):
     (folder / "zerotrain").mkdir()
     (folder / "zerotrain" / "__init__.py").touch()
     wheel(wheels, "torch", "2.0")
-    setuptools = importlib.metadata.distribution("setuptools")  # the one that is installed here
+    setuptools = importlib.metadata.distribution("setuptools")
     inside = [f for f in setuptools.files if not {"..", "__pycache__"} & {*f.parts}]
     builder = wheel(
         wheels, "setuptools", setuptools.version, {str(f): f.read_binary() for f in inside}
@@ -189,7 +189,7 @@ def test_the_sections_up_to_one_are_installed(checkout):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "file"])
-def test_what_is_not_ours_is_never_cleared(checkout, kind):
+def test_a_venv_of_the_user_is_never_cleared(checkout, kind):
     venv, mine = checkout / ".venv", checkout / "mine"
     if "link" in kind:
         venv.symlink_to("mine")
@@ -206,7 +206,7 @@ def test_what_is_not_ours_is_never_cleared(checkout, kind):
 
 
 def test_a_link_to_an_environment_that_has_the_requirements_is_used(checkout):
-    """Although another checkout with other requirements made it."""
+    """Another checkout with different requirements may have made it."""
     (checkout / ".venv").symlink_to(sys.prefix)
     version = importlib.metadata.version
     lines = [f"{name}=={version(name).split('+')[0]}\n" for name in ("torch", "pytest")]

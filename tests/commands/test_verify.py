@@ -30,8 +30,8 @@ def change(checkpoint, name, old, new):
 def test_an_export_is_written_only_if_it_agrees_with_its_run(
     forks, tiny_config, tmp_path, chat_rows
 ):
-    """ZeRO 3 in bf16 with tied heads; some examples are truncated, some have several turns; the
-    chat template has no end mark. Then files that a server reads are changed.
+    """ZeRO 3 in bf16 with tied heads. Some examples are truncated, some have several answers. The
+    chat template has no end-of-turn text. Then files that a server reads are changed.
     """
     template = (SAMPLE / "model" / "chat_template.jinja").read_text()
     no_end = tmp_path / "no_end.jinja"
@@ -55,7 +55,7 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     def export(code):
         return forks.script("scripts.export", tmp_path / "run", out, "--verify", code=code)
 
-    mine.rename(tmp_path / "gone")  # only a folder that is there is written to
+    mine.rename(tmp_path / "gone")  # The export may not create it again.
     finished = export(0)
     assert not mine.exists()
     assert "over 20 examples" in finished.output and "trained token ids" in finished.output
@@ -102,8 +102,8 @@ TEMPLATE = """{%- for m in messages -%}<|{{ m.role }}|>
 
 
 def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
-    """Templates of reasoning models open a block in the prompt; rows without reasoning lack it, and
-    a model trained on them is asked for what it has never seen.
+    """Templates of reasoning models open a thinking block in the prompt. Rows without reasoning
+    lack it, so the trained model has never seen such a prompt.
     """
     template = tmp_path / "template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE.replace("PROMPT", ""))
@@ -111,7 +111,7 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
     assert "requests give" in check_requests(config), "of another day"
     no_end = TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}<|end|>", "{{ m.content }}", 1)
     template.write_text(no_end)
-    assert "requests give" in check_requests(config), "the run adds an end mark"
+    assert "requests give" in check_requests(config), "the run adds an end token"
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     row = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
     rows = write_rows(tmp_path / "calls.jsonl", [{"messages": row}] * 20)

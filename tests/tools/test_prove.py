@@ -45,12 +45,13 @@ def test_a_proof_can_fail(prove, tiny_config, monkeypatch, times, said):
 # prove.py data
 
 
-WRONG = {  # of the tokens from which on answers begin (0) or have ended (1): which are set to what
+WRONG = {
     "no begin": (0, 0, False, " is not supervised"),
     "the token before an answer": (0, -1, True, "is supervised"),
-    "no end mark": (1, -1, False, "is supervised up to"),
-    "more than the end mark": (1, 0, True, "is supervised"),
+    "no end token": (1, -1, False, "is supervised up to"),
+    "more than the end token": (1, 0, True, "is supervised"),
 }
+"""Begin (0) or end (1) of answers, shift from there, the mask's wrong value, part of the message."""
 
 
 @pytest.mark.parametrize("defect", WRONG)
@@ -99,7 +100,9 @@ def test_rows_of_tokens_are_compared_token_by_token(prove, tiny_config, tmp_path
         assert code == 1 and "tokens.jsonl:1: its " in out
 
 
-def test_nulls_that_a_table_adds_are_no_arguments(prove, tiny_config, tmp_path, monkeypatch):
+def test_nulls_that_a_table_adds_are_not_trained_as_arguments(
+    prove, tiny_config, tmp_path, monkeypatch
+):
     call = {"name": "add", "arguments": {"a": 1, "b": None}}
     turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [call]}]
     rows = write_rows(tmp_path / "nulls.jsonl", [{"messages": turns}] * 12)
@@ -127,7 +130,7 @@ def test_rows_that_cannot_be_compared_prove_nothing(prove, tiny_config, capsys):
 
 @pytest.mark.parametrize("script", ["prove", "scaling_test"])
 def test_a_folder_of_the_user_is_left_as_it_is(forks, tiny_config, tmp_path, script):
-    """What these tools write and remove is in folders that carry their mark."""
+    """These tools write and remove files only in folders with their mark."""
     work = tmp_path / "work"
     work.mkdir()
     (work / "precious").write_text("x")

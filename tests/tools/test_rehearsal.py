@@ -34,7 +34,7 @@ def attempts_in(output):
 
 
 def test_a_rehearsal_names_what_fits_or_is_one_line(forks, tiny_config, tmp_path, sample_tokenizer):
-    """On a machine with 600 MiB; and in a process that is not given more."""
+    """On a machine with 600 MiB, and in a process with a limit of memory."""
     model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, intermediate_size=16384)
     config = tiny_config(
         model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
@@ -82,12 +82,13 @@ def test_a_rehearsal_says_what_fits_and_writes_nothing(forks, tiny_config, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-BYTES = {  # of a micro-batch of so many tokens, and whether one of 16 fits into 10,000
+BYTES = {
     "in proportion": (lambda tokens: 800 + 3 * tokens, True),
     "squares": (lambda tokens: tokens**2 / 100, True),
     "a jump": (lambda tokens: 10 + 9000 * (tokens > 600), True),
     "too much": (lambda tokens: 9000 + tokens, False),
 }
+"""Bytes of a micro-batch by its tokens, and whether one of 16 tokens fits into 10,000 bytes."""
 
 
 @pytest.mark.parametrize("planned", [16, 500, 2600, 30_000])

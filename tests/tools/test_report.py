@@ -1,6 +1,5 @@
 """Runs drawn as one page.    pytest tests/tools/test_report.py"""
 
-import base64
 import json
 import math
 import os
@@ -82,18 +81,6 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
         "<td>99</td><td>4</td><td>8 x node-0: x</td>", "seed: 200",
     ):  # fmt: skip
         assert any(text in part for part in folded), text
-
-
-def test_the_smoothed_loss_is_centred_and_in_front_of_points_of_the_held_out_loss(tmp_path):
-    page = report_page([write_run(tmp_path / "run", 1000)]).partition("<h1>")[2]
-    traces, _ = json.JSONDecoder().raw_decode(page, page.index("[{"))
-    assert [trace["mode"] for trace in traces] == ["lines", "markers", "lines"]
-    x, y = (np.frombuffer(base64.b64decode(axis["bdata"]), axis["dtype"])  # as plotly writes them
-            for axis in (traces[-1]["x"], traces[-1]["y"]))  # fmt: skip
-    loss = read_run(tmp_path / "run").series["loss"].dropna()
-    smooth = loss.rolling(21, center=True).mean()[x].to_numpy()
-    is_inside = np.isfinite(smooth)
-    assert smooth[is_inside] == pytest.approx(y[is_inside]) and is_inside.sum() > 900
 
 
 def test_thinning_keeps_every_spike():
