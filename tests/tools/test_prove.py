@@ -51,7 +51,7 @@ WRONG = {
     "no end token": (1, -1, False, "is supervised up to"),
     "more than the end token": (1, 0, True, "is supervised"),
 }
-"""Begin (0) or end (1) of answers, shift from there, the mask's wrong value, part of the message."""
+"""Begin (0) or end (1) of answers, shift from it, wrong value of the mask, part of the message."""
 
 
 @pytest.mark.parametrize("defect", WRONG)
