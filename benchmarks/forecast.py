@@ -3,9 +3,8 @@
     python -m benchmarks.forecast [FILE.csv] [--fit]
 
 Prints a line for each run of the file (default: benchmarks/published_runs.csv): a GPU's tokens/s as
-measured and as forecast, their ratio, and the peak memory if it is published. Some pairs of runs
-differ only in the number of nodes; for them it prints whether the planner's verdict on the added
-nodes is right. The last line has the errors.
+measured and as forecast, their ratio, and the peak memory if it is published. The last line has the
+errors.
 
 --fit fits the constants of zerotrain/tools/estimate.py to the file. It prints the constants, and
 the errors of forecasts of runs that were held out of the fit.
@@ -24,7 +23,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import permutations
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +36,6 @@ from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.estimate import (
-    WORTHWHILE,
     GpuCluster,
     Rates,
     Workload,
@@ -136,11 +133,6 @@ class PublishedRun:
         )
         machine = Machine(self.gpus, min(self.gpus, NODE_GPUS), "cuda", "bf16")
         return resolve(config, machine, architecture(json.dumps(shape), lora))
-
-    def is_like(self, other: "PublishedRun") -> bool:
-        """Return whether the two runs differ only in their number of GPUs."""
-        rest = {"gpus": 0, "tokens_per_s_per_gpu": 0, "peak_gib": None}
-        return replace(self, **rest) == replace(other, **rest)
 
     def tokens_per_s(self, rates: Rates) -> float:
         """Return the forecast for one GPU. It is an array if the rates are arrays."""
@@ -262,10 +254,8 @@ def show_fit(runs: Sequence[PublishedRun]) -> None:
 
 
 def show_forecasts(runs: Sequence[PublishedRun]) -> None:
-    """Print a line per run, the verdicts on added nodes, and the errors."""
+    """Print a line per run, and the errors."""
     ratios = ratios_of(runs, Rates(slowdown=DEEPSPEED_SLOWDOWN))
-    measured = np.array([run.tokens_per_s_per_gpu for run in runs])
-    forecasts = measured * ratios
     lines = [
         {
             "run": f"{run.model}, {run.gpus} {run.gpu}-{run.gpu_gib}gb, ZeRO {run.zero}",
@@ -281,16 +271,7 @@ def show_forecasts(runs: Sequence[PublishedRun]) -> None:
         for run, ratio in zip(runs, ratios, strict=True)
     ]
     print(pd.DataFrame(lines, dtype=object).fillna("").to_string(index=False))
-    pairs = [
-        (measured[b] / measured[a], forecasts[b] / forecasts[a])
-        for (a, fewer), (b, more) in permutations(enumerate(runs), 2)
-        if NODE_GPUS <= fewer.gpus < more.gpus and fewer.is_like(more)
-    ]
-    right = sum((real >= WORTHWHILE) == (forecast >= WORTHWHILE) for real, forecast in pairs)
-    print(
-        f"right about whether a GPU keeps {WORTHWHILE:.0%} of its tokens/s on more nodes: {right} "
-        f"of {len(pairs)} pairs\n{errors(ratios)}"
-    )
+    print(errors(ratios))
 
 
 def errors(ratios: np.ndarray) -> str:

@@ -4,7 +4,7 @@
         [--gpu h100-80gb] [--price 2.5] [--links links.json] [--section.key value ...]
 
 It needs no GPU and no weights. It prints memory, speed, hours and cost under each DeepSpeed config,
-then the fastest config on fewer and more nodes, how often to save, and the config to use.
+then the fastest config on fewer and more nodes, and the config to use.
 
 The model's sizes come from recipes/shapes.json, the model's folder, or its config.json on the hub.
 Local rows are tokenized as in training, unless --mean_tokens is given. Nodes and GPUs default to
@@ -40,9 +40,7 @@ from zerotrain.tools.estimate import (
     estimate,
     fastest,
     find_gpu,
-    save_interval,
 )
-from zerotrain.tools.memory import MASTER, MOMENTS
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.training.setup import Architecture
 
@@ -188,12 +186,8 @@ def show(workload: Workload, cluster: GpuCluster, price: float | None) -> None:
     if nodes not in fastest_on:
         print("use: nothing fits; lower data.micro_batch_tokens and data.max_length, or add GPUs")
         return
-    saved = (MASTER + MOMENTS) * counts.trained
-    minutes = save_interval(saved, cluster) / 60
     first = fastest_on[nodes]
     print(
-        f"save: checkpoint.every_minutes {minutes:.0f}, by Young's formula, for a checkpoint of "
-        f"{digits(saved / GIB)} GiB\n"
         f"use: {first.file}, the fastest that fits or about as fast: {digits(first.seconds)} s per "
         "step"
     )

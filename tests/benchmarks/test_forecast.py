@@ -31,13 +31,11 @@ def test_runs_that_were_not_fitted_are_forecast_as_well_as_the_planner_says(runs
         assert "offload" not in kind or abs(ratio - 1) < 0.3, "with one other run of offload"
 
 
-def test_a_table_has_a_line_per_run_and_the_verdicts_on_further_nodes(forks, runs, tmp_path):
+def test_a_table_has_a_line_per_run_and_the_errors(forks, runs, tmp_path):
     done = forks.script("benchmarks.forecast")
     assert done.code == 0, done.output
-    *_, verdicts, errors = done.output.splitlines()
     assert done.output.count("-80gb, ZeRO") == sum(run.gpu_gib == 80 for run in runs)
-    assert " 33 of 33 " in verdicts
-    assert float(re.search(r"median error (\S+)%", errors)[1]) < 5
+    assert float(re.search(r"median error (\S+)%", done.output)[1]) < 5
     table = tmp_path / "runs.csv"
     for old, new in (("a100", "z80"), (",8,", ",eight,"), ("llama-7b", "")):
         table.write_text(PUBLISHED.read_text().replace(old, new))

@@ -170,10 +170,12 @@ def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
 
 
 # --------------------------------------------------------------------------------------------------
-# What ends an answer
+# End tokens
 
 
-def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp_path, tiny_model):
+def test_generation_config_gets_the_end_token_that_was_trained(
+    forks, tiny_config, tmp_path, tiny_model
+):
     """The base model ends with <|end|>, the rows with <|stop|>."""
     folder, out = tmp_path / "base", tmp_path / "hf"
     shutil.copytree(tiny_model, folder)
@@ -188,17 +190,12 @@ def test_generate_stops_at_the_end_mark_that_was_trained(forks, tiny_config, tmp
     file = write_rows(tmp_path / "few.jsonl", rows)
     config = tiny_config(
         model=folder, data__train_sources=[str(file)], data__eval_sources=None,
-        train__global_batch_size=4, train__steps=25, train__learning_rate=0.02,
+        train__global_batch_size=4, train__steps=1,
     )  # fmt: skip
     forks.finish(config)
     export_checkpoint(list_complete(tmp_path / "run" / "checkpoints")[-1], out)
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [stop, end] and generation["temperature"] == 0.7
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    asked = chat("bb")["messages"]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
-    answer = tokenizer.decode(model.generate(**ids, do_sample=False, max_new_tokens=9)[0])
-    assert answer.endswith("yes<|stop|>")
 
 
 # --------------------------------------------------------------------------------------------------

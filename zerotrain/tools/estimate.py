@@ -68,8 +68,6 @@ class Rates:
     slowdown: float = _rate(1, "factor on the compute time of the published runs")
     nvme_gb_per_s: float = _rate(5, "GB/s of a node's NVMe disks")
     cpu_memory_gib: float = _rate(1000, "GiB of CPU memory of a node")
-    disk_gb_per_s: float = _rate(2, "GB/s at which a checkpoint is written")
-    node_mtbf_hours: float = _rate(6000, "hours between failures of a node, on average")
 
 
 class Gpu(NamedTuple):
@@ -244,15 +242,6 @@ def fastest(estimates: Sequence[Estimate], own: str) -> list[Estimate]:
     usable = [each for each in estimates if each.fits and each.keeps_the_run]
     about_equal = SAME_SPEED * min((each.seconds for each in usable), default=0)
     return sorted(usable, key=lambda each: (max(each.seconds, about_equal), each.file != own))
-
-
-def save_interval(checkpoint_bytes: float, cluster: GpuCluster) -> float:
-    """Return the seconds between saves that lose the least time (Young 1974,
-    doi.org/10.1145/361147.361115). A save must be short beside the time between failures.
-    """
-    rates = cluster.rates
-    save_seconds = checkpoint_bytes / rates.disk_gb_per_s / 1e9
-    return math.sqrt(2 * save_seconds * 3600 * rates.node_mtbf_hours / cluster.nodes)
 
 
 # --------------------------------------------------------------------------------------------------
