@@ -309,22 +309,6 @@ def against_trainer(bench: Bench) -> dict[str, Figures]:
     return {"train.py": ours, f"Trainer, {report['attention']}, {liger}": theirs}
 
 
-def resume(bench: Bench) -> dict[str, Figures]:
-    """Stop a run after its first step and resume it, with asynchronous saves. Its losses must be
-    those that an uninterrupted run has.
-    """
-    run = bench.folder / "resumed"
-    run.mkdir()
-    (run / "stop").touch()
-    saves = {"every_steps": 3, "async_save": True, "keep_last": 1}
-    options = {"output_dir": run, "checkpoint": saves}
-    stopped, _ = bench.train(bench.command_of(**options))
-    if len(stopped) != 1:
-        raise CheckFailed(f"the run stopped after {len(stopped)} steps, not after the first")
-    bench.compare({"whole": {}, "resumed": options})
-    return {"": {"note": "passed"}}
-
-
 COMPILED = {"model.compile": True}
 LORA = {"model.lora.r": 16}
 CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str, dict]]] = {
@@ -344,7 +328,6 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "zero_stages": (4, {f"zero{n}": {"stage": n} for n in range(4)}),
     "batching": (2, {n: {"data.batching": n} for n in ("packed", "bucketed")}),
     "lora": (2, {f"zero{n}": {"stage": n, **LORA} for n in (1, 3)}),
-    "resume": (3, resume),
     "against_trainer_3": (5, against_trainer),
     # It compiles DeepSpeed's CPU Adam, which needs g++.
     "offload": (5, {n: {"stage": n} for n in ("1", "2_offload", "3_offload")}),

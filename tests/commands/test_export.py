@@ -173,9 +173,7 @@ def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
 # End tokens
 
 
-def test_generation_config_gets_the_end_token_that_was_trained(
-    forks, tiny_config, tmp_path, tiny_model
-):
+def test_generation_config_gets_the_trained_end_token(forks, tiny_config, tmp_path, tiny_model):
     """The base model ends with <|end|>, the rows with <|stop|>."""
     folder, out = tmp_path / "base", tmp_path / "hf"
     shutil.copytree(tiny_model, folder)
