@@ -143,7 +143,8 @@ def show(workload: Workload, cluster: GpuCluster, price: float | None) -> None:
     own = workload.config.ds_config
     read_text(own, "ds_config: ")
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
-    files += [own] * (own not in files)
+    if own not in files:
+        files.append(own)
     estimates, problems = estimate_each(workload, files, cluster)
     if not estimates:
         raise UserError(problems[0])

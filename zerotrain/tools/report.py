@@ -204,13 +204,9 @@ def report_page(folders: Sequence[Path]) -> str:
             lines = escape("\n".join(difflib.unified_diff(*texts, n=0, lineterm="")))
             sections["Configs"] = f"<pre>Differences from {escape(runs[0].name)}:\n{lines}</pre>"
         body += [folded(run.prefix + title, text) for title, text in sections.items()]
-    return page(" · ".join(run.name for run in runs), "\n".join(body))
-
-
-def page(title: str, body: str) -> str:
-    """Return a page with a title and a body in HTML. The title is escaped here."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    text = Template(template).substitute(title=escape(title), plotly=get_plotlyjs(), body=body)
+    title = escape(" · ".join(run.name for run in runs))
+    text = Template(template).substitute(title=title, plotly=get_plotlyjs(), body="\n".join(body))
     return text.encode("utf-8", "replace").decode()  # A text may have half a surrogate pair.
 
 
