@@ -1,4 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
+"""Write a checkpoint as a Hugging Face folder: safetensors, config, tokenizer and a model card.
 
     python -m scripts.export CHECKPOINT OUT [--dtype float32] [--verify]
     python -m scripts.export CHECKPOINT OUT --adapter
@@ -31,6 +31,7 @@ from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zerotrain.checkpoint.state import TrainerState
     from zerotrain.config.schema import Config
 
 MAX_CONFIG_BYTES = 256 * 1024  # enough for thousands of sources, and parsed within seconds
@@ -53,27 +54,37 @@ def main() -> None:
     args = parser.parse_args()
 
     # These imports are slow, so mistakes in the arguments are reported first.
+    from zerotrain.checkpoint.state import read_state
     from zerotrain.tools.export import export_checkpoint
+    from zerotrain.tools.model_card import model_card
     from zerotrain.tools.saved import choose_checkpoint
     from zerotrain.tools.verify import VerificationFailed
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
     checkpoint = choose_checkpoint(args.checkpoint, args.best)
-    check = verification(checkpoint) if args.verify else lambda draft: None
+    config = read_run_config(checkpoint, is_needed=args.verify)
+    state = read_state(checkpoint)
+    verify = verification(state, config) if args.verify else None
+
+    def finish(draft: Path) -> None:
+        if config is not None:
+            card = model_card(config, state, args.adapter)
+            (draft / "README.md").write_text(card, encoding="utf-8")
+        if verify is not None:
+            verify(draft)
+
     try:
-        export_checkpoint(checkpoint, args.out, args.dtype, args.base, args.adapter, check)
+        export_checkpoint(checkpoint, args.out, args.dtype, args.base, args.adapter, finish)
     except VerificationFailed as failure:
         print(f"error: {failure}; {args.out} is not written", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
     print(f"{checkpoint} -> {args.out}")
 
 
-def read_run_config(checkpoint: Path) -> "Config":
-    """Return the config of the run of a checkpoint, from its run folder.
-
-    Raises:
-        UserError: the config cannot be read.
+def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
+    """Return the config of the run of a checkpoint, from its run folder. If it cannot be read and
+    is not needed, print why and return None.
     """
     from zerotrain.checkpoint.manifest import stat_inside
     from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
@@ -90,22 +101,22 @@ def read_run_config(checkpoint: Path) -> "Config":
         argv = ["--config", str(folder / RESOLVED_CONFIG), "--ds_config", ds_config]
         return parse_command_line(argv, prog="export.py").config
     except (OSError, ValueError, UserError) as error:
-        raise UserError(f"--verify: {error}") from error
+        if is_needed:
+            raise UserError(f"--verify: {error}") from error
+        print(f"no model card: {error}")
+        return None
 
 
-def verification(checkpoint: Path) -> "Callable[[Path], None]":
+def verification(state: "TrainerState", config: "Config") -> "Callable[[Path], None]":
     """Return a function that compares an exported folder with the run, and prints the results.
 
     Raises:
-        UserError: the run's config or data cannot be read, or the data have changed.
+        UserError: the run's data cannot be read, or have changed.
     """
-    from zerotrain.checkpoint.state import read_state
     from zerotrain.runtime.progress import show_rows
     from zerotrain.tools.open_plans import open_plans
     from zerotrain.tools.verify import verify_export
 
-    config = read_run_config(checkpoint)
-    state = read_state(checkpoint)
     cache = Path(config.data.cache_dir)
     try:
         is_own = cache.is_dir() and cache.stat().st_uid == os.getuid()

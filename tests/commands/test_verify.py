@@ -59,6 +59,10 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     assert not mine.exists()
     assert "over 20 examples" in finished.output and "trained token ids" in finished.output
     assert list(out.parent.iterdir()) == [out]
+    card = (out / "README.md").read_text()
+    assert str(tmp_path) not in card, "paths name people and machines"
+    rate = float(card.partition("| learning rate | ")[2].partition(",")[0])
+    assert 3e-4 < rate <= 4e-4, "scaled with the mean batch"
     out.rename(tmp_path / "first")
 
     changes = {
