@@ -29,6 +29,7 @@ from zerotrain.model.load import load_model_config
 from zerotrain.model.packing import resolve_batching
 from zerotrain.model.probes import check_causal, check_end_tokens
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine
 from zerotrain.training.setup import Architecture
 
 torch.set_num_threads(1)
@@ -108,7 +109,7 @@ def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenize
         skeleton = meta_model(architecture, False)
         assert count_flops(skeleton).linear_cost > 0
         check_model_fits(skeleton, sample_tokenizer, 64)
-        _, why = resolve_batching(config, skeleton, "cpu")
+        _, why = resolve_batching(config, skeleton, Machine(1, 1))
         assert why
     except UserError as error:
         assert REFUSED[family] in str(error)

@@ -16,7 +16,6 @@ With sequence parallelism a rank has a part of the sequence. Before attention th
 parts of it for parts of the heads, and after it back: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +35,7 @@ from zerotrain.config.schema import Config
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model.architecture import heads_divide
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine
 
 PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
@@ -44,19 +44,22 @@ VARLEN = ("flash", "flex_attention")
 
 
 def resolve_batching(
-    config: Config, skeleton: nn.Module, device: str, sequence: int = 1
+    config: Config, skeleton: nn.Module, machine: Machine, sequence: int = 1
 ) -> tuple[Config, str]:
-    """The config with data.batching and model.attn_implementation decided, and the reason.
+    """Decide data.batching and model.attn_implementation.
 
     Args:
-        config: with a precision that is not auto.
+        config: with a precision other than auto.
         skeleton: the model on the meta device.
-        device: cpu or cuda.
+        machine: the machine that the run is resolved for.
         sequence: ranks that share a sequence.
 
+    Returns:
+        The config with both keys set, and the reason for the batching.
+
     Raises:
-        UserError: packed is requested, but not possible for this model, or the ranks cannot share a
-            sequence.
+        UserError: the config asks for packed examples or for shared sequences, and the model or
+            its attention cannot have them.
     """
     attention = config.model.attn_implementation
     batching = config.data.batching
@@ -64,33 +67,30 @@ def resolve_batching(
     if attention == PACKED_EXAMPLES:  # from the resolved config of a run
         attention = None
     problem = _packing_problem(skeleton, config.data.max_length)
-    # parts of a sequence have positions in place of masks, also bucketed: what cannot be packed
-    # cannot be shared
     if sequence > 1:
-        shared = problem or (attention and f"{attention} cannot")
-        if not heads_divide(skeleton, sequence):
-            shared = "its heads of keys and values cannot be divided"
+        # Bucketed sequences are split like packed ones: a slice has positions instead of a mask.
+        if attention:
+            problem = f"model.attn_implementation {attention} cannot split one"
+        elif not heads_divide(skeleton, sequence):
+            problem = "its heads of keys and values cannot be divided"
         elif getattr(skeleton.config.get_text_config(), "output_router_logits", False):
-            shared = "the router loss is one of whole micro-batches"
-        if shared:
+            problem = "the router loss needs whole micro-batches"
+        if problem:
             raise UserError(
-                f"ds_config: sequence_parallel_size {sequence} is not possible: {shared}; set "
-                "another one, or use another model"
+                f"ds_config: sequence_parallel_size {sequence} is not possible: {problem}; remove "
+                "it, or use a different model"
             )
-    if attention and not any(part in attention for part in VARLEN):
+    elif attention and not any(name in attention for name in VARLEN):
         problem = problem or f"{attention} computes scores between examples too"
     if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
     if batching == "auto":
-        if (
-            device == "cuda"
-            and not (attention or problem)
-            and (config.train.precision == "fp32" or torch.cuda.get_device_capability() < (8, 0))
-        ):
-            problem = "varlen attention needs compute capability 8.0, and bf16 or fp16"
+        has_kernel = machine.has_varlen and config.train.precision != "fp32"
+        if machine.device == "cuda" and not (attention or has_kernel):
+            problem = problem or "varlen attention needs compute capability 8.0, and bf16 or fp16"
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
-    if (batching == "packed" and not attention) or sequence > 1:
-        attention = PACKED_EXAMPLES
+    if batching == "packed" or sequence > 1:
+        attention = attention or PACKED_EXAMPLES
     resolved = replace(
         config,
         data=replace(config.data, batching=batching),
@@ -100,30 +100,22 @@ def resolve_batching(
 
 
 def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
-    """Why examples in one sequence would influence each other, or attention would not be that of
-    the model; None if nothing says so. probes.check_packing tests what the real model does.
+    """Say why packed examples would not train like the same examples alone; None if the model's
+    config and class give no reason. probes.check_packing then tests the loaded model.
     """
     name = type(skeleton).__name__
     text = skeleton.config.get_text_config()
-    if "position_ids" not in inspect.signature(skeleton.forward).parameters:
-        return f"{name} takes no position_ids, so it cannot know where an example begins"
     layers = set(getattr(text, "layer_types", None) or [])
     if others := sorted(layers - {"full_attention", "sliding_attention"}):
         return f"{name} has {', '.join(others)} layers"
+    if not getattr(skeleton, "_supports_attention_backend", False):
+        return f"{name} computes its attention itself"
+    if not skeleton._supports_sdpa:
+        return f"{name} has attention with soft caps, sinks or biases"
     rope = getattr(text, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings", max_length)
     if rope.get("rope_type") == "longrope" and max_length > limit:
         return f"{name} encodes positions by the longest example, from {limit:,} tokens on"
-    if getattr(skeleton, "_is_stateful", False):
-        return f"{name} has a state"
-    if not getattr(skeleton, "_supports_attention_backend", False):
-        return f"{name} computes its attention itself"
-    own = getattr(text, "attn_logit_softcapping", None) or hasattr(text, "keep_window_size")  # Doge
-    if own or not skeleton._supports_sdpa:
-        return f"{name} has attention with soft caps, sinks, biases or a mask of its own"
-    for key, module in skeleton.named_modules():
-        if key.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return f"{name} counts positions from the padding token's id"  # RoBERTa
     return None
 
 
@@ -271,16 +263,13 @@ def _varlen_attention(
 ) -> torch.Tensor:
     """Like packed_attention, by one call of torch's kernel for all examples."""
     longest = max(examples.lengths)
-    grouped = {"enable_gqa": True}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 always does
-        grouped = {}
     output = varlen_attn(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
         examples.ends, examples.ends, longest, longest,
         scale=scale,
         # tokens before and after the query's own; -1: all of them
         window_size=(examples.window - 1, 0),
-        **grouped,
+        enable_gqa=True,
     )  # fmt: skip
     return output[None]
 

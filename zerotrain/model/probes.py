@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -62,44 +61,35 @@ def check_causal(forward: nn.Module, tokens: Sequence[int]) -> None:
         )
 
 
-def check_packing(
-    forward: nn.Module,
-    tokens: Sequence[int],
-    sequence_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Refuse a model whose packed examples differ from the same examples alone: some silently
-    ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in its embeddings), or do
-    not hand their masks on to attention.
+def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
+    """Refuse a model whose packed examples differ from the same examples alone. Some models
+    silently ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in its
+    embeddings), or do not hand their masks on to attention.
 
-    One example is run after another one, and alone as in a bucketed micro-batch, with the model's
-    own attention and positions.
+    An example is run after a different one in the same row, and alone as in a bucketed micro-batch,
+    with the model's own attention and positions.
 
     Args:
         forward: the engine (or the model) to call.
         tokens: ids to draw examples from.
-        sequence_group: ranks that get a part of each sequence.
 
     Raises:
         UserError: the logits differ.
     """
     model = getattr(forward, "module", forward)
-    part, parts = 0, 1
-    if sequence_group is not None:
-        part, parts = sequence_group.rank(), sequence_group.size()
-    lengths = 12, 27 * parts - 12  # of each part's 27 tokens the last 15 are the second example's
+    lengths = 12, 15
     before, probe = draw(tokens, *lengths)
     ids = torch.cat([before, probe], 1).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
-    batch = MicroBatch.of(ids, positions < 0, position_ids=positions).part(part, parts)
-    with attend_within(model, batch.to(forward.device), sequence_group) as inputs:
+    batch = MicroBatch.of(ids, positions < 0, position_ids=positions)
+    with attend_within(model, batch.to(forward.device)) as inputs:
         packed = compute_logits(forward, batch.input_ids, **inputs)
-    # alone with another attention than ours, which is what is checked
     own = model.config._attn_implementation
     if own == PACKED_EXAMPLES:
-        model.set_attn_implementation(None)  # what transformers chooses
-    alone = compute_logits(forward, probe)[:, 27 * part : 27 * part + 15]
+        model.set_attn_implementation(None)  # transformers chooses: ours is what is tested
+    alone = compute_logits(forward, probe)
     model.set_attn_implementation(own)
-    leak = _change(packed[:, 12:], alone)  # this rank's 15 tokens of the second example
+    leak = _change(packed[:, 12:], alone)
     is_wide = next(model.parameters()).dtype == torch.float32
     if not leak < (LEAK_32_BITS if is_wide else LEAK_16_BITS):
         raise UserError(
@@ -165,10 +155,11 @@ def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> tor
     forward.eval()
     try:
         return forward(input_ids=ids.to(forward.device), use_cache=False, **options).logits.float()
-    except (TypeError, ValueError) as error:  # X-MOD needs a language, other models an encoder
+    # X-MOD needs a language, other models an encoder; Doge computes with its mask
+    except (AttributeError, TypeError, ValueError) as error:
+        what = "packed examples (use data.batching: bucketed)" if options else "tokens alone"
         raise UserError(
-            f"model.name_or_path: {_name(forward)} cannot be trained on tokens alone: "
-            f"{summarize(error)}"
+            f"model.name_or_path: {_name(forward)} cannot be trained on {what}: {summarize(error)}"
         ) from error
     finally:
         forward.train(was_training)

@@ -39,16 +39,20 @@ class Machine:
     """What train.precision auto stands for: bf16 on GPUs that support it, fp16 on older ones, fp32
     on CPU.
     """
+    has_varlen: bool = True
+    """Whether its GPUs have torch's kernel for packed examples: compute capability 8.0 or more."""
 
 
 def this_machine(ranks: Ranks) -> Machine:
     """The machine that the process group runs on."""
     precision = "fp32"
+    has_varlen = True
     if ranks.device.type == "cuda":
+        has_varlen = torch.cuda.get_device_capability() >= (8, 0)
         # emulated, as on V100, it is slower than fp16
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "bf16" if has_bf16 else "fp16"
-    return Machine(ranks.world_size, ranks.local_ranks, ranks.device.type, precision)
+    return Machine(ranks.world_size, ranks.local_ranks, ranks.device.type, precision, has_varlen)
 
 
 def device_name(device: torch.device) -> str:

@@ -190,11 +190,9 @@ def estimate(workload: Workload, file: str, cluster: GpuCluster) -> Estimate:
     Raises:
         UserError: the config does not fit this run or this number of ranks.
     """
-    machine = Machine(cluster.ranks, cluster.gpus, precision="bf16")
+    machine = Machine(cluster.ranks, cluster.gpus, "cuda", "bf16")
     config = replace(workload.config, ds_config=file)
     setup = resolve(config, machine, workload.architecture)
-    # `resolve` itself must not see cuda: it would look for the kernels of this machine.
-    setup = replace(setup, machine=replace(machine, device="cuda"))
     check_ranks(setup.config, setup.ds_config, cluster.ranks)
     limit = USED_SHARE * cluster.gpu.memory_gib * GIB
 

@@ -133,7 +133,7 @@ def check_engine(
     ranks.run_on_all(lambda: check_causal(engine, tokens))
     ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta.end_tokens))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
-        ranks.run_on_all(lambda: check_packing(engine, tokens, ranks.sequence_group))
+        ranks.run_on_all(lambda: check_packing(engine, tokens))
 
 
 def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:

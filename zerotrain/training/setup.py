@@ -96,7 +96,7 @@ def resolve(config: Config, machine: Machine, architecture: Architecture) -> Set
     config, ds_config = resolve_ds_config(config, machine, hidden_size(skeleton))
     tensor, sequence = group_sizes(ds_config)
     # The DeepSpeed config decides the precision and how many ranks share a sequence.
-    config, why = resolve_batching(config, skeleton, machine.device, sequence)
+    config, why = resolve_batching(config, skeleton, machine, sequence)
     check_tensor_parallel(config, ds_config, skeleton, architecture.counts, tensor)
     return Setup(config, machine, architecture, ds_config, why)
 
