@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import count_flops, meta_model
-from zerotrain.model.trained import choose_trained
+from zerotrain.model.architecture import count_flops
+from zerotrain.model.trained import freeze_and_adapt, skeleton_to_train
 
 SIZES = {**SMALL_SIZES, "num_hidden_layers": 3}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -34,17 +34,14 @@ EXAMPLES, LENGTH = 3, 40
 
 
 def flops_of(options, architecture):
-    skeleton = meta_model(architecture, False)
-    with torch.device("meta"):
-        choose_trained(skeleton, options)
-    return count_flops(skeleton)
+    return count_flops(skeleton_to_train(architecture, options))
 
 
 def counted_by_torch(architecture, options) -> float:
     """Forward and backward with eager attention, which computes the whole square of scores."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation="eager")
-    choose_trained(model, options)
+    freeze_and_adapt(model, options)
     ids = torch.arange(EXAMPLES * LENGTH).view(EXAMPLES, LENGTH)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, use_cache=False).logits.sum().backward()

@@ -20,9 +20,9 @@ from transformers import (
 
 from zerotrain.checkpoint.run_folder import SHARDS
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import Counts, meta_model
+from zerotrain.model.architecture import Counts, count_parameters
 from zerotrain.model.load import quantized
-from zerotrain.model.trained import count_trained
+from zerotrain.model.trained import skeleton_to_train
 from zerotrain.runtime.errors import UserError
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
@@ -158,11 +158,15 @@ def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
 # Without training
 
 
+def skeleton(architecture, **settings):
+    return skeleton_to_train(architecture, ModelConfig("", **settings))
+
+
 def test_parameters_are_counted_without_weights(base):
     config = AutoConfig.from_pretrained(base)
 
     def count(**settings):
-        return count_trained(meta_model(config, False), ModelConfig(str(base), **settings))
+        return count_parameters(skeleton(config, **settings))
 
     assert count() == Counts(WHOLE, WHOLE)
     assert count(lora=LoraConfig(**LORA)) == Counts(TRAINED, WHOLE + TRAINED)
@@ -181,22 +185,21 @@ def test_parameters_are_counted_without_weights(base):
     ],
 )
 def test_names_that_the_model_does_not_have_are_one_line(base, settings, line):
-    skeleton = meta_model(AutoConfig.from_pretrained(base), False)
     with pytest.raises(UserError) as refused:
-        count_trained(skeleton, ModelConfig(str(base), **settings))
+        skeleton(AutoConfig.from_pretrained(base), **settings)
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_experts_and_routers_have_no_adapters():
     mixtral = MixtralConfig(**SMALL_SIZES, num_local_experts=6)
+    trained = count_parameters(skeleton(mixtral, lora=LoraConfig(r=2))).trained
+    assert trained == 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16)), "attention alone"
     qwen = Qwen3MoeConfig(
         **SMALL_SIZES, moe_intermediate_size=24, num_experts=6, mlp_only_layers=[0]
     )
-    counts = count_trained(meta_model(mixtral, False), ModelConfig("", lora=LoraConfig(r=2)))
-    assert counts.trained == 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16)), "attention alone"
-    for config, settings in ((qwen, {}), (qwen, {"target_modules": ["q_proj", "gate"]})):
+    for settings in ({}, {"target_modules": ["q_proj", "gate"]}):
         with pytest.raises(UserError, match=r"model\.lora\.target_modules: .*experts or a router"):
-            count_trained(meta_model(config, False), ModelConfig("", lora=LoraConfig(**settings)))
+            skeleton(qwen, lora=LoraConfig(**settings))
 
 
 def test_a_vision_tower_gets_no_adapters():
@@ -205,8 +208,7 @@ def test_a_vision_tower_gets_no_adapters():
               "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
     text = {**SMALL_SIZES, "head_dim": 8}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    skeleton = meta_model(config, False)
-    count_trained(skeleton, ModelConfig("x", lora=LoraConfig(4, 8)))
-    adapters = {name for name, p in skeleton.named_parameters() if ".lora_" in name}
-    assert adapters == {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    named = dict(skeleton(config, lora=LoraConfig(4, 8)).named_parameters())
+    adapters = {name for name in named if ".lora_" in name}
+    assert adapters == {name for name, p in named.items() if p.requires_grad}
     assert not any("vision" in name for name in adapters)

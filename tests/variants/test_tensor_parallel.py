@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerotrain.checkpoint.run_folder import shard_name
 from zerotrain.checkpoint.shards import read_shard
-from zerotrain.model.architecture import SUPPORTED_TYPES, check_tensor_parallel, meta_model
-from zerotrain.model.trained import count_trained
+from zerotrain.model.architecture import SUPPORTED_TYPES, check_tensor_parallel, count_parameters
+from zerotrain.model.trained import skeleton_to_train
 from zerotrain.runtime.errors import UserError
 
 
@@ -156,9 +156,9 @@ def test_what_cannot_be_split_is_one_line(tiny_config, case):
     kind = changes.pop("kind", "llama")
     size = changes.pop("size", 2)
     ds_config = {"zero_optimization": changes.pop("zero", {"stage": 1})}
-    skeleton = meta_model(AutoConfig.for_model(kind, **SIZES), trust_remote_code=False)
     config = read_config(tiny_config(**changes))
-    counts = count_trained(skeleton, config.model)
+    skeleton = skeleton_to_train(AutoConfig.for_model(kind, **SIZES), config.model)
+    counts = count_parameters(skeleton)
     with pytest.raises(UserError) as refused:
         check_tensor_parallel(config, ds_config, skeleton, counts, size)
     assert case in str(refused.value) and "\n" not in str(refused.value)

@@ -17,10 +17,17 @@ from zerotrain.runtime.errors import UserError
 
 
 class Counts(NamedTuple):
-    """Numbers of parameters, those of adapters included."""
+    """Numbers of a model's parameters, including adapters."""
 
     trained: int
     total: int
+
+
+def count_parameters(model: nn.Module) -> Counts:
+    """Count a model's parameters."""
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return Counts(trained, sum(p.numel() for p in parameters))
 
 
 def meta_model(

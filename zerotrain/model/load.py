@@ -27,7 +27,7 @@ from zerotrain.model.hub import (
     weight_files,
 )
 from zerotrain.model.partitions import computed_part
-from zerotrain.model.trained import choose_trained
+from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.seeding import seed_everything
@@ -121,7 +121,7 @@ def load_model(
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.
     seed_everything(train.seed)
-    choose_trained(model, config)
+    freeze_and_adapt(model, config)
     return model, base
 
 

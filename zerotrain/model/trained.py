@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import Counts, is_multimodal
+from zerotrain.model.architecture import is_multimodal, meta_model
 from zerotrain.model.hub import split_revision, summarize
 from zerotrain.runtime.errors import UserError, first_of, similar
 
@@ -22,20 +23,19 @@ if TYPE_CHECKING:
     from peft import LoraModel
 
 
-def count_trained(model: nn.Module, config: ModelConfig) -> Counts:
-    """Apply choose_trained to a model on the meta device, and count its parameters.
+def skeleton_to_train(model_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
+    """Return the model of a run on the meta device, with its adapters and frozen parts.
 
     Raises:
-        UserError: as choose_trained.
+        UserError: as meta_model and freeze_and_adapt.
     """
-    with torch.device("meta"):  # for the adapters, which would else take memory
-        choose_trained(model, config)
-    parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return Counts(trained, sum(p.numel() for p in parameters))
+    model = meta_model(model_config, config.trust_remote_code, config.attn_implementation)
+    with torch.device("meta"):  # where the adapters, too, take no memory
+        freeze_and_adapt(model, config)
+    return model
 
 
-def choose_trained(model: nn.Module, config: ModelConfig) -> None:
+def freeze_and_adapt(model: nn.Module, config: ModelConfig) -> None:
     """Freeze what is not trained, and insert the adapters of model.lora into the model; their A is
     drawn from the global RNG, their B is 0.
 
@@ -67,7 +67,7 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     """Insert the adapters of model.lora into a model; returns peft's handle, which can merge them.
 
     Raises:
-        UserError: as choose_trained.
+        UserError: as freeze_and_adapt.
     """
     import peft  # takes a second
 

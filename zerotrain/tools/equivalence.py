@@ -35,7 +35,7 @@ from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
 from zerotrain.model.hub import summarize
 from zerotrain.model.load import DTYPES, load_model_config
 from zerotrain.model.tokenizer import load_tokenizer
-from zerotrain.model.trained import choose_trained
+from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import EXIT_USER_MISTAKE, UserError
 from zerotrain.runtime.seeding import seed_everything
@@ -248,7 +248,7 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
 def _prepared(model: nn.Module, config: Config) -> nn.Module:
     """Freeze parts of the model and insert adapters, as train.py does, and return it."""
     seed_everything(config.train.seed)
-    choose_trained(model, config.model)
+    freeze_and_adapt(model, config.model)
     return model
 
 

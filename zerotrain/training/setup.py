@@ -23,14 +23,14 @@ from zerotrain.model.architecture import (
     check_model_fits,
     check_tensor_parallel,
     count_flops,
+    count_parameters,
     hidden_size,
-    meta_model,
 )
 from zerotrain.model.hub import pin_revisions
 from zerotrain.model.load import load_model_config
 from zerotrain.model.packing import resolve_batching
 from zerotrain.model.tokenizer import load_tokenizer
-from zerotrain.model.trained import count_trained
+from zerotrain.model.trained import skeleton_to_train
 from zerotrain.runtime.machine import Machine, this_machine
 from zerotrain.runtime.ranks import Ranks
 
@@ -55,9 +55,8 @@ class Architecture:
         Raises:
             UserError: model.attn_implementation, model.trainable or model.lora do not fit it.
         """
-        skeleton = meta_model(model_config, config.trust_remote_code, config.attn_implementation)
-        counts = count_trained(skeleton, config)
-        return cls(model_config, skeleton, counts, count_flops(skeleton))
+        skeleton = skeleton_to_train(model_config, config)
+        return cls(model_config, skeleton, count_parameters(skeleton), count_flops(skeleton))
 
 
 @dataclass(frozen=True)
