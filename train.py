@@ -292,7 +292,7 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
         is_last = i == len(batch.micro_batches) - 1
         # DeepSpeed cannot count: the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
-        cross_entropy, router = loss_sum(engine, micro_batch, timer.mark)
+        cross_entropy, router = loss_sum(engine, micro_batch, at_head=lambda: timer.mark("forward"))
         loss = cross_entropy * scale + router * router_scale
         losses[:, i] = torch.stack([cross_entropy, router]).detach()
         timer.mark("head")

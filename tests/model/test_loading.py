@@ -135,3 +135,9 @@ def test_quantized_weights_are_refused(check, tmp_path):
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
     assert "quantized" in refusal(check, folder)
+
+
+def test_an_encoder_decoder_is_refused(check, tmp_path):
+    folder = tmp_path / "bart"
+    AutoConfig.for_model("bart").save_pretrained(folder)
+    assert "use a decoder-only model" in refusal(check, folder)

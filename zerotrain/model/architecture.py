@@ -65,7 +65,7 @@ def is_multimodal(model_config: PretrainedConfig) -> bool:
 def check_model_fits(
     skeleton: nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
-    """Refuse a vocabulary or data.max_length that is too large for the model; ProphetNet; and
+    """Refuse a vocabulary or data.max_length that is too large for the model; and
     experts that are modules of their own, as in code that comes with a model: ranks choose
     different ones, but have to gather and to reduce the same parameters. transformers packs the
     experts of a layer into three-dimensional parameters.
@@ -91,11 +91,6 @@ def check_model_fits(
         raise UserError(
             f"data.max_length: {max_length:,} exceeds the model's "
             f"max_position_embeddings ({positions:,}); set it to at most {positions}"
-        )
-    if text.model_type == "prophetnet":
-        raise UserError(
-            "model.name_or_path: in transformers 5.23 ProphetNet's logits depend on how long the "
-            "row is, so padding would change them; use another model"
         )
     for module in skeleton.modules():
         if isinstance(getattr(module, "experts", None), nn.ModuleList):

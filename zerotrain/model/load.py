@@ -52,6 +52,8 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
             "transformers has written after loading it with dequantize=True in its "
             "quantization_config"
         )
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise UserError(f"model.name_or_path: {name} has an encoder; use a decoder-only model")
     return model_config
 
 

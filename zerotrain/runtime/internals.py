@@ -60,7 +60,7 @@ INTERNALS = {
         transformers.generation.configuration_utils: _from_model_config _original_object_hash
     """,
     "zerotrain/model/packing.py": """
-        transformers.modeling_utils: _is_stateful _supports_attention_backend _supports_sdpa
+        transformers.modeling_utils: _supports_attention_backend _supports_sdpa
         transformers.configuration_utils: _attn_implementation
     """,
     "zerotrain/model/partitions.py": """

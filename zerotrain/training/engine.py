@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
@@ -26,7 +25,7 @@ from zerotrain.model.probes import (
     check_packing,
     ordinary_tokens,
 )
-from zerotrain.runtime.errors import EXIT_FAILURE, UserError, rank_prefix
+from zerotrain.runtime.errors import UserError, rank_prefix
 from zerotrain.runtime.process_group import apply_timeout
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
@@ -34,26 +33,21 @@ from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import parameter_groups, reset_update_count
 from zerotrain.training.setup import Setup
 
-LOCK_SECONDS = 30.0  # until locks are named; 60 times that later the run ends
-MAX_GRAPHS = 64  # of one function: training or not, one example or several, kinds of layers
+# Most graphs of a block: training or evaluation, one example or several, kinds of layers.
+MAX_GRAPHS = 64
 
 
-def name_locks() -> None:
-    """Name the locks of torch's extension cache. A process that is killed while it compiles leaves
-    one, for which DeepSpeed would wait in silence.
+def print_locks() -> None:
+    """Print the locks in torch's extension cache. A killed compiler leaves one, and DeepSpeed would
+    wait for it in silence.
     """
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    locks = [*cache.rglob("lock")]
-    for lock in locks:
+    for lock in cache.rglob("lock"):
         print(
-            f"{rank_prefix()}{lock}: an operator is being compiled; if no process of this user "
-            "does that (a compiler would run), remove the file",
+            f"{rank_prefix()}{lock}: waiting for the process that compiles an operator; if none of "
+            "your processes is compiling, remove the file",
             file=sys.stderr,
         )
-    is_built = threading.current_thread().finished.wait(60 * LOCK_SECONDS)  # the timer's
-    if not is_built and any(map(Path.exists, locks)):
-        print("error: an operator is still being compiled; run: rm -f", *locks, file=sys.stderr)
-        os._exit(EXIT_FAILURE)
 
 
 def build_engine(
@@ -83,9 +77,8 @@ def build_engine(
     change_blocks(model, config.model, stage)
     if stage == 0 and config.train.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
-    # DeepSpeed compiles operators, or waits for another process that does
-    long_wait = threading.Timer(LOCK_SECONDS, name_locks)
-    long_wait.start()
+    if ranks.local_rank == 0:
+        print_locks()
     try:
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
@@ -99,8 +92,6 @@ def build_engine(
         if is_failure and not isinstance(error, NotImplementedError):
             raise
         raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}") from error
-    finally:
-        long_wait.cancel()
     apply_timeout(config.distributed.timeout_seconds, ranks)  # to DeepSpeed's groups, too
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles

@@ -17,12 +17,8 @@ So logits [n, V] of the whole vocabulary V never exist, and the head's weights a
 has gathered them, once per micro-batch; to call the head for each chunk would gather them again.
 """
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +28,7 @@ from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import nn
 
 from zerotrain.data.loader import MicroBatch
+from zerotrain.model.hub import summarize
 from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits
 
@@ -84,44 +81,48 @@ class SupervisedLoss:
         self._model = model
         self._head = model.get_output_embeddings()
         self._sequence_group = sequence_group
-        self._backend = "torch" if triton_problem() else "auto"
-        self._takes_whole_logits = False
+        self._backend = "auto"
+        self._takes_full_logits = False
 
     def check(self, engine: nn.Module) -> str | None:
-        """Let the model finish logits of 2, and compare with LOGIT_FUNCTIONS; if it makes something
-        else of them, take whole logits from now on. Called by all ranks.
+        """Feed constant logits through the model to see what it does after its head. If that is
+        not in LOGIT_FUNCTIONS, take full logits from now on. All ranks call it.
 
         Returns:
-            Why the loss needs whole logits, or has no fast kernel on CUDA; None if neither.
+            Why the loss needs full logits, or has no fast kernel on CUDA; None if neither.
         """
-        # Any ids, since the logits are replaced by 2, which neither a scale nor a soft cap leaves
-        # as it is.
+        # Neither a scale nor a soft cap leaves a 2 as it is. Any ids do: their logits are replaced.
         ids = torch.zeros(1, 20, dtype=torch.int64)
         with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
             final = compute_logits(engine, ids)
         dtype = next(self._head.parameters()).dtype
         expected = self._finish(torch.full_like(final, 2, dtype=dtype)).float()
         is_known = torch.allclose(final, expected, rtol=1e-5)
-        self._takes_whole_logits = not is_known or any(self._head.children())
-        if self._takes_whole_logits:
-            return (
-                f"{type(self._model).__name__} changes the logits of its output head, or has "
-                "adapters on it"
-            )
-        return triton_problem() if final.is_cuda else None
+        self._takes_full_logits = not is_known or any(self._head.children())
+        problem = None
+        if final.is_cuda:
+            try:
+                self._sum_cross_entropy(final[0], ids[0].to(final.device))
+            except Exception as error:  # a compiler's errors have many types
+                self._backend = "torch"
+                problem = f"Triton needs gcc and Python's headers (python3-dev): {summarize(error)}"
+        if self._takes_full_logits:
+            name = type(self._model).__name__
+            problem = f"{name} changes the logits of its output head, or has adapters on it"
+        return problem
 
     def __call__(
         self,
         engine: nn.Module,
         batch: MicroBatch,
-        mark: Callable[[str], None] = lambda phase: None,
+        at_head: Callable[[], None] = lambda: None,
     ) -> MicroLoss:
         """The losses, with a graph even if the micro-batch has no target.
 
         Args:
             engine: the engine (or the model) to call.
             batch: on any device.
-            mark: called with "forward" after the layers, before the loss.
+            at_head: called after the layers, before the output head's logits and loss.
         """
         batch = batch.to(engine.device)
         hidden = []
@@ -137,7 +138,7 @@ class SupervisedLoss:
             # Arguments, since autograd gives a function gradients of nothing else; none in an
             # evaluation, where a function cannot see by itself that no gradient is needed.
             weights = [p for p in head.parameters() if torch.is_grad_enabled() and p.requires_grad]
-            mark("forward")
+            at_head()
             loss, zeros = _ChunkedLoss.apply(
                 self._loss_of_chunk, chunk_size(logits.device.type, logits.shape[-1]),
                 batch.targets,
@@ -148,7 +149,7 @@ class SupervisedLoss:
 
         with ExitStack() as stack:
             inputs = stack.enter_context(attend_within(self._model, batch, self._sequence_group))
-            if not self._takes_whole_logits:
+            if not self._takes_full_logits:
                 # the first of all hooks: `compute` runs before ZeRO-3 releases the weights
                 stack.enter_context(self._head.register_forward_pre_hook(select, prepend=True))
                 stack.enter_context(self._head.register_forward_hook(compute, prepend=True))
@@ -156,7 +157,7 @@ class SupervisedLoss:
         if losses:
             loss = losses[0] + out.logits.sum()  # of zeros, but with the engine's graph
         else:
-            mark("forward")
+            at_head()
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
             loss = self._sum_cross_entropy(logits, batch.targets)
         router = getattr(out, "aux_loss", None)
@@ -189,14 +190,6 @@ class SupervisedLoss:
         if logits.is_cuda:
             return chunked_cross_entropy(logits, targets, reduction="sum", backend=self._backend)
         return F.cross_entropy(logits.float(), targets, reduction="sum")
-
-
-def triton_problem() -> str | None:
-    """What Triton lacks to compile its kernels, which it does in the first forward pass."""
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
-        return "Triton finds no C compiler; install gcc"
-    return None if header.exists() else f"Triton needs {header}; install python3-dev"
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -21,12 +21,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Their learning rate is 0 until the first step sets it; see reset_update_count.
     """
-    groups = [{"params": [], "weight_decay": decay, "lr": 0.0} for decay in (weight_decay, 0.0)]
+    matrices, vectors = [], []
     for p in model.parameters():
         if p.requires_grad:
-            # under ZeRO-3 parameters are empty tensors whose full shape is ds_shape
+            # Under ZeRO-3 parameters are empty tensors whose full shape is ds_shape.
             is_vector = len(getattr(p, "ds_shape", p.shape)) <= 1
-            groups[is_vector]["params"].append(p)  # the second group: without decay
+            (vectors if is_vector else matrices).append(p)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, "lr": 0.0},
+        {"params": vectors, "weight_decay": 0.0, "lr": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -71,7 +75,9 @@ def scaled_learning_rate(train: TrainConfig, mean_batch: float) -> float:
 
 def warmup_steps(train: TrainConfig, mean_examples: float) -> int:
     """Optimizer steps closest to train.warmup_examples: at least one, or 0 without warm-up."""
-    return train.warmup_examples and max(1, math.floor(train.warmup_examples / mean_examples + 0.5))
+    if train.warmup_examples == 0:
+        return 0
+    return max(1, math.floor(train.warmup_examples / mean_examples + 0.5))
 
 
 def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
