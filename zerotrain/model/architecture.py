@@ -2,6 +2,7 @@
 its cost per token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +26,8 @@ class Counts(NamedTuple):
 
 def count_parameters(model: nn.Module) -> Counts:
     """Count a model's parameters."""
-    parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return Counts(trained, sum(p.numel() for p in parameters))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Counts(trained, sum(p.numel() for p in model.parameters()))
 
 
 def meta_model(
@@ -218,17 +218,23 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
         skeleton: the model on the meta device, with requires_grad as in training.
     """
     text = skeleton.config.get_text_config()
-    sizes = text.to_dict()
     layers = int(text.num_hidden_layers)
-    heads = sizes.get("num_attention_heads")
-    head_size = sizes.get("head_dim")
     width = hidden = hidden_size(skeleton)
-    if isinstance(heads, int) and isinstance(head_size, int):
-        width = heads * head_size
-    body, head = _multiplied_weights(skeleton)
-    of_body, of_head = (4 * total + 2 * trained for total, trained in (body, head))
-    linear_cost = max(1, int(body[0]) // (layers * hidden))
-    return ModelFlops(of_body, of_head, 12 * width * layers, linear_cost)
+    heads, head_sizes = (sizes_of(text, name) for name in ("num_attention_heads", "head_dim"))
+    if heads and head_sizes:
+        width = heads[0] * head_sizes[0]
+    body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
+    of_head = set(skeleton.get_output_embeddings().modules())
+    in_body, trained_in_body = _multiplied_weights(
+        [m for m in body.modules() if m not in of_head], text
+    )
+    in_head, trained_in_head = _multiplied_weights(of_head, text)
+    return ModelFlops(
+        token=4 * in_body + 2 * trained_in_body,
+        supervised_token=4 * in_head + 2 * trained_in_head,
+        pair=12 * width * layers,
+        linear_cost=max(1, int(in_body) // (layers * hidden)),
+    )
 
 
 def hidden_size(skeleton: nn.Module) -> int:
@@ -236,27 +242,20 @@ def hidden_size(skeleton: nn.Module) -> int:
     return skeleton.get_input_embeddings().weight.shape[-1]
 
 
-def _multiplied_weights(skeleton: nn.Module) -> list[tuple[float, float]]:
-    """How many weights a token is multiplied with, and how many of them are trained: first in the
-    part for text without the output head, then in the head.
-    """
-    text = skeleton.config.get_text_config()
-    head = skeleton.get_output_embeddings()
-    body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
-    of_head = set(head.modules())
+def _multiplied_weights(
+    modules: Iterable[nn.Module], text: PretrainedConfig
+) -> tuple[float, float]:
+    """Count the weights that a token is multiplied with, and how many of them are trained."""
     active = getattr(text, "num_experts_per_tok", None) or 1
-    found = []
-    for modules in ([m for m in body.modules() if m not in of_head], of_head):
-        total = trained = 0.0
-        for module in modules:
-            own = list(module.parameters(recurse=False))
-            is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns], beside biases
-            for p in own:
-                # look-ups, norms and biases multiply nothing, nor do the biases of packed experts
-                if isinstance(module, nn.Embedding) or p.dim() < (3 if is_packed else 2):
-                    continue
-                weights = p.numel() * (active / len(p) if is_packed else 1)
-                total += weights
-                trained += weights * p.requires_grad
-        found.append((total, trained))
-    return found
+    total = trained = 0.0
+    for module in modules:
+        own = list(module.parameters(recurse=False))
+        is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns], beside biases
+        for p in own:
+            # look-ups, norms and biases multiply nothing, nor do the biases of packed experts
+            if isinstance(module, nn.Embedding) or p.dim() < (3 if is_packed else 2):
+                continue
+            weights = p.numel() * (active / len(p) if is_packed else 1)
+            total += weights
+            trained += weights * p.requires_grad
+    return total, trained

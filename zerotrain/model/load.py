@@ -1,7 +1,7 @@
 """Load the model, partitioning the model as it is built under ZeRO-3."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +26,6 @@ from zerotrain.model.hub import (
     load_pretrained,
     weight_files,
 )
-from zerotrain.model.partitions import computed_part
 from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.runtime.progress import print_line
@@ -112,7 +111,7 @@ def load_model(
     base = None  # random weights are in no files
     if not config.from_config:
         check_report(name, report)
-        _check_weights(name, model)
+        _check_files(name, model)
         if hasattr(model, "peft_config"):
             raise UserError(
                 f"model.name_or_path: {name} has adapters next to its weights, which transformers "
@@ -151,26 +150,22 @@ def check_report(name: str, report: dict[str, Any]) -> None:
         print_line(f"{name}: {len(unused):,} tensors in its files are not used: {first_of(unused)}")
 
 
-def _last_layer(names: Iterable[str]) -> int:
-    """The highest number of a layer in names of tensors, such as 30 in model.layers.30.mlp.x."""
-    return max((int(number) for name in names for number in LAYER.findall(name)[:1]), default=0)
-
-
-def _check_weights(name: str, model: nn.Module) -> None:
-    """Refuse weights that are infinite or NaN, files with more layers than the model, unless its
-    class ignores them, and a config.json that ties an output head to the embeddings where the files
-    have a head of its own. transformers then trains that head, but under ZeRO-3 the embeddings in
-    its place, and servers do either.
+def _check_files(name: str, model: nn.Module) -> None:
+    """Refuse files with more layers than the model, unless its class ignores them. Refuse a
+    config.json that ties the output head to the embeddings if the files have a different head:
+    transformers would train that head, but under ZeRO-3 the embeddings instead, and servers take
+    either.
     """
-    parameters = dict(model.named_parameters())
-    for key, weight in parameters.items():
-        check_finite(
-            f"model.name_or_path: {name}: {key}", computed_part(weight), "use weights without them"
-        )
     tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
-    stored = _last_layer(key for key in tensors if not re.search(ignored, key))
-    if stored > (last := _last_layer(parameters)):
+    used = [key for key in tensors if not re.search(ignored, key)]
+    names = [name for name, _ in model.named_parameters()]
+    # the number after the first dot, as in model.layers.30.mlp.up_proj.weight
+    stored, last = (
+        max((int(n) for key in keys for n in LAYER.findall(key)[:1]), default=0)
+        for keys in (used, names)
+    )
+    if stored > last:
         raise UserError(
             f"model.name_or_path: {name} has {stored + 1:,} layers in its files, but {last + 1:,} "
             "in its config.json; use the config.json that belongs to the weights, or what "
@@ -179,19 +174,12 @@ def _check_weights(name: str, model: nn.Module) -> None:
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if not tensors.keys() >= set(pair):
             continue
-        head, embeddings = (load_state_dict(tensors[key])[key] for key in pair)
-        if not torch.equal(head, embeddings):
+        if not torch.equal(*(load_state_dict(tensors[key])[key] for key in pair)):
             raise UserError(
                 f"model.name_or_path: {name}: its config.json ties {pair[0]} to {pair[1]}, but "
                 'they differ in its files; set "tie_word_embeddings": false there to keep both, or '
                 f"remove {pair[0]} from the files"
             )
-
-
-def check_finite(name: str, weight: torch.Tensor, fix: str) -> None:
-    """Raise a UserError if a weight has a value that is not finite."""
-    if not weight.isfinite().all():
-        raise UserError(f"{name} has infinite or NaN values in {weight.dtype}; {fix}")
 
 
 def quantized(dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from zerotrain.model.hub import (
     source_of,
     split_revision,
 )
-from zerotrain.model.load import DTYPES, check_finite, quantized
+from zerotrain.model.load import DTYPES, quantized
 from zerotrain.model.trained import ADAPTER, insert_adapters
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.machine import GIB
@@ -117,7 +117,7 @@ def export_checkpoint(
             if adapters is not None:
                 model = _merge(model, adapters).to(target)
             for name, p in model.named_parameters():
-                check_finite(name, p, FINITE)
+                _check_finite(name, p)
             with warnings.catch_warnings(action="ignore"):
                 model.save_pretrained(draft, max_shard_size=MAX_SHARD_SIZE)
             # transformers has overwritten files of the checkpoint. Only its config.json stays,
@@ -139,8 +139,14 @@ def _write_adapters(folder: Path, model: nn.Module, shards: Shards, dtype: torch
     named = get_peft_model_state_dict(model, trained, save_embedding_layers=False)
     weights = {f"base_model.model.{n}": w.to(dtype, copy=True) for n, w in named.items()}
     for name, weight in weights.items():
-        check_finite(name, weight, FINITE)
+        _check_finite(name, weight)
     save_file(weights, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+
+
+def _check_finite(name: str, weight: torch.Tensor) -> None:
+    """Raise a UserError if a weight has a value that is infinite or NaN."""
+    if not weight.isfinite().all():
+        raise UserError(f"{name} has infinite or NaN values in {weight.dtype}; {FINITE}")
 
 
 def _copy(names: Iterable[str], source: Path, folder: Path) -> None:

@@ -94,8 +94,8 @@ class HeldOutSets:
             self._check_preemption()  # by all ranks, which have equally many turns
             number = min(first + self.ranks.replica, len(questions) - 1)
             prompt, expected = questions[number]
-            answer = self._generate(prompt)
-            texts = map(self.tokenizer.decode, (prompt, self._without_end(expected), answer))
+            ids = (prompt, self._without_end(expected), self._generate(prompt))
+            texts = map(self.tokenizer.decode, ids)
             texts = dict(zip(("prompt", "expected", "answer"), texts, strict=True))
             own[number] = {**texts, "score": exact_match(*texts.values())}
         self._check_preemption()
