@@ -1,9 +1,6 @@
-"""Mixtures of experts: router loss, load of the experts, ranks without tokens for one.
-
+"""Mixtures of experts: router loss, and micro-batches without tokens for an expert.
 pytest tests/variants/test_router_loss.py
 """
-
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -29,66 +26,50 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory, sample_tokenizer):
-    made = {}
-    for name, config in MODELS.items():
-        torch.manual_seed(0)
-        made[name] = tmp_path_factory.mktemp(name)
-        config.eos_token_id = sample_tokenizer.eos_token_id
-        model = AutoModelForCausalLM.from_config(config)
-        for layer in model.model.layers if name == "gpt_oss" else ():
-            torch.nn.init.constant_(layer.mlp.router.bias[0], -1e3)  # no token chooses expert 0
-        model.save_pretrained(made[name], max_shard_size="20KB")
-        sample_tokenizer.save_pretrained(made[name])
-    return made
-
-
-def chosen_experts(router_logits):
-    """Tokens of each expert, int64 [layers, experts]."""
-    return torch.stack([
-        F.one_hot(layer.topk(2).indices, EXPERTS).sum((0, 1)) for layer in router_logits
-    ])  # fmt: skip
+def save_model(folder, name, tokenizer):
+    torch.manual_seed(0)
+    MODELS[name].eos_token_id = tokenizer.eos_token_id
+    AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(folder, max_shard_size="20KB")
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def train_plainly(config_file, ranks):
-    """Metrics by name, and the model; one example at a time, without padding. The router loss is
-    one of each rank's micro-batch.
+    """Train one example at a time, without padding; a router loss is that of one micro-batch.
+
+    Returns:
+        The metrics of each step by name, and the model.
     """
     config = read_config(config_file)
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
-    trained = [p for p in model.parameters() if p.requires_grad]
     *_, plan, _ = open_plans(config, ranks)
-    optimizer = torch.optim.AdamW(trained, lr=config.train.learning_rate, eps=1e-5,
-                                  betas=config.train.adam_betas, weight_decay=0)  # fmt: skip
-    metrics, without_tokens = defaultdict(list), 0
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.train.learning_rate, eps=1e-5,
+        betas=config.train.adam_betas, weight_decay=0,
+    )  # fmt: skip
+    steps, idle_experts = [], 0
     for k in range(config.train.steps):
         step = plan.step(k)
-        loss, router_loss = torch.zeros((2,), dtype=torch.float64)
-        for group in (g for micro_step in step.micro_batches for g in micro_step if len(g)):
-            of_group, tokens = [], 0
-            for ids, mask in map(torch.from_numpy, plan.data.fetch(group)):
-                ids = ids[None]
-                out = model(input_ids=ids)
+        loss = router_loss = 0.0
+        for examples in (e for micro_step in step.micro_batches for e in micro_step if len(e)):
+            router_logits = []
+            for ids, mask in map(torch.from_numpy, plan.data.fetch(examples)):
+                out = model(input_ids=ids[None])
                 wanted = mask[1:].bool()
-                logits, targets = out.logits[0, :-1][wanted], ids[0, 1:][wanted]
+                logits, targets = out.logits[0, :-1][wanted], ids[1:][wanted]
                 loss = loss + F.cross_entropy(logits, targets, reduction="sum")
-                of_group.append(out.router_logits)
-                tokens += ids.numel()
-            layers = [torch.cat(layer) for layer in zip(*of_group, strict=True)]
-            router_loss = router_loss + balance(layers, EXPERTS) * tokens
-            without_tokens += int((chosen_experts(layers) == 0).sum())
+                router_logits.append(out.router_logits)
+            layers = [torch.cat(layer) for layer in zip(*router_logits, strict=True)]
+            router_loss = router_loss + balance(layers, EXPERTS) * len(layers[0])
+            idle_experts += sum(EXPERTS - len(layer.topk(2).indices.unique()) for layer in layers)
         loss, router_loss = loss / step.supervised_tokens, router_loss / step.tokens
         (loss + 0.3 * router_loss).backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-        for name, value in {
-            "loss": loss, "router_loss": router_loss, "grad_norm": norm,
-        }.items():  # fmt: skip
-            metrics[name].append(value.item())
-    assert without_tokens > 0, "every rank has tokens for every expert in every micro-step"
-    return metrics, model
+        steps.append([loss.item(), router_loss.item(), norm.item()])
+    assert idle_experts > 0
+    return dict(zip(("loss", "router_loss", "grad_norm"), np.transpose(steps), strict=True)), model
 
 
 @pytest.mark.parametrize(
@@ -102,12 +83,12 @@ def train_plainly(config_file, ranks):
     ],
 )
 def test_training_is_that_of_a_plain_loop(
-    forks, folders, tiny_config, tmp_path, name, stage, ranks, batching,
+    forks, tiny_config, tmp_path, sample_tokenizer, name, stage, ranks, batching,
     checkpointing, compiled,
 ):  # fmt: skip
     # with an eps near Adam's usual one, rounding decides what gradients near 0 change
     config = tiny_config(
-        model=folders[name],
+        model=save_model(tmp_path / "model", name, sample_tokenizer),
         ds_config=strategy(tmp_path, f"zero{stage}", {"optimizer.params.eps": 1e-5}),
         model__activation_checkpointing=checkpointing, model__compile=compiled,
         data__batching=batching, data__micro_batch_tokens=400, data__eval_sources=None,
