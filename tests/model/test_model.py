@@ -13,13 +13,11 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
-    MllamaConfig,
     RobertaConfig,
     RoFormerConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from zerotrain.config.schema import ModelConfig
 from zerotrain.model.architecture import (
     check_model_fits,
     count_flops,
@@ -30,7 +28,6 @@ from zerotrain.model.packing import resolve_batching
 from zerotrain.model.probes import check_causal, check_end_tokens
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
-from zerotrain.training.setup import Architecture
 
 torch.set_num_threads(1)
 SIZES = {**SMALL_SIZES, "max_position_embeddings": 64}
@@ -68,14 +65,9 @@ def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
     assert model.training
 
 
-def test_what_a_models_config_says_is_kept():
-    """Its attention, and the parts beside the one for text, without which some are not loaded."""
+def test_the_attention_of_a_models_config_is_kept():
     skeleton = meta_model(LlamaConfig(**SIZES, attn_implementation="eager"), False)
     assert skeleton.config._attn_implementation == "eager"
-    text = {**SIZES, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default",
-            "rope_theta": 1e4}, "pad_token_id": 0}  # fmt: skip
-    whole = MllamaConfig(text_config=text)
-    assert Architecture.of(ModelConfig("llama-vision"), whole).model_config is whole
 
 
 def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tokenizer):

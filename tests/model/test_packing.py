@@ -26,7 +26,7 @@ from zerotrain.data.loader import MicroBatch
 from zerotrain.model import packing
 from zerotrain.model.architecture import meta_model
 from zerotrain.model.packing import PACKED_EXAMPLES, attend_within, resolve_batching
-from zerotrain.model.probes import check_causal, check_packing
+from zerotrain.model.probes import check_packing
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
 
@@ -76,7 +76,7 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     ours.train()
     batch = MicroBatch.of(ids.numpy(), ids.numpy() < 0, position_ids=position_ids.numpy())
-    with attend_within(ours, batch) as inputs:
+    with attend_within(batch) as inputs:
         packed = ours(input_ids=ids, use_cache=False, **inputs).logits
     alone = [own(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
     alone = torch.cat(alone, 1)
@@ -84,15 +84,10 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
     for logits in (packed, alone):
         (logits * weights).sum().backward()
     assert (packed - alone).abs().max() < 1e-6 * alone.abs().max()
-    expected = dict(own.named_parameters())
-    largest = max(p.grad.abs().max() for p in own.parameters() if p.grad is not None)
-    for parameter_name, parameter in ours.named_parameters():
-        if expected[parameter_name].grad is not None:  # some experts may have no token
-            difference = (parameter.grad - expected[parameter_name].grad).abs().max()
-            assert difference < 1e-6 * largest, parameter_name
-    check_causal(ours, range(3, 320))
-    check_packing(ours, range(3, 320))
-    assert ours.config._attn_implementation == PACKED_EXAMPLES
+    pairs = zip(own.parameters(), ours.parameters(), strict=True)
+    gradients = [(p.grad, other.grad) for p, other in pairs if p.grad is not None]
+    largest = max(gradient.abs().max() for gradient, _ in gradients)
+    assert all((one - other).abs().max() < 1e-6 * largest for one, other in gradients)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,9 +160,6 @@ def test_auto_packs_where_no_score_between_examples_is_computed(resolve):
 def test_the_attention_of_the_config_stays(resolve):
     eager = {"model__attn_implementation": "eager"}
     assert resolve(LLAMA, **eager)[:2] == ("bucketed", "eager")
-    for kernel in ("flash_attention_2", "flex_attention"):
-        asked = {"model__attn_implementation": kernel}
-        assert resolve(LLAMA, OLD_GPU, **asked)[:2] == ("packed", kernel)
     with pytest.raises(UserError):
         resolve(LLAMA, data__batching="packed", **eager)
     with pytest.raises(UserError, match=r"sequence_parallel_size 2 .* eager"):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from harness.batches import balance
+from harness.batches import micro_batch
 from harness.inputs import SMALL_SIZES as SIZES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,32 +42,13 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def micro_batch():
-    """Three examples of 17, 9 and 3 tokens, half of them targets; and plain labels for them."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 64, (3, 17), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
-    mask[2, 3:] = 0
-    is_target = (torch.rand(ids.shape, generator=generator) < 0.5) & (mask == 1)
-    is_target[:, 0] = False
-    batch = MicroBatch.of(ids.numpy(), is_target.numpy(), attention_mask=mask.numpy())
-    return batch, torch.where(is_target, ids, -100)
-
-
-def plain_loss(model, batch, labels):
+def plain_loss(model, batch):
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-    return nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-    )
+    logits = logits.flatten(0, 1)[batch.positions]
+    return nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
 
 
-def supervised_loss(model):
-    loss = SupervisedLoss(model)
-    return loss, loss.check(model)
-
-
-@pytest.mark.parametrize("chunk_tokens", [64, 4])
+@pytest.mark.parametrize("chunk_tokens", [256, 16])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch):
     monkeypatch.setitem(CHUNK_TOKENS, "cpu", chunk_tokens)
@@ -75,14 +56,14 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
     for parameter in model.parameters():  # logits where soft caps matter
         nn.init.normal_(parameter, std=0.2)
-    batch, labels = micro_batch()
-    plain = plain_loss(model, batch, labels)
+    batch = micro_batch(packed=False)
+    plain = plain_loss(model, batch)
     plain.backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
 
-    loss, problem = supervised_loss(model)
-    assert not problem
+    loss = SupervisedLoss(model)
+    assert loss.check(model) is None
     ours, router = loss(model, batch)
     ours.backward()
     assert router == 0
@@ -95,28 +76,14 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch)
     with torch.no_grad():
         assert loss(model, batch).cross_entropy.item() == pytest.approx(plain.item(), rel=1e-6)
     whole = model(input_ids=batch.input_ids).logits
-    assert whole.shape[:2] == (3, 17)  # other forward passes stay as they are
+    assert whole.shape[:2] == batch.input_ids.shape  # other forward passes stay as they are
 
 
-def test_the_router_loss_is_that_of_tokens_without_padding():
-    """Times their number; and 0 of filler, which has no target."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MixtralConfig(
-        **SIZES, num_local_experts=6, output_router_logits=True, initializer_range=0.5,
-    ))  # fmt: skip
-    loss, _ = supervised_loss(model)
-    batch, _ = micro_batch()
-    rows = zip(batch.input_ids, batch.attention_mask.bool(), strict=True)
-    alone = [model(input_ids=ids[mask][None]).router_logits for ids, mask in rows]
-    expected = balance([torch.cat(layer) for layer in zip(*alone, strict=True)], experts=6)
-    assert loss(model, batch).router.item() == pytest.approx(29 * expected.item(), rel=1e-6)
-    packed = MicroBatch.of(
-        batch.input_ids[:1].numpy(), np.arange(17)[None] > 0, position_ids=np.arange(17)[None]
-    )
-    expected = balance(alone[0], experts=6)
-    assert loss(model, packed).router.item() == pytest.approx(17 * expected.item(), rel=1e-6)
-    filler = MicroBatch.of(batch.input_ids.numpy(), np.zeros((3, 17), bool))
-    assert loss(model, filler).router.item() == 0
+def test_filler_has_no_router_loss():
+    config = MixtralConfig(**SIZES, num_local_experts=6, output_router_logits=True)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = np.ones((1, 8), int)
+    assert SupervisedLoss(model)(model, MicroBatch.of(ids, ids < 0)).router.item() == 0
 
 
 class LargestTensor(TorchDispatchMode):
@@ -131,7 +98,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_has_whole_logits(monkeypatch):
+def test_no_tensor_has_full_logits(monkeypatch):
     """400 targets x 512 words."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 512}, max_position_embeddings=512)
     ids = np.random.default_rng(0).integers(3, 64, (1, 401))
@@ -141,14 +108,14 @@ def test_no_tensor_has_whole_logits(monkeypatch):
     for chunk_tokens in (400, 20):
         model = LlamaForCausalLM(config)
         monkeypatch.setitem(CHUNK_TOKENS, "cpu", chunk_tokens)
-        loss = supervised_loss(model)[0]
+        loss = SupervisedLoss(model)
         with LargestTensor() as largest[chunk_tokens]:
             loss(model, batch).cross_entropy.backward()
     assert largest[400].elements == 400 * 512 > 10 * largest[20].elements
 
 
 class OverPositions(LlamaForCausalLM):
-    """Logits that depend on those of other positions."""
+    """A model whose logits depend on the logits of other positions."""
 
     def forward(self, **inputs):
         out = super().forward(**inputs)
@@ -156,11 +123,10 @@ class OverPositions(LlamaForCausalLM):
         return out
 
 
-def test_a_model_that_does_something_else_to_its_logits_keeps_whole_logits():
+def test_a_model_with_an_unknown_logit_function_gets_full_logits():
     model = OverPositions(ARCHITECTURES["llama"])
-    loss, problem = supervised_loss(model)
-    assert "OverPositions" in problem
-    batch, labels = micro_batch()
-    assert loss(model, batch).cross_entropy.item() == pytest.approx(
-        plain_loss(model, batch, labels).item(), rel=1e-6
-    )
+    loss = SupervisedLoss(model)
+    assert "OverPositions" in loss.check(model)
+    batch = micro_batch(packed=False)
+    expected = plain_loss(model, batch).item()
+    assert loss(model, batch).cross_entropy.item() == pytest.approx(expected, rel=1e-6)

@@ -32,14 +32,15 @@ def large_vocabulary(tmp_path_factory, sample_tokenizer):
     return save_tiny_llama(folder, sample_tokenizer, vocabulary=8192, hidden_size=128)
 
 
-LAYOUTS = [  # strategy, ranks, tokens of a micro-batch, batching, activation checkpointing
+# strategy, ranks, tokens of a micro-batch, batching, activation checkpointing
+LAYOUTS = [
     ("zero0", 1, 1024, "bucketed", False),
     ("zero1", 2, 300, "packed", False),
     ("zero2", 2, 300, "bucketed", False),
     ("zero3", 2, 300, "packed", True),
     ("zero2_offload", 2, 300, "packed", False),
     ("zero3_offload", 3, 300, "packed", False),
-    ("zero2 sequence", 2, 300, "bucketed", False),
+    ("zero2, shared sequences", 2, 300, "bucketed", False),
     ("ulysses", 4, 300, "packed", True),
 ]
 
@@ -49,13 +50,12 @@ def test_equals_a_plain_loop(
     forks, tiny_config, tmp_path, chat_rows, plain_once, name, ranks, budget, batching,
     recompute,
 ):  # fmt: skip
-    """With DeepSpeed's CPU Adam where g++ can compile it (30 s, once), else with torch's. The
+    """DeepSpeed's CPU Adam is used if g++ can compile it (30 s, once), otherwise torch's. The
     held-out set takes several steps.
     """
-    name, *shared = name.split()
     ds_config = f"ds_configs/{name}.json"
-    if shared:  # ulysses.json has ZeRO 3
-        ds_config = strategy(tmp_path, name, {"sequence_parallel_size": 2})
+    if name == "zero2, shared sequences":
+        ds_config = strategy(tmp_path, "zero2", {"sequence_parallel_size": 2})
     elif shutil.which("g++") is None:
         ds_config = strategy(tmp_path, name)
     config = tiny_config(
@@ -70,10 +70,11 @@ def test_equals_a_plain_loop(
     assert_same(tmp_path / "run", plain)
     assert len(read_metrics(tmp_path / "run", "eval")) == 2
     steps = read_metrics(tmp_path / "run")
-    assert len(steps) == 12
-    micro_steps = {step["micro_steps"] for step in steps}
-    assert name != "zero2" or shared or (len(micro_steps) > 1 and min(micro_steps) > 1)
-    assert batching != "packed" or all(s["padding_efficiency"] == 1 for s in steps)
+    if name == "zero2":
+        micro_steps = {step["micro_steps"] for step in steps}
+        assert 1 < min(micro_steps) < max(micro_steps)
+    if batching == "packed":
+        assert all(step["padding_efficiency"] == 1 for step in steps)
     np.testing.assert_allclose([s["lr"] for s in steps], plain.learning_rates, rtol=1e-9)
     assert_same_weights(export(tmp_path / "run", tmp_path / "hf"), plain)
 
@@ -94,12 +95,18 @@ def test_norm_and_clipping_are_exact_for_a_million_weights(
     assert_same_weights(export(tmp_path / "run", tmp_path / "hf"), plain)
 
 
+# bf16 has 8 bits of mantissa, 0.4%, fp16 11. The loss averages over hundreds of tokens.
 @pytest.mark.parametrize(
-    "precision, name",
-    [("bf16", "zero0"), ("bf16", "zero1"), ("bf16", "zero3_offload"), ("fp16", "zero2")],
+    "precision, name, loss_error, norm_error",
+    [
+        ("bf16", "zero0", 5e-3, 5e-2),
+        ("bf16", "zero1", 5e-3, 5e-2),
+        ("bf16", "zero3_offload", 5e-3, 5e-2),
+        ("fp16", "zero2", 1e-3, 1e-2),
+    ],
 )
 def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
-    forks, tiny_config, tmp_path, plain_once, precision, name
+    forks, tiny_config, tmp_path, plain_once, precision, name, loss_error, norm_error
 ):
     """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: test_config.py."""
     # from 16 on it would skip updates at first
@@ -112,13 +119,8 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     forks.finish(config, ranks=2, module=module)
     steps = read_metrics(tmp_path / "run")
     assert not any(s["update_skipped"] for s in steps)
-    # bf16 has 8 bits of mantissa, 0.4 %, fp16 11; the loss averages over hundreds of tokens
-    coarse = 1 if precision == "bf16" else 0.2
-    for name, expected, rtol in (
-        ("loss", plain.losses, 5e-3),
-        ("grad_norm", plain.grad_norms, 5e-2),
-    ):
-        np.testing.assert_allclose([s[name] for s in steps], expected, rtol=coarse * rtol)
+    np.testing.assert_allclose([s["loss"] for s in steps], plain.losses, rtol=loss_error)
+    np.testing.assert_allclose([s["grad_norm"] for s in steps], plain.grad_norms, rtol=norm_error)
 
     cut = tmp_path / "cut"
     stop_after_one_step(cut)
@@ -148,18 +150,14 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
 
     process = forks.start(config, "--output_dir", cut, ranks=2)
     process.until((cut / "checkpoints" / "step_00000010").exists)
+    process.kill(1, signal.SIGUSR1 if how == "preempted" else signal.SIGKILL)
     if how == "killed":
         process.kill(0)
-        process.kill(1)
-    else:
-        process.kill(1, signal.SIGUSR1)
     assert process.wait().code != 0
     done = read_metrics(cut)[-1]["step"]
     assert 10 <= done < 24  # it was stopped in the middle
-    saved = checkpoints(cut)[-1].name
-    assert how == "killed" or saved == f"step_{done:08d}", (
-        "it saves the step in which it is preempted"
-    )
+    if how == "preempted":
+        assert checkpoints(cut)[-1].name == f"step_{done:08d}"
 
     finished = forks.finish(config, "--output_dir", cut, ranks=2)
     assert "resuming from" in finished.output
@@ -174,9 +172,8 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
 
     exported = [export(f, tmp_path / f"hf_{f.name}") / "model.safetensors" for f in (whole, cut)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
-    steps = [c.name for c in checkpoints(cut)]
-    assert steps[-2:] == ["step_00000020", "step_00000024"]
-    assert len(steps) == 3  # and the one resumed from
+    _resumed_from, *newest = (c.name for c in checkpoints(cut))
+    assert newest == ["step_00000020", "step_00000024"]
 
     again = forks.finish(config, "--output_dir", cut, ranks=2)
     assert "finished: step 24" in again.output

@@ -1,5 +1,5 @@
-"""What follows from a model's config alone: the model without weights, whether it can be split, and
-its cost per token.
+"""Facts from a model's config alone: the model without weights, whether it can be split, and its
+cost per token.
 """
 
 from collections.abc import Iterable
@@ -33,16 +33,16 @@ def count_parameters(model: nn.Module) -> Counts:
 def meta_model(
     model_config: PretrainedConfig, trust_remote_code: bool, attention: str | None = None
 ) -> nn.Module:
-    """The model on the meta device, without memory for its weights.
+    """Return the model on the meta device, where weights take no memory.
 
     Args:
         attention: model.attn_implementation.
 
     Raises:
-        UserError: the config is not that of a causal language model, or describes several, e.g. a
-            music model with a text encoder; or the attention is unknown or not installed.
+        UserError: the config does not describe one causal language model (a music model has a text
+            encoder, too), or the attention is unknown or not installed.
     """
-    # None would replace what the model's config says
+    # None would replace the attention that the model's config asks for.
     options = {"attn_implementation": attention} if attention else {}
     try:
         model_config.get_text_config()
@@ -51,24 +51,26 @@ def meta_model(
                 model_config, trust_remote_code=trust_remote_code, **options
             )
     except Exception as error:  # a model's own constructor can raise anything
-        which = f", or not one with model.attn_implementation {attention}" if attention else ""
+        which = f" with model.attn_implementation {attention}" if attention else ""
         raise UserError(
             f"model.name_or_path: not a causal language model{which}: {summarize(error)}"
         ) from error
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
-    """Whether the language model is one part of several, e.g. beside a vision tower."""
+    """Return whether the model has other parts than its language model, e.g. a vision tower."""
     return model_config.get_text_config() is not model_config
 
 
 def check_model_fits(
     skeleton: nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
-    """Refuse a vocabulary or data.max_length that is too large for the model; and
-    experts that are modules of their own, as in code that comes with a model: ranks choose
-    different ones, but have to gather and to reduce the same parameters. transformers packs the
-    experts of a layer into three-dimensional parameters.
+    """Refuse a model that cannot be trained on this tokenizer and these lengths.
+
+    Its vocabulary or its number of positions may be too small. Its experts may be modules, as in
+    some code that comes with models: then ranks choose different experts, but all have to gather
+    and reduce the same parameters. transformers packs a layer's experts into three-dimensional
+    parameters.
 
     Args:
         skeleton: the model on the meta device.
@@ -78,7 +80,7 @@ def check_model_fits(
         UserError: names the two sizes, or the module.
     """
     text = skeleton.config.get_text_config()
-    # more than the number of tokens if ids are left out
+    # A tokenizer that skips ids has more ids than tokens.
     ids = max(tokenizer.get_vocab().values(), default=-1) + 1
     if ids > text.vocab_size:
         raise UserError(
@@ -95,9 +97,8 @@ def check_model_fits(
     for module in skeleton.modules():
         if isinstance(getattr(module, "experts", None), nn.ModuleList):
             raise UserError(
-                f"model.name_or_path: {type(module).__name__} of this model has experts that are "
-                "modules of their own, which ZeRO does not train right; use a model whose experts "
-                "are packed, as in transformers"
+                f"model.name_or_path: each expert of {type(module).__name__} is a module, which "
+                "ZeRO trains wrongly; use a model whose experts are packed, as in transformers"
             )
 
 
@@ -111,19 +112,19 @@ SUPPORTED_TYPES = """
     ministral ministral3 mistral nanochat nemotron olmo phi qwen2 qwen3 qwen3_5_text seed_oss
     smollm3 starcoder2 vaultgemma
 """
-"""Values of model_type whose models may be split; test_tensor_parallel.py compares a split model of
-each with the whole one.
+"""Values of model_type that may be split. A test compares a split model of each type with the
+whole one.
 """
 
 
 def check_tensor_parallel(
     config: Config, ds_config: dict[str, Any], skeleton: nn.Module, counts: Counts, size: int
 ) -> None:
-    """Refuse what could not be split, or would not be trained as the whole model is.
+    """Refuse a run whose split model would fail, or would train differently from the whole one.
 
     Args:
         skeleton: the model on the meta device.
-        size: ranks of a group.
+        size: ranks of a tensor-parallel group.
 
     Raises:
         UserError: says why, and what to change.
@@ -140,11 +141,11 @@ def check_tensor_parallel(
     elif "nvme" in offload_devices(ds_config).values():
         problem = "is not supported together with offload to nvme; remove one of them"
     elif counts.trained < counts.total:
-        problem = "needs all weights to be trained; remove model.lora and model.trainable, or it"
+        problem = "needs all weights to be trained; remove it, or model.lora and model.trainable"
     elif skeleton.config.model_type not in SUPPORTED_TYPES.split():
         problem = f"has not been tried with {name}; remove it"
     elif not heads_divide(skeleton, size):
-        problem = f"has to divide the heads of keys and values of {name}; change it"
+        problem = f"does not divide the heads of keys and values of {name}; change it"
     else:
         return
     raise UserError(f"{config.ds_config}: tensor_parallel.autotp_size {size} {problem}")
@@ -158,13 +159,13 @@ def check_tensor_parallel(
 class ModelFlops:
     """Floating-point operations (FLOPs) of a model, forward and backward.
 
-    They are the "model FLOPs" of PaLM (arXiv:2204.02311, appendix B): what the mathematics needs,
-    whatever the hardware does. Per token and weight of a matrix 2 forward, 2 for the gradient of
-    its input, and 2 for its own gradient if it is trained: so 6 per trained weight and 4 per frozen
-    one. Of the experts' weights, a token multiplies num_experts_per_tok / num_experts. The output
-    head counts for supervised tokens alone. Causal attention counts 12 x the width of all queries
-    per pair of tokens and layer, without regard to sliding windows. Recomputed activations count
-    once; padding, look-ups, norms, activation functions and the optimizer do not count.
+    They are the "model FLOPs" of PaLM (arXiv:2204.02311, appendix B): the mathematics needs them
+    on any hardware. A weight of a matrix costs a token 2 forward, 2 for the gradient of its input,
+    and 2 for its own gradient if it is trained: 6 if trained, 4 if frozen. A token multiplies
+    num_experts_per_tok / num_experts of the experts' weights. The output head counts for supervised
+    tokens only. Causal attention counts 12 x the width of all queries per pair of tokens and layer;
+    sliding windows are ignored. Recomputed activations count once. Padding, look-ups, norms,
+    activation functions and the optimizer do not count.
     """
 
     token: float
@@ -172,18 +173,23 @@ class ModelFlops:
     supervised_token: float
     """FLOPs of the output head for a token that is a target of the loss."""
     pair: float
-    """FLOPs of attention for a pair of a token and itself or one before it."""
+    """FLOPs of attention for a pair of a token and itself or an earlier token."""
     linear_cost: int
     """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
     units of attention to one token.
 
-    The matrices of a layer, with P parameters, cost 2*P*L flops; causal attention with hidden size
-    h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Divided by 2*h this
+    A layer's matrices with P parameters cost 2*P*L FLOPs. Its causal attention with hidden size h
+    costs 2*h*L^2 (scores and weighted sum, each over half of the square). Dividing both by 2*h
     gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
     """
 
     def of_examples(self, lengths: np.ndarray, supervised_tokens: float) -> float:
-        """FLOPs for examples of these lengths, int [examples]."""
+        """Return the FLOPs for examples.
+
+        Args:
+            lengths: tokens of each example, int [examples].
+            supervised_tokens: supervised tokens of all of them.
+        """
         length = lengths.astype(np.float64)
         return (
             self.token * length.sum()
@@ -193,17 +199,17 @@ class ModelFlops:
 
 
 def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
-    """The architecture's size of this name, or each layer's; empty if there is none."""
+    """Return the config's value of a name, or each layer's value; empty if it has none."""
     try:
         size = getattr(text, name, None)
-    except RuntimeError:  # configs with sizes per layer refuse access to the global one
+    except RuntimeError:  # configs with sizes per layer refuse access to the global size
         size = [getattr(layer, name, None) for layer in text.per_layer_config]
-    sizes = size if isinstance(size, (list, tuple)) else [size]  # some configs have a list
+    sizes = size if isinstance(size, (list, tuple)) else [size]
     return [n for n in sizes if isinstance(n, (int, float))]
 
 
 def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
-    """Whether the heads of keys and values can be divided equally among so many ranks."""
+    """Return whether the heads of keys and values can be divided equally among ranks."""
     text = skeleton.config.get_text_config()
     heads = sizes_of(text, "num_key_value_heads") or sizes_of(text, "num_attention_heads")
     if getattr(text, "multi_query", False):
@@ -212,7 +218,7 @@ def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
 
 
 def count_flops(skeleton: nn.Module) -> ModelFlops:
-    """The FLOPs of a model as it is trained.
+    """Return the FLOPs of a model as it is trained.
 
     Args:
         skeleton: the model on the meta device, with requires_grad as in training.
@@ -238,7 +244,7 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
 
 
 def hidden_size(skeleton: nn.Module) -> int:
-    """Width of the language model's input embeddings."""
+    """Return the width of the language model's input embeddings."""
     return skeleton.get_input_embeddings().weight.shape[-1]
 
 
@@ -250,9 +256,9 @@ def _multiplied_weights(
     total = trained = 0.0
     for module in modules:
         own = list(module.parameters(recurse=False))
-        is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns], beside biases
+        is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns]
         for p in own:
-            # look-ups, norms and biases multiply nothing, nor do the biases of packed experts
+            # Look-ups, norms, biases and the biases of packed experts multiply nothing.
             if isinstance(module, nn.Embedding) or p.dim() < (3 if is_packed else 2):
                 continue
             weights = p.numel() * (active / len(p) if is_packed else 1)

@@ -1,4 +1,4 @@
-"""Load the model, partitioning the model as it is built under ZeRO-3."""
+"""Load the model. Under ZeRO-3 it is partitioned while it is built."""
 
 import re
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
-    """The model's config, which gives its architecture.
+    """Load the model's config, which gives its architecture.
 
     Raises:
-        UserError: it cannot be loaded, or is that of quantized weights.
+        UserError: it cannot be loaded, its weights are quantized, or the model has an encoder.
     """
     name = config.name_or_path
     trust = config.trust_remote_code
@@ -47,9 +47,8 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     if getattr(model_config, "quantization_config", None) and not config.from_config:
         raise UserError(
             f"model.name_or_path: the weights of {name} are quantized (quantization_config in its "
-            "config.json), and cannot be trained; use the model in 16 bits, or a copy that "
-            "transformers has written after loading it with dequantize=True in its "
-            "quantization_config"
+            "config.json) and cannot be trained; use the model in 16 bits, or load it in "
+            "transformers with dequantize=True in its quantization_config and save it"
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise UserError(f"model.name_or_path: {name} has an encoder; use a decoder-only model")
@@ -62,36 +61,37 @@ def load_model(
     model_config: PretrainedConfig,
     ds_config: dict[str, Any],
 ) -> tuple[nn.Module, Base | None]:
-    """The model in train.precision, pretrained or randomly initialized from the global RNG.
+    """Load the model in train.precision, or draw random weights from the global RNG.
 
     Under ZeRO-3 each parameter is partitioned as soon as it is created. transformers does so while
-    an HfDeepSpeedConfig exists, to which it holds only a weak reference. Below, each rank reads or
-    draws the weights on its own device, not all of a node's ranks in its CPU memory.
+    an HfDeepSpeedConfig exists, and holds only a weak reference to it. At the other stages each
+    rank reads or draws the weights on its own device, to spare the node's CPU memory.
 
     Args:
         config: the run config's section model.
-        train: with a precision that is not auto.
+        train: with a precision other than auto.
 
     Returns:
-        The model, and the files that hold the frozen weights; None: checkpoints have to hold them.
+        The model, and the files that hold its frozen weights. None instead of files means that
+        checkpoints have to hold the frozen weights.
 
     Raises:
-        UserError: no weights, or weights that do not fit the architecture.
+        UserError: weights are missing, or do not fit the architecture.
     """
     name = config.name_or_path
     trust = config.trust_remote_code
-    # Matrices are split later, by deepspeed.initialize; transformers 5.23 takes them for split, and
-    # refuses to load them.
+    # deepspeed.initialize splits the matrices later. With this block transformers 5.23 would take
+    # them for split already, and refuse to load them.
     hf_ds_config = HfDeepSpeedConfig({**ds_config, "tensor_parallel": {}})
     dtype = DTYPES[train.precision]
     options = {"dtype": dtype}
-    if config.attn_implementation:  # None would replace what the model's config says
+    if config.attn_implementation:  # None would replace the attention of the model's config
         options["attn_implementation"] = config.attn_implementation
     device = torch.device(get_accelerator().current_device_name())
     if config.quantization:
         options |= quantized(dtype, device)
     elif hf_ds_config.is_zero3() or group_sizes(ds_config)[0] > 1:
-        device = nullcontext()  # DeepSpeed moves to the device what a rank keeps of the model
+        device = nullcontext()  # DeepSpeed moves a rank's own partitions to the device
     with device:
         if config.from_config:
             model = AutoModelForCausalLM.from_config(
@@ -105,10 +105,10 @@ def load_model(
                 trust,
                 config=model_config,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below; at ZeRO-3 transformers raises
+                ignore_mismatched_sizes=True,  # refused in check_report
                 **options,
             )
-    base = None  # random weights are in no files
+    base = None
     if not config.from_config:
         check_report(name, report)
         _check_files(name, model)
@@ -118,7 +118,7 @@ def load_model(
                 "loads too; merge them into the weights, or remove adapter_config.json"
             )
         base = describe_base(name)
-    if config.quantization:  # a checkpoint's config.json is that of what is exported
+    if config.quantization:  # a checkpoint's config.json describes the export, in 16 bits
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.
     seed_everything(train.seed)
@@ -127,11 +127,11 @@ def load_model(
 
 
 def check_report(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that transformers' report of a load calls missing, or of another shape: it
-    fills them with random values. What is tied, or optional by the model's class, is not missing.
+    """Refuse weights that transformers reports as missing or of a different shape, since it fills
+    them with random values. Tied weights, and optional ones of the model's class, are not missing.
 
     Raises:
-        UserError: names the first ones.
+        UserError: names the first of these weights.
     """
     if mismatched := sorted(report["mismatched_keys"]):
         key, stored, wanted = mismatched[0]
@@ -143,10 +143,10 @@ def check_report(name: str, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"model.name_or_path: {name} has no weights for {len(missing):,} of the model's "
-            f"tensors: {first_of(missing)}; they would start from random values: complete the "
-            "files, or set model.from_config to true to train from random weights"
+            f"tensors: {first_of(missing)}; complete the files, or set model.from_config to true "
+            "to train from random weights"
         )
-    if unused := sorted(report["unexpected_keys"]):  # e.g. a value head; unknown at ZeRO-3
+    if unused := sorted(report["unexpected_keys"]):  # e.g. a value head; empty at ZeRO-3
         print_line(f"{name}: {len(unused):,} tensors in its files are not used: {first_of(unused)}")
 
 
@@ -160,7 +160,7 @@ def _check_files(name: str, model: nn.Module) -> None:
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
     used = [key for key in tensors if not re.search(ignored, key)]
     names = [name for name, _ in model.named_parameters()]
-    # the number after the first dot, as in model.layers.30.mlp.up_proj.weight
+    # A layer's number is the first in a name, as in model.layers.30.mlp.up_proj.weight.
     stored, last = (
         max((int(n) for key in keys for n in LAYER.findall(key)[:1]), default=0)
         for keys in (used, names)
@@ -177,14 +177,19 @@ def _check_files(name: str, model: nn.Module) -> None:
         if not torch.equal(*(load_state_dict(tensors[key])[key] for key in pair)):
             raise UserError(
                 f"model.name_or_path: {name}: its config.json ties {pair[0]} to {pair[1]}, but "
-                'they differ in its files; set "tie_word_embeddings": false there to keep both, or '
-                f"remove {pair[0]} from the files"
+                'they differ in its files; set "tie_word_embeddings": false in config.json to keep '
+                f"both, or remove {pair[0]} from the files"
             )
 
 
 def quantized(dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """Options of from_pretrained for linear layers in nf4 on a device, in blocks whose scales are
-    quantized too, as in the QLoRA paper (arXiv:2305.14314); they compute in `dtype`.
+    """Return from_pretrained's options for linear layers in nf4, as in QLoRA (arXiv:2305.14314).
+
+    The scales of their blocks are quantized too.
+
+    Args:
+        dtype: type in which the layers compute.
+        device: the device that quantizes and holds the weights.
     """
     kind = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -198,11 +203,11 @@ def quantized(dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
 def set_end_tokens(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, trained: Sequence[int]
 ) -> None:
-    """Set the end tokens of the model's generation config, which checkpoints and exports keep, to
-    those that the training data teach.
+    """Put the end tokens of the training data into the model's generation config, which
+    checkpoints and exports keep.
 
-    The base model's end tokens follow the trained ones if they are special tokens of this
-    tokenizer; ids that a config only has by default may be ordinary words.
+    The base model's end tokens follow if they are special tokens of this tokenizer. A config's
+    default ids may be ordinary words.
 
     Args:
         trained: ids that end the assistant's turns.
@@ -218,6 +223,6 @@ def set_end_tokens(
     pad = tokenizer.pad_token_id
     generation.pad_token_id = ends[0] if pad is None else pad
     generation._from_model_config = False  # it now differs from config.json
-    # transformers validates a changed generation config on saving. Published ones often have values
-    # that it rejects (a temperature without do_sample); with this hash it counts as unchanged.
+    # transformers validates a changed generation config on saving. Many published ones have values
+    # that it rejects (a temperature without do_sample). With this hash it counts as unchanged.
     generation._original_object_hash = hash(generation)

@@ -1,7 +1,7 @@
-"""Packed examples: whether a model can be trained on them, and attention within each of them,
-registered with transformers as PACKED_EXAMPLES.
+"""Packed examples: which models can be trained on them, and attention within each example.
 
-The order of calls in one forward pass of T tokens in E examples:
+The attention is registered with transformers as PACKED_EXAMPLES. The order of calls in one forward
+pass of T tokens in E examples:
 
     with attend_within(batch, ...) as inputs:    the loader knows where examples end; nothing here
                                                  reads a value from the device, or waits for it
@@ -12,8 +12,8 @@ The order of calls in one forward pass of T tokens in E examples:
 On CUDA in 16 bits attention is one call of torch's varlen kernel, elsewhere one call of
 scaled_dot_product_attention per example. No score between two examples is computed.
 
-With sequence parallelism a rank has a part of the sequence. Before attention the ranks exchange
-parts of it for parts of the heads, and after it back: DeepSpeed-Ulysses (arXiv:2309.14509).
+With sequence parallelism a rank has a slice of each sequence. Before attention the ranks exchange
+slices of the sequence for heads, and afterwards back: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,6 @@ from zerotrain.runtime.machine import Machine
 
 PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
-VARLEN = ("flash", "flex_attention")
-"""Parts of the names of transformers' implementations that compute no scores between examples."""
 
 
 def resolve_batching(
@@ -64,14 +62,12 @@ def resolve_batching(
     attention = config.model.attn_implementation
     batching = config.data.batching
     why = "as configured"
-    if attention == PACKED_EXAMPLES:  # from the resolved config of a run
-        attention = None
     problem = _packing_problem(skeleton, config.data.max_length)
+    if attention not in (None, PACKED_EXAMPLES):
+        problem = f"model.attn_implementation is {attention}"
     if sequence > 1:
         # Bucketed sequences are split like packed ones: a slice has positions instead of a mask.
-        if attention:
-            problem = f"model.attn_implementation {attention} cannot split one"
-        elif not heads_divide(skeleton, sequence):
+        if not heads_divide(skeleton, sequence):
             problem = "its heads of keys and values cannot be divided"
         elif getattr(skeleton.config.get_text_config(), "output_router_logits", False):
             problem = "the router loss needs whole micro-batches"
@@ -80,17 +76,17 @@ def resolve_batching(
                 f"ds_config: sequence_parallel_size {sequence} is not possible: {problem}; remove "
                 "it, or use a different model"
             )
-    elif attention and not any(name in attention for name in VARLEN):
-        problem = problem or f"{attention} computes scores between examples too"
     if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")
     if batching == "auto":
         has_kernel = machine.has_varlen and config.train.precision != "fp32"
-        if machine.device == "cuda" and not (attention or has_kernel):
+        if machine.device == "cuda" and not has_kernel:
             problem = problem or "varlen attention needs compute capability 8.0, and bf16 or fp16"
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
     if batching == "packed" or sequence > 1:
-        attention = attention or PACKED_EXAMPLES
+        attention = PACKED_EXAMPLES
+    elif attention == PACKED_EXAMPLES:  # from the resolved config of a run
+        attention = None
     resolved = replace(
         config,
         data=replace(config.data, batching=batching),
@@ -125,42 +121,41 @@ def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
 
 @dataclass(frozen=True)
 class Examples:
-    """Where the examples of a packed micro-batch lie: what layers get in place of a mask."""
+    """The bounds of a packed micro-batch's examples, which layers get instead of a mask."""
 
     lengths: tuple[int, ...]
     """The number of tokens of each example, in order."""
     ends: torch.Tensor
-    """int32 [1 + examples] on the device: 0, and where each example ends."""
+    """int32 [1 + examples] on the device: 0, then the end of each example."""
     sequence_group: dist.ProcessGroup | None
-    """The ranks that have the other parts of the sequence."""
+    """The ranks that have the other slices of the sequence."""
     window: int = 0
-    """Tokens that a token attends to, itself included; 0: all tokens of its example."""
+    """Attention window in tokens, own position included; 0 for the whole example."""
 
 
-# transformers hands masks nothing from the call of the model, so packed_mask() looks here
+# transformers passes nothing from the call of the model to packed_mask, which therefore reads this.
 _examples: ContextVar[Examples | None] = ContextVar("_examples", default=None)
 
 
 @contextmanager
 def attend_within(
-    model: nn.Module, batch: MicroBatch, sequence_group: dist.ProcessGroup | None = None
+    batch: MicroBatch, sequence_group: dist.ProcessGroup | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Make each example of the micro-batch attend to itself alone in the forward passes inside.
+    """Restrict attention to each example of a micro-batch, in the forward passes inside `with`.
 
     Args:
-        model: the Hugging Face model.
-        sequence_group: the ranks that have the other parts of the sequence.
+        sequence_group: the ranks that have the other slices of the sequence.
 
     Yields:
-        The model's inputs beside input_ids.
+        The model's inputs apart from input_ids.
     """
     inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
     inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     examples = None
-    if batch.ends is not None and model.config._attn_implementation == PACKED_EXAMPLES:
+    if batch.ends is not None:
         examples = Examples(batch.lengths, batch.ends, sequence_group)
-        # Without a mask transformers looks for examples in position_ids, and waits for the device.
-        # Other implementations rely on that.
+        # Without a mask transformers would look for examples in position_ids, and wait for the
+        # device.
         inputs["attention_mask"] = torch.ones_like(batch.input_ids)
     token = _examples.set(examples)
     try:
@@ -171,8 +166,9 @@ def attend_within(
 
 @torch.compiler.disable
 def packed_mask(*, local_size: int | None = None, **options: Any) -> Examples | torch.Tensor:
-    """transformers' hook for masks: inside attend_within its Examples, else the usual mask, float
-    [rows, 1, queries, keys].
+    """Return the Examples of attend_within, or outside of it the usual mask.
+
+    transformers calls it for each kind of layer. The usual mask is float [rows, 1, queries, keys].
 
     Args:
         local_size: the sliding window of the layers that get the mask.
@@ -192,13 +188,13 @@ def packed_attention(
     attention_mask: Examples | torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' hook for attention: causal within each of the Examples; with a usual mask, or
-    none, transformers' own SDPA.
+    """Compute causal attention within each of the Examples. transformers calls it in each layer.
 
     Args:
-        query: [rows, heads, tokens, head size]; one row where examples are packed.
-        key, value: the same, with as many heads or a divisor of it.
-        attention_mask: what packed_mask has returned.
+        query: [rows, heads, tokens, head size]; one row if examples are packed.
+        key, value: the same shape; their number of heads divides the query's.
+        attention_mask: the result of packed_mask. A usual mask, or None, goes to transformers' own
+            SDPA.
 
     Returns:
         [rows, tokens, heads, head size], and None instead of the attention weights.
@@ -208,7 +204,8 @@ def packed_attention(
         return sdpa_attention_forward(module, *states, attention_mask, **options)
     examples = attention_mask
 
-    def attend(*states: torch.Tensor) -> torch.Tensor:  # of whole sequences
+    def attend(*states: torch.Tensor) -> torch.Tensor:
+        """Attention over whole sequences."""
         if _has_kernel(*states) and not options.get("dropout"):
             return _varlen_attention(*states, examples, options.get("scaling"))
         # query, key and value of each example: [1, heads, its tokens, head size]
@@ -221,8 +218,8 @@ def packed_attention(
 
     if examples.sequence_group is None:
         return attend(*states), None
-    # DeepSpeed's layer takes and returns [rows, tokens, heads, head size]: from a part of the
-    # tokens and all heads to all tokens and a part of the heads, and back
+    # DeepSpeed's layer takes and returns [rows, tokens, heads, head size]. It exchanges a slice of
+    # the tokens with all heads for all tokens with some heads, and back.
     exchange = DistributedAttention(
         lambda *whole: attend(*(x.transpose(1, 2) for x in whole)),
         examples.sequence_group,
@@ -232,8 +229,8 @@ def packed_attention(
 
 
 def _window_mask(query: torch.Tensor, window: int) -> torch.Tensor | None:
-    """bool [1, 1, tokens, tokens], true where a token attends to another one; None, with which SDPA
-    is causal, if the window holds the whole example.
+    """Return SDPA's mask of a sliding window, bool [1, 1, queries, keys], true where a query
+    attends. None, with which SDPA is causal, if the window holds the whole example.
     """
     tokens = query.shape[2]
     if not 0 < window < tokens:
@@ -242,7 +239,7 @@ def _window_mask(query: torch.Tensor, window: int) -> torch.Tensor | None:
 
 
 def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's varlen kernel takes such states: one head size, a multiple of 8."""
+    """Return whether torch's varlen kernel takes such states: one head size, a multiple of 8."""
     size = query.shape[-1]
     return (
         query.is_cuda
@@ -261,13 +258,13 @@ def _varlen_attention(
     examples: Examples,
     scale: float | None,
 ) -> torch.Tensor:
-    """Like packed_attention, by one call of torch's kernel for all examples."""
+    """Compute packed_attention with one call of torch's kernel for all examples."""
     longest = max(examples.lengths)
     output = varlen_attn(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
         examples.ends, examples.ends, longest, longest,
         scale=scale,
-        # tokens before and after the query's own; -1: all of them
+        # The numbers of tokens before and after the query's own; -1 means all of them.
         window_size=(examples.window - 1, 0),
         enable_gqa=True,
     )  # fmt: skip

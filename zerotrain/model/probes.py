@@ -1,7 +1,7 @@
-"""Short forward passes that check a model's attention, and a frozen output head, before training.
-They test its behavior, so they also work for code that comes with a model.
+"""Short forward passes that check a model's attention and a frozen output head before training.
 
-All ranks take part, since ZeRO-3 gathers weights in the forward pass.
+They test behavior, so they also work for code that comes with a model. All ranks take part, since
+ZeRO-3 gathers weights in the forward pass.
 """
 
 from collections.abc import Sequence
@@ -14,33 +14,35 @@ from transformers import PreTrainedTokenizerBase
 
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model.hub import summarize
-from zerotrain.model.packing import PACKED_EXAMPLES, attend_within
+from zerotrain.model.packing import attend_within
 from zerotrain.runtime.errors import UserError
 
-# Limits for changes of logits, relative to their range.
-# check_causal: encoders with random weights have 1e-3 to 5e-3, trained ones more; decoders 0.
 PROBE_TOKENS = 24
+
+# Limits for changes of logits, relative to their range.
+# In check_causal decoders change by 0, encoders with random weights by 1e-3 to 5e-3, trained
+# encoders by more.
 SEEN_AHEAD = 3e-4
-# check_packing: leaks observed are 0.01 to 0.7; other kernels differ by rounding.
+# In check_packing leaks change logits by 0.01 to 0.7, a different kernel only by rounding.
 LEAK_32_BITS = 1e-3
 LEAK_16_BITS = 5e-2
-# check_end_tokens: tokens with the same row of the output head have the same logits. Rows that were
-# never trained may differ, but are so small that their logits do not.
+# In check_end_tokens, tokens with the same row of the output head have the same logits. Rows that
+# were never trained may differ, but are so small that their logits hardly differ.
 SAME_TOKEN = 1e-3
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids without special tokens, which mean padding or images in some models."""
+    """Return the token ids without special tokens, which some models take for padding or images."""
     return sorted(set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder))
 
 
 def check_causal(forward: nn.Module, tokens: Sequence[int]) -> None:
-    """Refuse a model whose tokens attend to later ones: an encoder (BERT, XLNet), or a decoder that
-    is not configured as one.
+    """Refuse a model whose tokens attend to later tokens: an encoder (BERT, XLNet), or a decoder
+    that its config makes an encoder.
 
-    Two inputs have the same first half and different second halves; their logits over the first
-    half must not differ. They are in one batch, so that the same kernels run on both. A third input
-    repeats the first one and shows the noise of kernels with a non-deterministic order of addition.
+    Two inputs have the same first half and different second halves. Their logits over the first
+    half must not differ. They share a batch, so that the same kernels run on both. A third input
+    repeats the first and shows the noise of kernels that add in a random order.
 
     Args:
         forward: the engine (or the model) to call.
@@ -55,19 +57,19 @@ def check_causal(forward: nn.Module, tokens: Sequence[int]) -> None:
     leak, noise = (_change(half, halves[0]) for half in halves[1:])
     if leak > SEEN_AHEAD + 10 * noise:
         raise UserError(
-            f"model.name_or_path: {_name(forward)} is not causal as it is configured: its tokens "
-            "attend to the tokens that they have to predict; if it can be a decoder (BERT-like "
-            'models), set "is_decoder": true in its config.json'
+            f"model.name_or_path: {_name(forward)} is not causal as configured: its tokens attend "
+            "to the tokens that they have to predict; if it can be a decoder (BERT-like models), "
+            'set "is_decoder": true in its config.json'
         )
 
 
 def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
-    """Refuse a model whose packed examples differ from the same examples alone. Some models
-    silently ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in its
-    embeddings), or do not hand their masks on to attention.
+    """Refuse a model whose packed examples differ from the same examples alone.
 
-    An example is run after a different one in the same row, and alone as in a bucketed micro-batch,
-    with the model's own attention and positions.
+    Some models silently ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in
+    its embeddings). Others do not pass their masks on to attention. The probe runs an example
+    behind a different example in the same row, and alone as in a bucketed micro-batch, there with
+    the model's own attention and positions.
 
     Args:
         forward: the engine (or the model) to call.
@@ -82,11 +84,10 @@ def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
     ids = torch.cat([before, probe], 1).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
     batch = MicroBatch.of(ids, positions < 0, position_ids=positions)
-    with attend_within(model, batch.to(forward.device)) as inputs:
+    with attend_within(batch.to(forward.device)) as inputs:
         packed = compute_logits(forward, batch.input_ids, **inputs)
     own = model.config._attn_implementation
-    if own == PACKED_EXAMPLES:
-        model.set_attn_implementation(None)  # transformers chooses: ours is what is tested
+    model.set_attn_implementation(None)  # transformers chooses
     alone = compute_logits(forward, probe)
     model.set_attn_implementation(own)
     leak = _change(packed[:, 12:], alone)
@@ -104,9 +105,9 @@ def check_end_tokens(
     tokenizer: PreTrainedTokenizerBase,
     trained: Sequence[int],
 ) -> None:
-    """Refuse to train a model with a frozen output head that cannot tell a token that ends answers
-    from another one: new tokens have the same row of the head until they are trained, and so have
-    unused ones of base models. Such a model would never stop.
+    """Refuse a model with a frozen output head that cannot tell a token that ends answers from some
+    other token. New tokens have equal rows in the head until they are trained; so have unused
+    tokens of base models. Such a model would never learn to stop.
 
     Args:
         forward: the engine (or the model) to call.
@@ -129,13 +130,13 @@ def check_end_tokens(
                 "model.name_or_path: the output head is frozen, and cannot tell "
                 f"{tokenizer.convert_ids_to_tokens(end)!r}, which ends answers, from the token of "
                 f"id {int(distance.argmin())}: the model would never learn to stop; train the "
-                "output head and the embeddings as well, with model.lora.modules_to_save or "
+                "output head and the embeddings, too, with model.lora.modules_to_save or "
                 "model.trainable"
             )
 
 
 def draw(tokens: Sequence[int], *lengths: int) -> list[torch.Tensor]:
-    """Random tokens of these lengths, int64 [1, length] each, the same on every rank."""
+    """Return random tokens, int64 [1, length] for each length, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.as_tensor(tokens)
     return [ids[torch.randint(len(ids), (1, n), generator=generator)] for n in lengths]
@@ -143,19 +144,19 @@ def draw(tokens: Sequence[int], *lengths: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """float32 [examples, length, vocabulary], in evaluation mode.
+    """Return the logits in evaluation mode, float32 [examples, length, vocabulary].
 
     Args:
         ids: int64 [examples, length], on any device.
 
     Raises:
-        UserError: the model needs other inputs.
+        UserError: the model needs other inputs, or fails on packed examples.
     """
     was_training = forward.training
     forward.eval()
     try:
         return forward(input_ids=ids.to(forward.device), use_cache=False, **options).logits.float()
-    # X-MOD needs a language, other models an encoder; Doge computes with its mask
+    # X-MOD needs a language, other models an encoder. Doge computes with its mask.
     except (AttributeError, TypeError, ValueError) as error:
         what = "packed examples (use data.batching: bucketed)" if options else "tokens alone"
         raise UserError(
@@ -170,8 +171,8 @@ def _name(forward: nn.Module) -> str:
 
 
 def _change(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference at a position, relative to the range of the logits; its mean over
-    positions, since rounding may change a router's choice at one of them.
+    """Return the largest difference at a position, relative to the range of the logits, as the mean
+    over positions: rounding may change a router's choice at a single position.
     """
     spread = (expected - expected.mean()).abs().max()
     return float((logits - expected).abs().amax(-1).mean() / spread)

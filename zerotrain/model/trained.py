@@ -1,4 +1,4 @@
-"""Which parameters are trained: all of them, those that model.trainable names, or the adapters of
+"""The choice of trained parameters: all of them, the names in model.trainable, or the adapters of
 model.lora.
 """
 
@@ -36,12 +36,12 @@ def skeleton_to_train(model_config: PretrainedConfig, config: ModelConfig) -> Pr
 
 
 def freeze_and_adapt(model: nn.Module, config: ModelConfig) -> None:
-    """Freeze what is not trained, and insert the adapters of model.lora into the model; their A is
-    drawn from the global RNG, their B is 0.
+    """Insert the adapters of model.lora into the model, and freeze the parameters that are not
+    trained. The adapters' A is drawn from the global RNG, their B is 0.
 
     Raises:
-        UserError: model.trainable or model.lora names something that the model does not have, or
-            that cannot have an adapter.
+        UserError: model.trainable or model.lora names a part that the model does not have, or that
+            cannot have an adapter.
     """
     if config.lora is not None:
         insert_adapters(model, config, config.lora)
@@ -51,20 +51,20 @@ def freeze_and_adapt(model: nn.Module, config: ModelConfig) -> None:
         model.requires_grad_(False)
         for name in _matching("trainable", config.trainable, named, re.search):
             named[name].requires_grad_(True)
-    # Without a gradient, AdamW's weight decay alone would change what is not used for text.
+    # Parameters that text does not use get no gradient: weight decay alone would change them.
     used = {p for module in _text_modules(model) for p in module.parameters(recurse=False)}
     for parameter in set(model.parameters()) - used:
         parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         key = "lora" if config.lora else "trainable"
         raise UserError(
-            f"model.{key}: names only parts of {type(model).__name__} that are not used for text, "
-            "so nothing would be trained"
+            f"model.{key}: matches only modules that {type(model).__name__} does not use for text; "
+            "name modules of its language model"
         )
 
 
 def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> "LoraModel":
-    """Insert the adapters of model.lora into a model; returns peft's handle, which can merge them.
+    """Insert the adapters of model.lora into a model; return peft's handle, which can merge them.
 
     Raises:
         UserError: as freeze_and_adapt.
@@ -74,7 +74,7 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     head = model.get_output_embeddings()
     used = _text_modules(model)
     modules = {name: m for name, m in model.named_modules() if m in used}
-    # spelled out: peft includes routers and experts in its own all-linear, of some models
+    # peft's own all-linear includes routers and experts of some models.
     if lora.target_modules == "all-linear":
         targets = [
             name
@@ -96,12 +96,12 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         modules_to_save=lora.modules_to_save or None,
     )
     try:
-        with warnings.catch_warnings(action="ignore"):  # tied weights, which an export unties
+        with warnings.catch_warnings(action="ignore"):  # about tied weights: an export unties them
             adapters = peft.LoraModel(model, settings, ADAPTER)
-    except (ValueError, RuntimeError) as error:  # e.g. what is frozen in 4 bits, to be saved
+    except (ValueError, RuntimeError) as error:  # e.g. a 4-bit module in modules_to_save
         raise UserError(f"model.lora: {summarize(error)}") from error
-    # In models whose experts were modules of their own before transformers 5, peft takes names such
-    # as gate and up_proj for those of experts and router, also if other layers have them.
+    # If a model's experts were modules before transformers 5, peft takes names such as gate and
+    # up_proj for its experts and router, even if other layers have these names.
     if settings.target_parameters or settings.rank_pattern:
         raise UserError(
             f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
@@ -112,7 +112,7 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
 
 
 def _text_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules that a model uses for text: not, for example, a vision tower."""
+    """Return the modules that a model uses for text, so not a vision tower, for example."""
     if not is_multimodal(model.config):
         return set(model.modules())
     return {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
@@ -121,7 +121,7 @@ def _text_modules(model: nn.Module) -> set[nn.Module]:
 def _matching(
     key: str, patterns: list[str], names: Iterable[str], matches: Callable[[str, str], object]
 ) -> list[str]:
-    """The names that match one of the patterns, each of which at least one name does."""
+    """Return the names that match a pattern. Each pattern has to match at least one name."""
     found = []
     for pattern in patterns:
         matching = [name for name in names if matches(pattern, name)]

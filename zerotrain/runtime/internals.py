@@ -61,7 +61,6 @@ INTERNALS = {
     """,
     "zerotrain/model/packing.py": """
         transformers.modeling_utils: _supports_attention_backend _supports_sdpa
-        transformers.configuration_utils: _attn_implementation
     """,
     "zerotrain/model/partitions.py": """
         deepspeed.runtime.zero.partition_parameters: ds_tensor ds_numel ds_process_group

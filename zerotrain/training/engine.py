@@ -53,10 +53,12 @@ def print_locks() -> None:
 def build_engine(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, plan: DataPlan, ranks: Ranks
 ) -> tuple[deepspeed.DeepSpeedEngine, SupervisedLoss, Base | None]:
-    """DeepSpeed's engine around the model, pretrained or randomly initialized, with the optimizer
-    of ds_config; the model's loss; and the files that hold the frozen weights.
+    """Build DeepSpeed's engine around the model, with the optimizer of ds_config.
 
     The engine gets no learning-rate schedule: the rate is set before every step.
+
+    Returns:
+        The engine, the model's loss, and the files that hold the frozen weights, as load_model.
 
     Raises:
         UserError: DeepSpeed refuses the config, or the weights cannot be loaded or do not fit.
@@ -64,19 +66,19 @@ def build_engine(
     config = setup.config
     ds_config = setup.ds_config
     if not config.model.from_config:
-        # once per node, within the 24 hours of Ranks.control
+        # Downloads happen once per node. Ranks.control waits for them, up to 24 hours.
         ranks.run_on_all(lambda: weight_files(config.model.name_or_path), first_on_node=True)
-    # The same seed on all ranks for the weights, then a different one per rank for dropout.
+    # All ranks draw weights with the same seed. At the end each gets its own seed for dropout.
     seed_everything(config.train.seed)
     model, base = ranks.run_on_all(
         lambda: load_model(config.model, config.train, setup.architecture.model_config, ds_config)
     )
     set_end_tokens(model, tokenizer, plan.data.meta.end_tokens)
     stage = zero_stage(ds_config)
-    # before initialize(), where ZeRO-3 puts its hooks on the blocks as they are then
+    # In initialize() ZeRO-3 puts hooks on the blocks, so they are changed before.
     change_blocks(model, config.model, stage)
     if stage == 0 and config.train.precision == "fp32":
-        ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update() in guard.py clips
+        ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update in guard.py clips
     if ranks.local_rank == 0:
         print_locks()
     try:
@@ -87,20 +89,20 @@ def build_engine(
                 config=ds_config,
             )
     except Exception as error:
-        # out of memory and lost connections are RuntimeErrors, as is what is not implemented
+        # A lack of memory and a lost connection are RuntimeErrors. So are NotImplementedErrors.
         is_failure = isinstance(error, RuntimeError | OSError | MemoryError)
         if is_failure and not isinstance(error, NotImplementedError):
             raise
         raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}") from error
-    apply_timeout(config.distributed.timeout_seconds, ranks)  # to DeepSpeed's groups, too
+    apply_timeout(config.distributed.timeout_seconds, ranks)  # for DeepSpeed's groups, too
     if ranks.tensor > 1:
-        engine.first_dataloader_check.remove()  # it compares the ranks' inputs, as pickles
+        engine.first_dataloader_check.remove()  # it would send inputs as pickles
     loss = SupervisedLoss(model, ranks.sequence_group)
-    reset_update_count(engine.basic_optimizer)  # before load_start() sets a checkpoint's
+    reset_update_count(engine.basic_optimizer)  # load_start() sets a checkpoint's count
     engine.train()
     problem = ranks.run_on_all(lambda: loss.check(engine))
     if problem and ranks.is_first:
-        print(f"the loss takes more time and memory: {problem}")
+        print(f"the loss is slower and takes more memory: {problem}")
     seed_everything(rank_seed(config.train.seed, ranks.replica))
     return engine, loss, base
 
@@ -112,15 +114,15 @@ def check_engine(
     plan: DataPlan,
     ranks: Ranks,
 ) -> None:
-    """Check the model's attention and a frozen output head with forward passes on random tokens;
-    called by all ranks.
+    """Check the model's attention and a frozen output head with forward passes on random tokens.
+    All ranks call it.
 
     Raises:
-        UserError: tokens attend to later ones, or packed examples to each other; or the model could
-            not learn to stop.
+        UserError: tokens attend to later tokens, or packed examples to each other; or the model
+            could not learn to stop.
     """
     tokens = ordinary_tokens(tokenizer)
-    # One at a time: where a rank has an error, no other may be in the next one's collectives.
+    # In separate calls: when a rank fails in a check, no other rank may have begun the next check.
     ranks.run_on_all(lambda: check_causal(engine, tokens))
     ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta.end_tokens))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
@@ -128,15 +130,15 @@ def check_engine(
 
 
 def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
-    """Apply model.activation_checkpointing, model.compile, and at ZeRO stage 3 gather blocks as a
-    whole, rather than with hooks of each of their modules; before deepspeed.initialize.
+    """Apply model.activation_checkpointing and model.compile to a model's blocks, and at ZeRO
+    stage 3 have each block gathered as a whole. To be called before deepspeed.initialize.
 
     Raises:
-        UserError: the model cannot have them.
+        UserError: the model does not support one of the two settings.
     """
     if options.activation_checkpointing:
         try:
-            with warnings.catch_warnings(action="ignore"):  # a newer name
+            with warnings.catch_warnings(action="ignore"):  # the method has a newer name
                 model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
@@ -148,9 +150,9 @@ def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
     for block in blocks if options.compile else ():
         block.compile(dynamic=True, recompile_limit=MAX_GRAPHS)
     if stage == 3 and blocks:
-        # ZeRO-3 reduces the gradients of a block once autograd has the gradient of its input. Where
-        # the input needs none, because everything before is frozen, it would reduce zeros; so the
-        # output of the embeddings is made to need one.
+        # ZeRO-3 reduces a block's gradients once autograd has the gradient of the block's input. If
+        # everything before the block is frozen, its input needs no gradient, and ZeRO-3 would
+        # reduce zeros. So the output of the embeddings is made to need a gradient.
         for block in blocks:
             set_z3_leaf_module(block, True)
         model.enable_input_require_grads()

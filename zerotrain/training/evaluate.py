@@ -1,5 +1,5 @@
-"""Evaluation on the held-out sets: the mean loss, and with eval.generate the answers to some
-questions and their score.
+"""Evaluation on the held-out sets: the mean loss, and with eval.generate answers to questions and
+their scores.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_o
 
 
 class Preempted(Exception):
-    """A rank was preempted during an evaluation; raised on all ranks at the same place."""
+    """A rank was preempted during an evaluation. All ranks raise it at the same point."""
 
 
 @dataclass(frozen=True)
 class HeldOutSets:
-    """The held-out sets of a run, and what it takes to evaluate on them."""
+    """The held-out sets of a run, with the model and the ranks that evaluate on them."""
 
     plans: dict[str, DataPlan]
-    """The plan of each set by its name, the first set first."""
+    """The plan of each set by the set's name, in the order of the config."""
     questions: dict[str, list[Question]]
-    """What the model is asked of each set: no question without eval.generate."""
+    """The questions from each set; empty lists without eval.generate."""
     max_new_tokens: int
     tokenizer: PreTrainedTokenizerBase
     engine: DeepSpeedEngine
@@ -39,11 +39,11 @@ class HeldOutSets:
 
     @torch.no_grad()
     def measure(self) -> tuple[dict[str, float], dict[str, list[dict]]]:
-        """Evaluate on all sets; called by all ranks.
+        """Evaluate on all sets. All ranks call it.
 
         Returns:
-            loss/NAME, perplexity/NAME and, with eval.generate, exact_match/NAME of each set; and
-            its answers, with their prompts and scores.
+            The metrics loss/NAME, perplexity/NAME and, with eval.generate, exact_match/NAME; and
+            each set's answers with their prompts and scores.
 
         Raises:
             Preempted: a rank was preempted meanwhile.
@@ -64,9 +64,10 @@ class HeldOutSets:
         return values, answers
 
     def _mean_loss(self, plan: DataPlan) -> float:
-        """Mean cross entropy, in nats per supervised token, over every example of `plan` exactly
-        once. All ranks take part in every micro-step, some with filler, because ZeRO-3 gathers
-        weights in the forward pass.
+        """Return the mean cross entropy over a set, in nats per supervised token.
+
+        Every example counts exactly once. All ranks take part in every micro-step, some with
+        filler, because ZeRO-3 gathers weights in the forward pass.
         """
         ranks = self.ranks
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -79,19 +80,19 @@ class HeldOutSets:
                     total += self.loss(self.engine, batch).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
-        # the ranks of a tensor-parallel group have each loss once more
+        # Each rank of a tensor-parallel group has the group's loss.
         return float(ranks.sum(total) / ranks.tensor / tokens)
 
     def _answers(self, questions: list[Question]) -> list[dict]:
-        """Prompt, expected answer, answer and score of each question, the same on all ranks.
+        """Return prompt, expected answer, answer and score of each question, the same on all ranks.
 
         Each replica answers its share, one prompt at a time: without padding, the answers do not
-        depend on the number of ranks. One without a prompt repeats the last one, because ZeRO-3
-        gathers the weights for all ranks at once.
+        depend on the number of ranks. A replica without a prompt repeats the last question, because
+        all ranks take part when ZeRO-3 gathers weights.
         """
         own = {}
         for first in range(0, len(questions), self.ranks.replicas):
-            self._check_preemption()  # by all ranks, which have equally many turns
+            self._check_preemption()  # all ranks have the same number of rounds
             number = min(first + self.ranks.replica, len(questions) - 1)
             prompt, expected = questions[number]
             ids = (prompt, self._without_end(expected), self._generate(prompt))
@@ -99,13 +100,15 @@ class HeldOutSets:
             texts = dict(zip(("prompt", "expected", "answer"), texts, strict=True))
             own[number] = {**texts, "score": exact_match(*texts.values())}
         self._check_preemption()
-        # where replicas have several ranks, or repeat the last one, the same answer comes twice
+        # Ranks of the same replica, and replicas that repeat a question, have the same answers.
         rows = dict(row for rank in self.ranks.gather_json(list(own.items())) for row in rank)
         return [rows[number] for number in range(len(questions))]
 
     def _generate(self, prompt: np.ndarray) -> list[int]:
-        """The token ids of a greedy answer, int [tokens]. It ends before an end token of the
-        model's generation config, or after eval.max_new_tokens.
+        """Return the token ids of a greedy answer to a prompt, int [tokens].
+
+        The answer ends before an end token of the model's generation config, or after
+        eval.max_new_tokens.
         """
         ids = torch.as_tensor(prompt, dtype=torch.int64, device=self.ranks.device)[None]
         answer = self.engine.module.generate(
@@ -114,12 +117,12 @@ class HeldOutSets:
             do_sample=False,
             num_beams=1,
             max_new_tokens=self.max_new_tokens,
-            synced_gpus=self.ranks.world_size > 1,  # ranks whose answer has ended wait for the rest
+            synced_gpus=self.ranks.world_size > 1,  # all ranks run until the last answer ends
         )
         return self._without_end(answer[0, ids.shape[1] :])
 
     def _without_end(self, ids: np.ndarray | torch.Tensor) -> list[int]:
-        """Ids, int [tokens], up to the first token at which generation stops."""
+        """Return the ids before the first token at which generation stops, of ids int [tokens]."""
         ends = np.atleast_1d(self.engine.module.generation_config.eos_token_id)
         return list(takewhile(lambda token: token not in ends, ids.tolist()))
 

@@ -1,4 +1,4 @@
-"""The update of a step, which is skipped if the gradient is not finite, and why."""
+"""The update of a step, which is skipped if the gradient is not finite, and the reason for it."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MAX_SKIPPED_IN_A_ROW = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """Why the update of a step was skipped."""
+    """The reason why the update of a step was skipped."""
 
     reason: str
     micro_batches: set[tuple[int, int]]
@@ -24,17 +24,18 @@ class Problem:
 def find_problem(
     loss: float, norm: float, micro_losses: torch.Tensor, ranks: Ranks, is_fp16: bool
 ) -> Problem | None:
-    """Why an update was skipped, the same on all ranks, which all call it; None if fp16 has skipped
-    it to find its loss scale.
+    """Return why an update was skipped, or None if fp16 has skipped it to find its loss scale.
+
+    All ranks call it and get the same result.
 
     Args:
-        loss: of the step, over all ranks.
-        norm: of the gradient over all ranks, before clipping.
-        micro_losses: this rank's, float64 [losses, micro-steps].
+        loss: the step's loss over all ranks.
+        norm: the gradient's norm over all ranks, before clipping.
+        micro_losses: this rank's losses, float64 [losses, micro-steps].
     """
     if is_fp16 and math.isfinite(loss):
         return None
-    # [micro-steps]: those in which a loss of this rank is not finite
+    # The micro-steps in which a loss of this rank is not finite.
     bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
     of_ranks = ranks.gather_json([(step, ranks.data_rank) for step in bad])
     pairs = {tuple(pair) for pairs in of_ranks for pair in pairs}
@@ -42,9 +43,11 @@ def find_problem(
 
 
 def apply_update(engine: DeepSpeedEngine, clipping: float) -> tuple[float, bool]:
-    """engine.step(): clip, update the weights, zero the gradients. DeepSpeed skips an update whose
-    gradient is not finite, except where it does not wrap the optimizer; there the norm and clipping
-    are computed here, too, in fp64 as under ZeRO. DeepSpeed's own norm is off by up to 1e-3 there.
+    """Clip the gradient, update the weights and zero the gradient, as engine.step() does.
+
+    DeepSpeed skips an update whose gradient is not finite, unless it does not wrap the optimizer.
+    Without a wrapper its norm is off by up to 1e-3, so norm and clipping are computed here, in fp64
+    as under ZeRO.
 
     Args:
         clipping: train.gradient_clipping.
@@ -56,7 +59,7 @@ def apply_update(engine: DeepSpeedEngine, clipping: float) -> tuple[float, bool]
         engine.step()
         is_applied = engine.was_step_applied()
         if not is_applied and getattr(engine.optimizer, "cpu_offload", False):
-            # stage 2: DeepSpeed keeps the gradients, and would add the next ones to NaN
+            # At stage 2 DeepSpeed keeps these gradients, and would add the next ones to NaN.
             engine.optimizer.averaged_gradients.clear()
         return float(engine.get_global_grad_norm()), is_applied
     trained = [p for p in engine.module.parameters() if p.grad is not None]
@@ -65,9 +68,9 @@ def apply_update(engine: DeepSpeedEngine, clipping: float) -> tuple[float, bool]
     is_finite = bool(norm.isfinite())
     if is_finite:
         if clipping:
-            # with the norm above, so that clipping follows from what is reported
+            # Clipping uses the norm that is reported.
             nn.utils.clip_grads_with_norm_(trained, clipping, norm.float())
         engine.step()
     else:
-        engine.zero_grad()  # or the next step would add to NaN
+        engine.zero_grad()  # otherwise the next step would add to NaN
     return float(norm), is_finite

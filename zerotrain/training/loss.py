@@ -1,5 +1,5 @@
-"""Cross entropy summed over supervised tokens, with logits for only those positions, a chunk at a
-time; and the router loss of a mixture of experts.
+"""Cross entropy summed over supervised tokens, with logits for their positions only, chunk by
+chunk; and the router loss of a mixture of experts.
 
 The order of calls in one micro-batch of S positions, n of which predict a target; hidden size h:
 
@@ -10,11 +10,11 @@ The order of calls in one micro-batch of S positions, n of which predict a targe
         head                         logits of the zeros; under ZeRO-3 its weights are gathered now
         compute()   after the head   _ChunkedLoss: loss and gradients of the n states, chunk by
                                      chunk, by head.forward; the head's output is zeros [1, 1, V]
-      loss + logits.sum()            adds 0: DeepSpeed needs a loss that hangs on engine's output
-    engine.backward(loss)            _ChunkedLoss hands on the gradients that it has computed
+      loss + logits.sum()            adds 0: DeepSpeed needs a loss with the graph of its output
+    engine.backward(loss)            _ChunkedLoss passes on the gradients that it has computed
 
-So logits [n, V] of the whole vocabulary V never exist, and the head's weights are used where ZeRO-3
-has gathered them, once per micro-batch; to call the head for each chunk would gather them again.
+So full logits [n, V] over the vocabulary V never exist. ZeRO-3 gathers the head's weights once per
+micro-batch, and they are used there; calling the head for each chunk would gather them again.
 """
 
 from collections.abc import Callable
@@ -33,32 +33,35 @@ from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits
 
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Most targets whose logits exist at a time. Each chunk reads and writes the sum of the head's
-gradients: on a GPU larger ones cost less.
+"""Most targets whose logits exist at the same time. Each chunk reads and writes the sum of the
+head's gradients, so on a GPU larger chunks cost less.
 """
-CHUNK_LOGITS = 2**28  # at a time: with their gradients 3 GiB
+CHUNK_LOGITS = 2**28
+"""Most logits that exist at the same time: with their gradients 3 GiB."""
 LOGIT_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,  # Gemma
     "logits_scaling": torch.div,  # Granite
     "logit_scale": torch.mul,  # Cohere
     "lm_head_multiplier": torch.mul,  # Falcon-H1
 }
-"""What models do to the logits of their output head, by the config key of the number."""
+"""The functions that models apply to the logits of their output head, by the config key of the
+number.
+"""
 
 
 class MicroLoss(NamedTuple):
-    """Losses of one micro-batch, float32 scalars. A constant one has no autograd graph."""
+    """Losses of one micro-batch, float32 scalars. A constant router loss has no autograd graph."""
 
     cross_entropy: torch.Tensor
     """Sum of -log p(target)."""
     router: torch.Tensor
-    """Load-balancing loss of the experts, without its coefficient, times the number of tokens
-    (without padding) that it is a mean over; 0 if the model's config does not ask for it.
+    """Load-balancing loss of the experts, without its coefficient, times the number of tokens that
+    it averages over (without padding). 0 if the model's config does not ask for it.
     """
 
 
 def chunk_size(device: str, vocabulary: int) -> int:
-    """Targets whose logits, of a vocabulary of that size, exist at a time on cpu or cuda."""
+    """Return how many targets have logits at the same time, on cpu or cuda."""
     return min(CHUNK_TOKENS[device], CHUNK_LOGITS // vocabulary)
 
 
@@ -70,11 +73,11 @@ class SupervisedLoss:
         model: nn.Module,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """To be called after deepspeed.initialize, since tensor parallelism replaces the head.
+        """Call it after deepspeed.initialize, since tensor parallelism replaces the head.
 
         Args:
             model: the Hugging Face model itself, not the engine around it.
-            sequence_group: the ranks that get the other parts of a micro-batch.
+            sequence_group: the ranks that get the other slices of a micro-batch.
         """
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
@@ -91,7 +94,7 @@ class SupervisedLoss:
         Returns:
             Why the loss needs full logits, or has no fast kernel on CUDA; None if neither.
         """
-        # Neither a scale nor a soft cap leaves a 2 as it is. Any ids do: their logits are replaced.
+        # Scales and soft caps change a 2. The ids do not matter, since their logits are replaced.
         ids = torch.zeros(1, 20, dtype=torch.int64)
         with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
             final = compute_logits(engine, ids)
@@ -117,7 +120,7 @@ class SupervisedLoss:
         batch: MicroBatch,
         at_head: Callable[[], None] = lambda: None,
     ) -> MicroLoss:
-        """The losses, with a graph even if the micro-batch has no target.
+        """Compute the losses of a micro-batch, with a graph even if it has no target.
 
         Args:
             engine: the engine (or the model) to call.
@@ -130,13 +133,13 @@ class SupervisedLoss:
 
         def select(_head: nn.Module, args: tuple) -> tuple:
             hidden.append(args[0].flatten(0, 1).index_select(0, batch.positions))  # [n, h]
-            # It needs a gradient, by which ZeRO-3 knows that the backward pass of the head is done.
+            # By the zeros' gradient ZeRO-3 knows that the backward pass of the head is done.
             size = (1, 1, hidden[0].shape[-1])
             return (hidden[0].new_zeros(size, requires_grad=torch.is_grad_enabled()), *args[1:])
 
         def compute(head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
-            # Arguments, since autograd gives a function gradients of nothing else; none in an
-            # evaluation, where a function cannot see by itself that no gradient is needed.
+            # Weights are arguments because autograd only asks for gradients of arguments. There
+            # are none in an evaluation: the function then knows that it needs no gradient.
             weights = [p for p in head.parameters() if torch.is_grad_enabled() and p.requires_grad]
             at_head()
             loss, zeros = _ChunkedLoss.apply(
@@ -148,14 +151,14 @@ class SupervisedLoss:
             return zeros
 
         with ExitStack() as stack:
-            inputs = stack.enter_context(attend_within(self._model, batch, self._sequence_group))
+            inputs = stack.enter_context(attend_within(batch, self._sequence_group))
             if not self._takes_full_logits:
-                # the first of all hooks: `compute` runs before ZeRO-3 releases the weights
+                # With prepend, `compute` runs before ZeRO-3's hook that releases the weights.
                 stack.enter_context(self._head.register_forward_pre_hook(select, prepend=True))
                 stack.enter_context(self._head.register_forward_hook(compute, prepend=True))
             out = engine(input_ids=batch.input_ids, use_cache=False, **inputs)
         if losses:
-            loss = losses[0] + out.logits.sum()  # of zeros, but with the engine's graph
+            loss = losses[0] + out.logits.sum()  # adds 0, with the graph of the engine's output
         else:
             at_head()
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
@@ -166,12 +169,12 @@ class SupervisedLoss:
         tokens = batch.input_ids.numel()
         if batch.attention_mask is not None:
             tokens = batch.attention_mask.sum()  # without padding
-        if len(batch.targets) == 0:
-            tokens = 0  # filler: any example has a target
+        if len(batch.targets) == 0:  # filler, since every example has a target
+            tokens = 0
         return MicroLoss(loss, router.float() * tokens)
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model returns for these logits of its head."""
+        """Return the model's logits for the logits of its head."""
         config = self._model.config.get_text_config()
         for name, function in LOGIT_FUNCTIONS.items():
             value = getattr(config, name, None)
@@ -179,13 +182,15 @@ class SupervisedLoss:
         return logits
 
     def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of some positions, from the head's input, [positions, h]."""
+        """Return the loss of some positions from the head's input, [positions, h]."""
         logits = self._finish(self._head.forward(hidden[None]))
         return self._sum_cross_entropy(logits.squeeze(0), targets)
 
     def _sum_cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of logits [positions, V], in fp32. On CUDA by a kernel that reads the logits
-        once in each direction; on CPU torch's own takes .6 of its time.
+        """Return the loss of logits [positions, V], in fp32.
+
+        On CUDA a kernel reads the logits once in each direction. On CPU torch's own function takes
+        0.6 of the time of DeepSpeed's.
         """
         if logits.is_cuda:
             return chunked_cross_entropy(logits, targets, reduction="sum", backend=self._backend)
@@ -195,11 +200,11 @@ class SupervisedLoss:
 class _ChunkedLoss(torch.autograd.Function):
     """A loss summed over positions, with the logits of one chunk at a time.
 
-    The gradients are computed chunk by chunk in the forward pass, as in Liger Kernel
-    (arXiv:2410.10989), and multiplied by that of the loss in the backward pass. Those of the head's
-    parameters are summed in fp32, whatever their type.
+    The forward pass computes the gradients chunk by chunk, as in Liger Kernel (arXiv:2410.10989).
+    The backward pass multiplies them by the gradient of the loss. The gradients of the head's
+    parameters are summed in fp32, whatever type the parameters have.
 
-    Returns the loss, and zeros in place of the head's output: ZeRO-3's hook on that output gathers
+    Returns the loss, and zeros instead of the head's output. ZeRO-3's hook on that output gathers
     the weights before this function's backward pass, which waits for the gradients of both.
     """
 
@@ -221,7 +226,7 @@ class _ChunkedLoss(torch.autograd.Function):
         of_hidden = []
         of_weights = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
         for part, its_targets in chunks:  # [chunk, h] and [chunk]
-            # cut off, so that the graph of a chunk, with its logits, is freed before the next one
+            # Detached, so that the graph of a chunk, with its logits, is freed before the next.
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 loss = loss_of(part, its_targets)
@@ -230,7 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
             of_hidden.append(of_part)
             for gradient, other in zip(of_weights, others, strict=True):
                 gradient.add_(other)
-        # In fp32, since in bf16 the gradient of the loss itself would be rounded, by up to .4 %.
+        # In fp32, since in bf16 the gradient of the loss would be rounded too, by up to 0.4%.
         ctx.gradients = [torch.cat(of_hidden).float(), *of_weights]
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *weights)]
         ctx.of_input = torch.zeros_like(head_input)
@@ -239,13 +244,13 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor, _of_logits: torch.Tensor) -> tuple[Any, ...]:
-        # in place, since the gradients are of no use afterwards
+        # In place, since nothing uses the gradients afterwards.
         scaled = [g.mul_(of_loss).to(d) for g, d in zip(ctx.gradients, ctx.dtypes, strict=True)]
         return (None, None, None, None, ctx.of_input, *scaled)
 
 
 def _router_coefficient(model: nn.Module) -> float:
-    """transformers' coefficient of a model's router loss; 0 if the config asks for none."""
+    """Return the coefficient of a model's router loss; 0 if its config asks for none."""
     text = model.config.get_text_config()
     if not getattr(text, "output_router_logits", False):
         return 0.0

@@ -17,9 +17,10 @@ LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with decay, biases and norms (one dimension) without.
+    """Return two groups of trained parameters: matrices, with weight decay; biases and norms (one
+    dimension), without.
 
-    Their learning rate is 0 until the first step sets it; see reset_update_count.
+    Their learning rate is 0 until the first step sets it: see reset_update_count.
     """
     matrices, vectors = [], []
     for p in model.parameters():
@@ -38,17 +39,17 @@ def reset_update_count(optimizer: torch.optim.Optimizer) -> None:
     """Set Adam's count of updates to 0.
 
     To allocate optimizer state, DeepSpeed's wrappers for stage 0 in 16 bits and for stage 1 in bf16
-    run an update on zero gradients. With a learning rate of 0 it does not change the weights, but
-    it increments the count, and bias correction makes the first real update 26 % too small.
+    run an update on zero gradients. With a learning rate of 0 it does not change the weights. But
+    it increments the count, and bias correction would make the first real update 26% too small.
     """
     for state in [*optimizer.state.values(), *optimizer.param_groups]:
-        if "step" in state:  # a tensor in torch's Adam, a number in DeepSpeed's
+        if "step" in state:  # a tensor in torch's Adam, a number in DeepSpeed's Adam
             state["step"] *= 0
 
 
 class Schedule(NamedTuple):
-    """The learning rate of a run as a function of the optimizer step alone, so that a resumed run
-    uses the rate of its current config.
+    """The learning rate of a run. It depends on the optimizer step only, so a resumed run uses the
+    rate of its current config.
     """
 
     peak: float
@@ -57,32 +58,33 @@ class Schedule(NamedTuple):
     total_steps: int
     """Optimizer steps of the whole run."""
     rate: Callable[[int], float]
-    """Learning rate of the step that follows so many global steps."""
+    """rate(k): learning rate of step k + 1."""
 
 
 def scaled_learning_rate(train: TrainConfig, mean_batch: float) -> float:
-    """learning_rate * (mean batch / reference global batch) ** p.
+    """Return learning_rate * (mean batch / reference global batch) ** p.
 
     p = 1 is the linear rule for SGD (Goyal et al. 2017, arXiv:1706.02677), p = 0.5 the square-root
     rule for Adam (Malladi et al. 2022, arXiv:2205.10287), and p = 0 applies no scaling.
 
     Args:
-        mean_batch: DataPlan.mean_batch, in examples or tokens, as the reference global batch.
+        mean_batch: DataPlan.mean_batch, in the unit of the reference global batch: examples or
+            tokens.
     """
     scale = mean_batch / (train.reference_global_batch or mean_batch)
     return train.learning_rate * scale ** LR_SCALING_POWER[train.lr_scaling]
 
 
 def warmup_steps(train: TrainConfig, mean_examples: float) -> int:
-    """Optimizer steps closest to train.warmup_examples: at least one, or 0 without warm-up."""
+    """Return train.warmup_examples in optimizer steps: at least 1, or 0 without warm-up."""
     if train.warmup_examples == 0:
         return 0
     return max(1, math.floor(train.warmup_examples / mean_examples + 0.5))
 
 
 def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
-    """The schedule of a run over `plan`, which may begin in the middle of an epoch that was started
-    with another plan.
+    """Return the schedule of a run over `plan`, which may begin in the middle of an epoch that was
+    started with a different plan.
 
     Raises:
         UserError: train.lr_schedule_args does not fit train.lr_schedule.
@@ -94,24 +96,25 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
     warmup = warmup_steps(train, plan.mean_examples)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
     of_deepspeed = vars(lr_schedules).get(train.lr_schedule)
-    # The first update of a transformers warm-up has a rate of 0. Skip it, so that step k (from 1)
-    # of w warm-up steps runs at k/w of the peak. DeepSpeed's schedulers are kept as they are.
+    # The first update of a transformers warm-up has a rate of 0. It is skipped, so that step k
+    # (from 1) of a warm-up of w steps runs at k/w of the peak. DeepSpeed's schedulers stay as they
+    # are.
     shift = 1 if warmup and not of_deepspeed else 0
     shift += plan.step_shift if train.steps is None else 0
     try:
         if of_deepspeed:
-            known = {  # what Trainer fills in
+            known = {  # Trainer sets these
                 "warmup_max_lr": peak,
                 "warmup_num_steps": max(1, warmup),
                 "total_num_steps": steps + shift,
-                "last_batch_iteration": 0,  # else it warns that it has not begun
+                "last_batch_iteration": 0,  # without it, a warning that the schedule has not begun
             }
             taken = known.keys() & signature(of_deepspeed).parameters
             own = {name: known[name] for name in taken}
             scheduler = of_deepspeed(optimizer, **own, **train.lr_schedule_args)
 
             def factor(step: int) -> float:
-                # It moves on after each update, the first one included: two have its first rate.
+                # Trainer moves the scheduler after each update, so two updates have its first rate.
                 scheduler.step(max(0, step - 1))
                 return optimizer.param_groups[0]["lr"] / peak
 
@@ -124,10 +127,10 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
                 scheduler_specific_kwargs=train.lr_schedule_args,
             ).lr_lambdas
         for step in (0, warmup, steps - 1):
-            factor(step + shift)  # to check it
+            factor(step + shift)  # raises an error now instead of in that step
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(
             f"train.lr_schedule_args: {train.lr_schedule} cannot use {train.lr_schedule_args}: "
-            f'{describe(error)}; of a scheduler in ds_config, set what train decides to "auto"'
+            f'{describe(error)}; in a scheduler of ds_config, set to "auto" what train decides'
         ) from error
     return Schedule(peak, warmup, steps, lambda step: peak * factor(step + shift))

@@ -1,4 +1,4 @@
-"""The line of a run that is out of memory: which rows, and what to set."""
+"""The error line of a run that is out of memory: which rows, and what to set."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,15 +9,16 @@ import numpy as np
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.runtime.errors import UserError, first_of
 
-OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")  # in the errors of CUDA and of the CPU
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
+"""Text of the errors of CUDA, and of the CPU."""
 
 
 @contextmanager
 def explain_out_of_memory(describe: Callable[..., str], *arguments: Any) -> Iterator[None]:
-    """Raise UserError where the GPU, or the CPU's memory, does not hold something.
+    """Raise UserError if the work inside `with` runs out of GPU or CPU memory.
 
     Args:
-        describe: says what it is and what to do, from the arguments.
+        describe: called with the arguments; says what did not fit and what to do.
     """
     try:
         yield
@@ -28,10 +29,10 @@ def explain_out_of_memory(describe: Callable[..., str], *arguments: Any) -> Iter
 
 
 def describe_micro_batch(plan: DataPlan, examples: np.ndarray) -> str:
-    """The rows of a micro-batch that does not fit, and what to do.
+    """Name the rows of a micro-batch that does not fit, and what to do.
 
     Args:
-        examples: of the micro-batch, int64 [examples], the longest first.
+        examples: the micro-batch's examples, int64 [examples], the longest first.
     """
     tokens = plan.budget.micro_batch_tokens
     rows = [
@@ -39,10 +40,10 @@ def describe_micro_batch(plan: DataPlan, examples: np.ndarray) -> str:
         for example in dict.fromkeys(examples.tolist())
     ]
     smaller = plan.with_budget(tokens // 2).budget.micro_batch_tokens
-    cure = "set model.activation_checkpointing true, or lower data.max_length"
+    fix = "set model.activation_checkpointing to true, or lower data.max_length"
     if smaller < tokens:
-        cure = (
+        fix = (
             f"data.micro_batch_tokens is {tokens:,}: set it to {smaller:,}, which changes neither "
-            f"steps nor losses; if that is not enough, {cure}"
+            f"steps nor losses; if that is not enough, {fix}"
         )
-    return f"a micro-batch of {first_of(rows)}; {cure}"
+    return f"a micro-batch of {first_of(rows)}; {fix}"
