@@ -1,4 +1,4 @@
-"""Model FLOPs against what torch counts.    pytest tests/model/test_flops.py"""
+"""Model FLOPs equal torch's count.    pytest tests/model/test_flops.py"""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def counted_by_torch(architecture, options) -> float:
 
 
 def counted_here(architecture, options) -> float:
-    """With the whole square too, and all tokens supervised."""
+    """The same with count_flops: the whole square of scores, and all tokens supervised."""
     flops, tokens = flops_of(options, architecture), EXAMPLES * LENGTH
     return tokens * (flops.token + flops.supervised_token + LENGTH * flops.pair)
 
@@ -65,7 +65,7 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     architecture = FAMILIES["llama"]
     layer = flops_of(ModelConfig("", trainable=[r"layers\.1\."]), architecture)
     whole = flops_of(ALL, architecture)
-    of_layer = 6 * 2 * 32 * (32 + 16) + 6 * 3 * 32 * 48  # whole; of three layers
+    of_layer = 6 * 2 * 32 * (32 + 16) + 6 * 3 * 32 * 48  # for a trained layer
     assert whole.token == 3 * of_layer
     assert layer.token == of_layer / 6 * (4 + 6 + 4)
     adapters = flops_of(ModelConfig("", lora=LoraConfig(r=4)), architecture)

@@ -1,4 +1,4 @@
-"""What is taken from the hub, and code that comes with models.    pytest tests/model/test_hub.py"""
+"""Models and data of the hub, and code that comes with models.    pytest tests/model/test_hub.py"""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20
 
 @pytest.fixture
 def hub(tmp_path, tiny_model, chat_rows):
-    """Environment variables of a cache with the model org/tiny and the data set org/rows."""
+    """Return variables that name a cache with the model org/tiny and the data set org/rows."""
     import datasets
 
     repo = tmp_path / "hub" / "models--org--tiny"
@@ -70,8 +70,8 @@ def test_a_tokenizer_in_which_rust_panics_is_one_line(tiny_model, tmp_path):
         ({"data__train_sources": [{"hub": "org/nothing"}]}, 503, 1),
     ],
 )
-def test_a_hub_that_does_not_answer_is_a_failure_and_no_mistake(tiny_config, changes, answer, code):
-    """So launchers start the run again. Without network the model's client would try for 23 s."""
+def test_a_silent_hub_is_a_failure_that_launchers_retry(tiny_config, changes, answer, code):
+    """Without network the model's client would try for 23 s."""
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self):
@@ -107,7 +107,7 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
     assert "resuming from" in again.output
 
 
-def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
+def test_a_cached_commit_that_differs_from_the_configs_is_refused(hub, monkeypatch):
     """Without network `datasets` takes the newest commit that it has."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path(hub["HF_DATASETS_CACHE"]))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -120,7 +120,7 @@ def test_another_commit_than_the_one_asked_for_is_refused(hub, monkeypatch):
 def test_code_that_comes_with_a_model_never_runs_nor_asks(
     tmp_path, tiny_config, tiny_model, monkeypatch
 ):
-    """Standard input is a terminal's, where transformers would ask."""
+    """transformers would ask if standard input were a terminal."""
     folder = copy_with_code(tiny_model, tmp_path / "evil", tmp_path / "ran")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     config = read_config(tiny_config(model=folder))

@@ -1,9 +1,8 @@
-"""Pretrained weights: what is missing, left over or of another shape is said before any step.
+"""Missing, unused and misshapen pretrained weights are reported before the first step.
 pytest tests/model/test_loading.py
 """
 
 import json
-import re
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ NORM, HEAD, GATE = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.ga
 
 
 def save_model(folder, config=None, **options):
-    """A folder with random weights of a small Llama, or of another architecture."""
+    """Save random weights of a small Llama, or of another architecture, in a folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES))
     model.save_pretrained(folder, **options)
@@ -41,7 +40,7 @@ def edit_weights(folder, change):
 
 @pytest.fixture
 def check(tiny_config):
-    """Loads the model of a folder."""
+    """A function that loads the model of a folder."""
 
     def of(folder):
         config = read_config(tiny_config(model=folder, train__precision="fp32"))
@@ -59,24 +58,22 @@ def refusal(check, folder):
 
 
 WRONG = {
-    "one removed": (lambda t: t.pop(NORM), f"no weights for 1 of .*: {NORM}"),
-    "head of an untied model": (lambda t: t.pop(HEAD), f"no weights for 1 .*: {HEAD}"),
-    "shape": (
-        lambda t: t.update({GATE: t[GATE][:40].clone()}),
-        rf"{GATE} has shape \[40, 32\] in its files, but \[48, 32\] in its config.json",
-    ),
+    NORM: lambda tensors: tensors.pop(NORM),
+    HEAD: lambda tensors: tensors.pop(HEAD),
+    GATE: lambda tensors: tensors.update({GATE: tensors[GATE][:40].clone()}),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_weights_that_do_not_fit_are_refused_by_name(name, check, tmp_path):
-    change, problem = WRONG[name]
     folder = save_model(tmp_path / "model")
     check(folder)
-    assert re.search(problem, refusal(check, edit_weights(folder, change)))
+    assert f"for 1 of the model's tensors: {name};" in refusal(
+        check, edit_weights(folder, WRONG[name])
+    )
 
 
-def test_fewer_layers_than_the_files_have_are_asked_for(check, tmp_path):
+def test_a_config_with_fewer_layers_than_the_files_is_refused(check, tmp_path):
     folder, smaller = save_model(tmp_path / "model"), tmp_path / "smaller"
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
@@ -90,13 +87,13 @@ def test_a_folder_without_weights_or_tokenizer_says_what_it_lacks(check, tmp_pat
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 8\n"
     (folder / "model.safetensors").write_text(pointer)
     assert "model.safetensors is a pointer of Git LFS" in refusal(check, folder)
-    for model in ("llama", "qwen2"):  # of which transformers makes none, and an empty one
+    for model in ("llama", "qwen2"):  # transformers makes no tokenizer, and an empty one
         folder = tmp_path / model
         AutoConfig.for_model(model).save_pretrained(folder)
         assert "model.tokenizer" in refusal(lambda f: load_tokenizer(ModelConfig(str(f))), folder)
 
 
-def test_what_is_left_over_is_one_line(check, tmp_path, capsys):
+def test_unused_weights_are_one_line(check, tmp_path, capsys):
     folder = save_model(tmp_path / "model")
     value_head = {"v_head.summary.weight": torch.ones(1, 32)}
     check(edit_weights(folder, lambda t: t.update(value_head)))
@@ -118,7 +115,7 @@ def test_files_of_every_kind_are_read(check, tmp_path):
     refusal(check, edit_weights(experts, lambda t: t.pop(expert)))
 
 
-def test_a_head_of_its_own_contradicts_a_tie(check, tmp_path):
+def test_a_different_head_contradicts_a_tie(check, tmp_path):
     """transformers trains that head, and under ZeRO-3 the embeddings instead."""
     folder = save_model(tmp_path / "tied", TIED)
     edit_weights(folder, lambda t: t.update({HEAD: t[EMBEDDINGS] + 1}))

@@ -1,4 +1,4 @@
-"""Which models are accepted: weights, causality, sizes.    pytest tests/model/test_model.py"""
+"""Models that are refused: causality, sizes, output heads.    pytest tests/model/test_model.py"""
 
 import copy
 
@@ -94,7 +94,7 @@ HARD = [*REFUSED, "gemma4", "gemma4_text", "gemma4_unified_text", "dots3_note_te
 
 @pytest.mark.parametrize("family", [f for f in HARD if f in CONFIG_MAPPING_NAMES])
 def test_every_family_has_sizes_or_one_line(family, tiny_config, sample_tokenizer):
-    """No exception but UserError, whatever attributes a config has."""
+    """UserError is the only exception, whatever attributes a config has."""
     architecture = AutoConfig.for_model(family)
     config = read_config(tiny_config(data__max_length=64))
     try:

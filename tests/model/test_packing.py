@@ -66,14 +66,14 @@ def make(architecture, attention=None):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_examples_equal_each_alone(name, checkpointing):
-    """Logits and gradients in fp32, with the windows shorter than the examples."""
+    """Compare logits and gradients in fp32, with windows shorter than the examples."""
     own = make(FAMILIES[name])
     ours = make(FAMILIES[name], PACKED_EXAMPLES)
     lengths = [12, 7, 1, 15]
     ids = torch.randint(3, 320, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
     if checkpointing:
-        ours.gradient_checkpointing_enable({"use_reentrant": False})
+        ours.activation_checkpointing_enable({"use_reentrant": False})
     ours.train()
     batch = MicroBatch.of(ids.numpy(), ids.numpy() < 0, position_ids=position_ids.numpy())
     with attend_within(batch) as inputs:
@@ -95,7 +95,7 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
 
 
 def attend(window, device, dtype, size):
-    """The output of attention with two heads per key, and the gradients of its inputs."""
+    """Return the output of attention with two heads per key, and the gradients of its inputs."""
     lengths = [12, 7, 1, 150]
     generator = torch.Generator().manual_seed(0)
     layer = make(LLAMA, PACKED_EXAMPLES).model.layers[0].self_attn
@@ -103,7 +103,7 @@ def attend(window, device, dtype, size):
         torch.randn(1, heads, 170, size, generator=generator).to(device, dtype).requires_grad_()
         for heads in (4, 2, 2)
     ]
-    scale = 1.2 * size**-0.5  # not the default, 1 * size**-0.5
+    scale = 1.2 * size**-0.5  # differs from the default, size**-0.5
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     examples = packing.Examples(lengths, ends, None, window)
     output, _ = packing.packed_attention(layer, *states, examples, scaling=scale)
@@ -134,7 +134,7 @@ def test_the_varlen_kernel_equals_attention_per_example(window, dtype, size, mon
 @pytest.fixture
 def resolve(tiny_config):
     def resolve(architecture, machine=CPU, sequence=1, **options):
-        """batching, attention implementation and reason"""
+        """Return batching, attention implementation and reason."""
         config = read_config(tiny_config(**{"train__precision": "fp32", **options}))
         skeleton = meta_model(copy.deepcopy(architecture), False)
         resolved, why = resolve_batching(config, skeleton, machine, sequence)

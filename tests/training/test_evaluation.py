@@ -13,7 +13,9 @@ from harness.runs import logged, read_metrics
 from zerotrain.data.questions import exact_match
 
 
-def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, tmp_path, chat_rows):
+def test_one_and_two_ranks_measure_the_same_losses_and_answers(
+    forks, tiny_config, tmp_path, chat_rows
+):
     short = sorted(chat_rows, key=lambda row: len(json.dumps(row)))
     sets = {
         "first": [str(write_rows(tmp_path / "first.jsonl", chat_rows[:9]))],
@@ -43,7 +45,7 @@ def test_the_same_numbers_and_texts_on_any_number_of_ranks(forks, tiny_config, t
 
 
 def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
-    """One short row, many times: exact match goes from 0 to 1."""
+    """Training on one short row, many times, raises exact match from 0 to 1."""
     row = min(chat_rows, key=lambda row: len(json.dumps(row)))
     one, same = (str(write_rows(tmp_path / name, [row])) for name in ("one.jsonl", "same.jsonl"))
     config = tiny_config(
@@ -58,8 +60,8 @@ def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
 
 
 def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
-    """One of two ranks: all stop after the same token, save, and the resumed run begins with the
-    evaluation.
+    """One of two ranks is preempted. Both stop after the same token and save. The resumed run
+    begins with the evaluation.
     """
     one = str(write_rows(tmp_path / "one.jsonl", chat_rows[:1]))
     config = tiny_config(
@@ -68,7 +70,7 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     )  # fmt: skip
     process, folder = forks.start(config, ranks=2), tmp_path / "run"
     process.until(lambda: len(logged(folder)) == 2)
-    time.sleep(0.1)  # the evaluation of one row takes a hundredth
+    time.sleep(0.1)  # the loss on one row takes 0.01 s
     process.kill(1, signal.SIGTERM)
     finished = process.wait(75)
     assert "preempted: step 2, " in finished.output, finished.output

@@ -1,4 +1,4 @@
-"""Steps that must not spoil the weights.    pytest tests/training/test_guard.py"""
+"""Steps with a bad gradient leave the weights alone.    pytest tests/training/test_guard.py"""
 
 import json
 import re
@@ -36,7 +36,7 @@ def chat(question, answer, *before):
 
 ROWS = [chat("Say it.", "So it is said.")] * 30
 ROWS[11] = chat("Say it.", "So it is said.", {"role": "system", "content": "Be brief."})
-"""One of them gives a loss that is not finite."""
+"""Row 12 gives a loss that is not finite."""
 
 LAYOUTS = {
     "zero0 fp32": ("zero0", "fp32"),
@@ -47,7 +47,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_model, layout):
-    """Neither weights nor the optimizer's state change in its step, and only there."""
+    """Weights and optimizer state change in every step but the bad row's."""
     name, precision = LAYOUTS[layout]
     config = tiny_config(
         model=poisoned_model, ds_config=strategy(tmp_path, name),
@@ -77,8 +77,8 @@ def examples_of(plan, step):
 def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(
     forks, left_running, tiny_config, tmp_path
 ):
-    """A learning rate that overflows fp32 in the first step, at stage 0, where DeepSpeed itself
-    would apply such gradients.
+    """The learning rate overflows fp32 in the first step, at stage 0, where DeepSpeed itself would
+    apply such gradients.
     """
     config = tiny_config(
         data__eval_sources=None, train__learning_rate=1e30, train__lr_schedule="constant",

@@ -54,7 +54,7 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch)
     monkeypatch.setitem(CHUNK_TOKENS, "cpu", chunk_tokens)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
-    for parameter in model.parameters():  # logits where soft caps matter
+    for parameter in model.parameters():  # large logits, which soft caps change
         nn.init.normal_(parameter, std=0.2)
     batch = micro_batch(packed=False)
     plain = plain_loss(model, batch)
@@ -87,7 +87,7 @@ def test_filler_has_no_router_loss():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Most elements of a tensor that exists while it is active."""
+    """Records the size of the largest tensor that is made while it is active."""
 
     elements = 0
 
@@ -99,7 +99,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_has_full_logits(monkeypatch):
-    """400 targets x 512 words."""
+    """The full logits would be 400 targets x 512 words."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 512}, max_position_embeddings=512)
     ids = np.random.default_rng(0).integers(3, 64, (1, 401))
     is_target = np.arange(401)[None] > 0

@@ -40,7 +40,7 @@ def test_every_schedule_warms_up_and_wastes_no_update(name):
 
 @pytest.mark.parametrize("scaling, factor", [("none", 1), ("sqrt", 2**0.5), ("linear", 2)])
 def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch(scaling, factor):
-    """With a global batch in tokens, of which a step has a little less than was asked for."""
+    """The global batch is in tokens. Steps have a little less than the config asks for."""
     batch = {"global_batch_size": None, "global_batch_tokens": 1000}
     train = dataclasses.replace(
         TRAIN, **batch, lr_schedule="linear", lr_scaling=scaling, reference_global_batch=450
@@ -54,7 +54,7 @@ def test_warm_up_is_in_examples_and_the_rate_follows_the_mean_batch(scaling, fac
     ("WarmupLR", {}), ("WarmupDecayLR", {"warmup_max_lr": 1e-3, "total_num_steps": 20}),
     ("WarmupCosineLR", {"total_num_steps": 20}),
 ])  # fmt: skip
-def test_a_scheduler_of_deepspeed_has_the_rates_that_it_has_under_trainer(name, own):
+def test_a_deepspeed_scheduler_has_the_same_rates_as_under_trainer(name, own):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
     theirs = getattr(lr_schedules, name)(optimizer, warmup_num_steps=4, **own)
     ours = schedule(name)
@@ -68,7 +68,7 @@ def test_a_scheduler_of_deepspeed_has_the_rates_that_it_has_under_trainer(name, 
 def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():
     short, long = schedule("linear", 6), schedule("linear", 9)
     assert short.rate(6) == 0 and long.rate(6) == pytest.approx(1e-3 * 3 / (9 + 1 - 4))
-    # 3 steps more came before, in another batch
+    # The epoch began with a different batch, in which 3 more steps were taken.
     plan = SimpleNamespace(mean_batch=10, mean_examples=10, steps_per_epoch=12, step_shift=3)
     train = dataclasses.replace(TRAIN, steps=None, epochs=1, lr_schedule="linear")
     assert make_schedule(train, plan).rate(6) == schedule("linear", 12).rate(9)

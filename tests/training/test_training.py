@@ -1,4 +1,4 @@
-"""train.py on real processes against a plain torch loop.
+"""train.py in real processes equals a plain torch loop.
 pytest tests/training/test_training.py"""
 
 import json
@@ -32,7 +32,7 @@ def large_vocabulary(tmp_path_factory, sample_tokenizer):
     return save_tiny_llama(folder, sample_tokenizer, vocabulary=8192, hidden_size=128)
 
 
-# strategy, ranks, tokens of a micro-batch, batching, activation checkpointing
+# Strategy, ranks, tokens of a micro-batch, batching, activation checkpointing.
 LAYOUTS = [
     ("zero0", 1, 1024, "bucketed", False),
     ("zero1", 2, 300, "packed", False),
@@ -83,14 +83,14 @@ def test_equals_a_plain_loop(
 def test_norm_and_clipping_are_exact_for_a_million_weights(
     forks, tiny_config, tmp_path, sample_tokenizer, large_vocabulary, stage
 ):
-    """A sum in fp32 over the gradient of such a vocabulary is off by 5e-5."""
+    """An fp32 sum over the gradient of such a vocabulary would be off by 5e-5."""
     config = tiny_config(
         model=large_vocabulary, data__micro_batch_tokens=4096,
         train__steps=2, ds_config=strategy(tmp_path, f"zero{stage}"),
     )  # fmt: skip
     forks.finish(config, ranks=2)
     plain = plainly(config, sample_tokenizer)
-    assert min(plain.grad_norms) > 0.5  # so that it is clipped
+    assert min(plain.grad_norms) > 0.5  # so the gradient is clipped
     assert_same(tmp_path / "run", plain)
     assert_same_weights(export(tmp_path / "run", tmp_path / "hf"), plain)
 
@@ -109,7 +109,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     forks, tiny_config, tmp_path, plain_once, precision, name, loss_error, norm_error
 ):
     """Four optimizer wrappers of DeepSpeed. fp16 at stage 0 is refused: test_config.py."""
-    # from 16 on it would skip updates at first
+    # With 16 or more it would skip the first updates.
     ds_config = strategy(tmp_path, name, {"fp16.initial_scale_power": 8})
     config = tiny_config(
         data__micro_batch_tokens=300, train__precision=precision, ds_config=ds_config
@@ -138,7 +138,7 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     forks, tiny_config, tmp_path, tiny_model_with_dropout, sample_tokenizer, stage, how
 ):
-    """The run is killed between two checkpoints; or one of two ranks is preempted and both save."""
+    """A run is killed between two checkpoints, or one of two ranks is preempted and both save."""
     config = tiny_config(
         model=tiny_model_with_dropout,
         ds_config=f"ds_configs/zero{stage}.json",
@@ -155,19 +155,18 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
         process.kill(0)
     assert process.wait().code != 0
     done = read_metrics(cut)[-1]["step"]
-    assert 10 <= done < 24  # it was stopped in the middle
+    assert 10 <= done < 24
     if how == "preempted":
         assert checkpoints(cut)[-1].name == f"step_{done:08d}"
 
     finished = forks.finish(config, "--output_dir", cut, ranks=2)
     assert "resuming from" in finished.output
     lines = [determined(folder) for folder in (whole, cut)]
-    assert lines[0] == lines[1] and len(lines[0]) == 24  # each step once, each number the same
+    assert lines[0] == lines[1] and len(lines[0]) == 24
     evals = [[e["eval_loss"] for e in read_metrics(f, "eval")] for f in (whole, cut)]
     assert evals[0] == evals[1] and len(evals[0]) == 1 + 3 + 1
-    parsed = read_config(config)  # its model, as read, without dropout
-    held_out = read_rows(open_caches(parsed, sample_tokenizer)[1])
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_with_dropout)
+    held_out = read_rows(open_caches(read_config(config), sample_tokenizer)[1])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_with_dropout)  # in evaluation mode
     assert evals[0][0] == pytest.approx(mean_loss(model, held_out), rel=1e-5)
 
     exported = [export(f, tmp_path / f"hf_{f.name}") / "model.safetensors" for f in (whole, cut)]
@@ -179,7 +178,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     assert "finished: step 24" in again.output
 
 
-def test_a_hang_ends_at_the_configured_time_out(forks, tiny_config, tmp_path):
+def test_a_hang_ends_at_the_configured_timeout(forks, tiny_config, tmp_path):
     config = tiny_config(train__steps=5000, distributed={"timeout_seconds": 8})
     run = forks.start(config, ranks=2)
     run.until(lambda: logged(tmp_path / "run"))
@@ -190,8 +189,8 @@ def test_a_hang_ends_at_the_configured_time_out(forks, tiny_config, tmp_path):
 
 
 def test_zero3_loads_partitioned(forks, tiny_config, tmp_path, sample_tokenizer):
-    """Pretrained or randomly initialized, no rank ever holds more than its own shard and the
-    current parameter, copied once to partition it; the first rank also reads the checkpoint.
+    """No rank holds more than its own partitions and two copies of one parameter, with pretrained
+    and with random weights. The first rank also reads the checkpoint.
     """
     model = save_tiny_llama(tmp_path / "model", sample_tokenizer, layers=12)
     config = tiny_config(model=model, ds_config="ds_configs/zero3.json")

@@ -1,4 +1,4 @@
-"""What needs a GPU.    pytest -m gpu tests/variants/test_gpu.py"""
+"""Tests that need a GPU.    pytest -m gpu tests/variants/test_gpu.py"""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def test_random_numbers_continue_on_the_gpu(tmp_path):
 
 
 def loss_and_gradient(folder, packed, device, dtype, **options):
-    """The loss of a micro-batch, with changed blocks, and the gradient of the embeddings."""
+    """Return the loss of a micro-batch, with changed blocks, and the embeddings' gradient."""
     attention = PACKED_EXAMPLES if packed else None
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
@@ -62,7 +62,7 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
         (True, torch.bfloat16, {"activation_checkpointing": True, "compile": True}),
     ],
 )
-def test_the_loss_is_that_of_the_cpu(tiny_model, packed, dtype, options):
+def test_the_loss_equals_the_cpus(tiny_model, packed, dtype, options):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     value, gradient = loss_and_gradient(tiny_model, packed, "cuda", dtype, **options)
     exact, exact_gradient = loss_and_gradient(tiny_model, packed, "cpu", torch.float32)

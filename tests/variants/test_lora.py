@@ -1,4 +1,4 @@
-"""LoRA and frozen parameters: the same steps as plain torch with peft; what checkpoints hold;
+"""LoRA and frozen parameters: steps equal plain torch with peft; contents of checkpoints;
 resuming.    pytest tests/variants/test_lora.py
 """
 
@@ -40,7 +40,7 @@ def base(tmp_path_factory, sample_tokenizer):
 
 @pytest.fixture
 def write(tiny_config, base):
-    """tiny_config with adapters: six steps."""
+    """A function like tiny_config, for six steps with adapters."""
 
     def with_lora(**changes):
         defaults = {
@@ -59,7 +59,7 @@ def with_peft(model):
 
 
 def assert_only_trained(checkpoint, bytes_trained):
-    """Nothing of the base model: fp32 weights and moments, and at stages 0 to 2 the weights."""
+    """A checkpoint holds trained weights and moments only, and nothing of the base model."""
     files = list((checkpoint / SHARDS).iterdir())
     assert sum(file.stat().st_size for file in files) < 4 * bytes_trained + 15_000 * len(files)
 
@@ -70,7 +70,7 @@ def assert_only_trained(checkpoint, bytes_trained):
 def test_lora_equals_a_plain_loop_with_peft(
     forks, write, tmp_path, plain_once, name, ranks, checkpointing
 ):
-    # so that nothing stays gathered because it will be needed again
+    # ZeRO-3 shall keep no weights gathered for a later use.
     keys = ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
     file = strategy(tmp_path, name, {f"zero_optimization.stage3_{key}": 0 for key in keys})
     config = write(ds_config=file, model__activation_checkpointing=checkpointing)
@@ -82,7 +82,7 @@ def test_lora_equals_a_plain_loop_with_peft(
     for counted in (tmp_path / "run").glob("gathered_*.json"):
         counts = json.loads(counted.read_text())
         assert counts["after_backward"] == counts["after_a_step"] == 0, "frozen ones too"
-        # a layer whose activations are recomputed has all its weights for that time
+        # A layer that recomputes its activations has all its weights for that time.
         assert counts["largest"] < counts["in_a_pass"] < counts["whole"] / LAYERS
 
 
@@ -93,7 +93,7 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     plain = plain_once(config, with_peft)
     stop_after_one_step(run_folder)
     forks.finish(config, "--ds_config", strategy(tmp_path, "zero2"), ranks=2)
-    shutil.copytree(base, moved)  # the same weights at another place
+    shutil.copytree(base, moved)  # the same weights in a different folder
     flags = ("--ds_config", strategy(tmp_path, "zero3"), "--model.name_or_path", moved)
     forks.finish(config, *flags, ranks=3)
     assert_same(run_folder, plain)
@@ -141,8 +141,8 @@ def freeze_others(model):
 
 
 def test_patterns_freeze_the_others(forks, write, tmp_path, sample_tokenizer):
-    """The first block is frozen: ZeRO-3 reduces a block when the gradient of its input is there.
-    With activation checkpointing a gradient of zeros would not show.
+    """The first block is frozen. ZeRO-3 reduces a block once it has the gradient of its input. With
+    activation checkpointing a gradient of zeros would not show.
     """
     config = write(
         model__lora=None, model__trainable=[r"layers\.1\.mlp", r"model\.norm"],

@@ -1,4 +1,4 @@
-"""Runs out of memory.    pytest tests/variants/test_out_of_memory.py"""
+"""Errors of runs that are out of memory.    pytest tests/variants/test_out_of_memory.py"""
 
 import shutil
 
@@ -15,7 +15,7 @@ from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_o
 def test_out_of_memory_is_one_line_that_names_rows_and_key(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
-    """Of a process that may allocate little: in a step and an evaluation."""
+    """A process may allocate little, and fails in a step and in an evaluation."""
     model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, intermediate_size=16384)
     config = tiny_config(
         model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
@@ -29,7 +29,7 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_the_number_to_try_is_half_but_holds_the_longest_example(tiny_config):
+def test_the_suggested_budget_is_half_but_holds_the_longest_example(tiny_config):
     flags = ["--data.micro_batch_tokens", "8192"]
     config = read_config(tiny_config(), *flags)
     *_, plan, _ = open_plans(config, 2)
@@ -40,12 +40,12 @@ def test_the_number_to_try_is_half_but_holds_the_longest_example(tiny_config):
     for given, named in ((8192, 4096), (tokens + 8, tokens)):
         text = describe_micro_batch(plan.with_budget(given), np.array([8, 8, 3]))
         assert f"is {given:,}: set it to {named:,}," in text and text.count("jsonl:9 ") == 1
-    for examples in ([longest], []):  # a rank may have none
+    for examples in ([longest], []):  # a rank may have no example
         text = describe_micro_batch(alone, np.array(examples, int))
         assert "set it to" not in text and "data.max_length" in text
 
 
-def test_other_errors_are_no_lack_of_memory():
+def test_only_allocation_errors_are_explained_as_out_of_memory():
     explained = pytest.raises(UserError, match="out of memory in an answer")
     with explained, explain_out_of_memory(lambda: "an answer"):
         torch.empty(1 << 60)

@@ -35,7 +35,7 @@ def save_model(folder, name, tokenizer):
 
 
 def train_plainly(config_file, ranks):
-    """Train one example at a time, without padding; a router loss is that of one micro-batch.
+    """Train one example at a time, without padding, with a router loss for each micro-batch.
 
     Returns:
         The metrics of each step by name, and the model.
@@ -86,7 +86,7 @@ def test_training_is_that_of_a_plain_loop(
     forks, tiny_config, tmp_path, sample_tokenizer, name, stage, ranks, batching,
     checkpointing, compiled,
 ):  # fmt: skip
-    # with an eps near Adam's usual one, rounding decides what gradients near 0 change
+    # With Adam's usual eps, rounding would decide how gradients near 0 change weights.
     config = tiny_config(
         model=save_model(tmp_path / "model", name, sample_tokenizer),
         ds_config=strategy(tmp_path, f"zero{stage}", {"optimizer.params.eps": 1e-5}),

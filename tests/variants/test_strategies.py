@@ -1,6 +1,5 @@
-"""Files of ds_configs/ beyond the stages and their offload to CPU memory, which
-test_training.py has: the same training as plain torch, resumed, or refused in one line.
-pytest tests/variants/test_strategies.py
+"""Files of ds_configs/ that test_training.py leaves out: they train like plain torch, resume,
+or are refused in one line.    pytest tests/variants/test_strategies.py
 """
 
 import json
@@ -21,8 +20,8 @@ def test_nvme_without_a_compiler_is_refused(forks, tiny_config):
 def test_secondary_partitions_train_and_resume_the_same(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
-    """hpZ: two groups of two ranks, and resumed with one group of two."""
-    # a group of two ranks on a node of four; and no parameter is kept whole
+    """hpZ trains with two groups of two ranks, and resumes with one group of two."""
+    # A group has two of a node's four ranks. No parameter stays whole.
     changes = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     changes = {f"zero_optimization.{key}": value for key, value in changes.items()}
     file = strategy(tmp_path, "zeropp", changes)
@@ -44,7 +43,7 @@ def test_secondary_partitions_train_and_resume_the_same(
 def test_nvme_trains_the_same_and_its_checkpoints_resume_without_it(
     forks, tiny_config, tmp_path, sample_tokenizer
 ):
-    """Of two ranks, each has 1 MB of each large matrix: smaller ones stay in memory."""
+    """Each of two ranks has 1 MB of each large matrix. Smaller matrices stay in memory."""
     model = save_tiny_llama(
         tmp_path / "model", sample_tokenizer, intermediate_size=16_640, layers=1
     )

@@ -1,4 +1,4 @@
-"""Tensor parallelism (AutoTP) against a plain loop.
+"""Tensor parallelism (AutoTP) equals a plain loop.
 pytest tests/variants/test_tensor_parallel.py"""
 
 import re
@@ -35,7 +35,7 @@ def save_model(folder, tokenizer, kind, **options):
 
 
 def answers_of(folder, tokenizer, prompts):
-    """Greedy answers of an exported folder."""
+    """Return greedy answers of an exported model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = []
     for prompt in prompts:
@@ -47,7 +47,7 @@ def answers_of(folder, tokenizer, prompts):
 
 
 CASES = {
-    # norms of single heads, biases, a head of its own; 2 does not divide two of the sizes
+    # Norms of single heads, biases, an untied output head; 2 does not divide two of the sizes.
     "qwen3": (
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False, "vocab_size": 321,
          "intermediate_size": 61},
@@ -140,7 +140,7 @@ REFUSED = {
     "heads": {"size": 3},
     "GPT2LMHeadModel": {"kind": "gpt2"},
     "MixtralForCausalLM": {"kind": "mixtral"},
-    "GptOssForCausalLM": {"kind": "gpt_oss"},  # the plan is for the output head alone
+    "GptOssForCausalLM": {"kind": "gpt_oss"},  # its plan splits the output head only
 }
 
 

@@ -133,18 +133,12 @@ def check_report(name: str, report: dict[str, Any]) -> None:
     Raises:
         UserError: names the first of these weights.
     """
-    if mismatched := sorted(report["mismatched_keys"]):
-        key, stored, wanted = mismatched[0]
+    mismatched = [key for key, *_shapes in report["mismatched_keys"]]
+    if wrong := sorted([*report["missing_keys"], *mismatched]):
         raise UserError(
-            f"model.name_or_path: {name}: {key} has shape {list(stored)} in its files, but "
-            f"{list(wanted)} in its config.json, and {len(mismatched) - 1:,} more differ; use the "
-            "config.json that belongs to the weights"
-        )
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"model.name_or_path: {name} has no weights for {len(missing):,} of the model's "
-            f"tensors: {first_of(missing)}; complete the files, or set model.from_config to true "
-            "to train from random weights"
+            f"model.name_or_path: {name} has no weights of the right shape for {len(wrong):,} of "
+            f"the model's tensors: {first_of(wrong)}; complete the files, use the config.json that "
+            "belongs to them, or set model.from_config to true to train from random weights"
         )
     if unused := sorted(report["unexpected_keys"]):  # e.g. a value head; empty at ZeRO-3
         print_line(f"{name}: {len(unused):,} tensors in its files are not used: {first_of(unused)}")

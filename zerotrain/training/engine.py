@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -138,8 +137,7 @@ def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
     """
     if options.activation_checkpointing:
         try:
-            with warnings.catch_warnings(action="ignore"):  # the method has a newer name
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
