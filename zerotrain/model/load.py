@@ -153,11 +153,11 @@ def _check_files(name: str, model: nn.Module) -> None:
     tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
     used = [key for key in tensors if not re.search(ignored, key)]
-    names = [name for name, _ in model.named_parameters()]
+    own = [key for key, _ in model.named_parameters()]
     # A layer's number is the first in a name, as in model.layers.30.mlp.up_proj.weight.
     stored, last = (
         max((int(n) for key in keys for n in LAYER.findall(key)[:1]), default=0)
-        for keys in (used, names)
+        for keys in (used, own)
     )
     if stored > last:
         raise UserError(
