@@ -92,12 +92,14 @@ def load_model(
         options |= quantized(dtype, device)
     elif hf_ds_config.is_zero3() or group_sizes(ds_config)[0] > 1:
         device = nullcontext()  # DeepSpeed moves a rank's own partitions to the device
-    with device:
-        if config.from_config:
+    if config.from_config:
+        base = None
+        with device:
             model = AutoModelForCausalLM.from_config(
                 model_config, trust_remote_code=trust, **options
             )
-        else:
+    else:
+        with device:
             model, report = load_pretrained(
                 AutoModelForCausalLM.from_pretrained,
                 name,
@@ -108,8 +110,6 @@ def load_model(
                 ignore_mismatched_sizes=True,  # refused in check_report
                 **options,
             )
-    base = None
-    if not config.from_config:
         check_report(name, report)
         _check_files(name, model)
         if hasattr(model, "peft_config"):

@@ -109,8 +109,8 @@ def make_schedule(train: TrainConfig, plan: DataPlan) -> Schedule:
                 "total_num_steps": steps + shift,
                 "last_batch_iteration": 0,  # without it, a warning that the schedule has not begun
             }
-            taken = known.keys() & signature(of_deepspeed).parameters
-            own = {name: known[name] for name in taken}
+            taken = signature(of_deepspeed).parameters
+            own = {name: value for name, value in known.items() if name in taken}
             scheduler = of_deepspeed(optimizer, **own, **train.lr_schedule_args)
 
             def factor(step: int) -> float:
