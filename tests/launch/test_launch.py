@@ -89,27 +89,20 @@ def test_include_and_exclude_select_hosts_and_slots(tmp_path):
 
 def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
     here = {
-        "NCCL_DEBUG": "INFO", "HF_TOKEN": "s3cret", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3",
+        "NCCL_DEBUG": "INFO", "HF_TOKEN": "s3cret", "HOME": "/root",
         "MINE": "a b", "AWS_SECRET": "x",
     }  # fmt: skip
     file = tmp_path / "env"
     file.write_text("# a comment\n\nNCCL_DEBUG=WARN\nexport A=b=c d\n")
     devices = {"PYTORCH_CUDA_ALLOC_CONF": "a", "TRITON_CACHE_DIR": "b", "UCX_TLS": "c",
                "FI_PROVIDER": "d", "CUBLAS_WORKSPACE_CONFIG": "e"}  # fmt: skip
-    job = environment_of_job(here | devices, ["MINE", "TOKENIZERS_PARALLELISM=0"], [file])
+    job = environment_of_job(here | devices, ["MINE"], [file])
     assert job == devices | {"NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "A": "b=c d",
-                             "MINE": "a b", "TOKENIZERS_PARALLELISM": "0"}  # fmt: skip
-    secrets = (
-        "AWS_SECRET", "PGPASSWORD", "DB_PASS", "MYSQL_PWD", "GITHUB_PAT", "KEY_PEM", "NPM_AUTH",
-        "JWT", "MYPASS", "SLACK_WEBHOOK", "AZURE_STORAGE_CONNECTION_STRING", "DB_PW",
-        "AUTHORIZATION", "CREDS",
-    )  # fmt: skip
-    texts = ("https://me:x@host", "https://host/?api_key=x", "AccountKey=x", "nvapi-123456789",
-             "ya29.a0AfH6SMBx", "-----BEGIN PRIVATE KEY-----")  # fmt: skip
-    given = (*(f"{name}=x" for name in secrets), *(f"A={text}" for text in texts))
-    for added in (*given, "NOT_THERE"):
-        with pytest.raises(UserError, match=f"--env {added.partition('=')[0]}"):
+                             "MINE": "a b"}  # fmt: skip
+    for added in ("NOT_THERE", "MINE=s3cret"):
+        with pytest.raises(UserError, match=r"--env (NOT_THERE|MINE): ") as error:
             environment_of_job(here, [added])
+        assert "s3cret" not in str(error.value)
 
 
 ENV_LINES = ["NCCL_DEBUG=INFO", "export A=b", " A = b ", "A=b=c d", "A=^docker0,lo", "A=",
@@ -143,13 +136,12 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     hostfile = ["--hostfile", tmp_path / "hostfile"]
     script = ["--", "train.py", "--config", "recipes/demo.yaml"]
     for command, named in (
-        ([LAUNCH, *hostfile, "--", "--config", "x"], "-- train.py --config x"),
-        ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "-- train.py --config x"),
-        ([LAUNCH], "--hostfile is missing"),
+        ([LAUNCH, *hostfile], "SCRIPT"),
+        ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "trian.py: "),
+        ([LAUNCH, *script], "--hostfile"),
         ([LAUNCH, *hostfile, *script, "--distributed.world_size", "16"], "add up to 1"),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),
-        ([LAUNCH, *hostfile, "--master_port", "99999999", *script], "from 1 to 65535"),
         ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 is no number"),
         ([*NODE, *OPTIONS, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
     ):
@@ -283,12 +275,12 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
     variables = {f"NCCL_TEST_{i}": text for i, text in enumerate(AWKWARD)}
     given = variables | {
         "WANDB_API_KEY": "s3cret-1", "MY_PASSWORD": "s3cret-2", "MLFLOW_TRACKING_TOKEN": "s3cret-3",
-        "NOT_FOR_THEM": "x", "CUDA_VISIBLE_DEVICES": "7",
+        "MINE": "a $b", "NOT_FOR_THEM": "x", "CUDA_VISIBLE_DEVICES": "7",
     }  # fmt: skip
     done = namespaces.run(
         hosts, "env", *(f"{name}={value}" for name, value in given.items()),
         LAUNCH, "--hostfile", hostfile, "--include", "node-1:1@node-2:0,2",
-        "--env", "MINE=a $b", "--env", "MY_PASSWORD", "--", script, tmp_path, *AWKWARD,
+        "--env", "MINE", "--env", "MY_PASSWORD", "--", script, tmp_path, *AWKWARD,
     )  # fmt: skip
     hosts.boot(2)
     assert done.code == 0, done.output

@@ -10,38 +10,39 @@ from harness.processes import run
 from harness.repository import REPO, SAMPLE
 from namespaces import needs_hosts
 
+from zerotrain.launch import host_report
 from zerotrain.launch.bandwidth import show
 from zerotrain.launch.checks import differences
-from zerotrain.launch.report import machine_problems
+from zerotrain.launch.host_report import disk_problems, machine_problems
 
 pytest_plugins = ["namespaces"]
 GOOD = {
-    "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0, "is_throttled": False}] * 2,
-    "cores": 64, "ranks": 2, "shm_bytes": 8 << 30, "open_files": 1 << 20, "locked_bytes": -1,
-    "infiniband": True,
+    "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0}] * 2,
+    "cores": 64, "ranks": 2, "shm_bytes": 8 << 30, "locked_bytes": -1, "infiniband": True,
 }  # fmt: skip
 
 
-def gpus(**changes):
-    return {"gpus": [GOOD["gpus"][0], {**GOOD["gpus"][0], **changes}]}
+[GPU, _] = GOOD["gpus"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gpus": GOOD["gpus"][:1]},
+def test_each_fault_of_a_machine_is_one_problem():
+    assert not [*machine_problems(GOOD)]
+    for changes in (
+        {"gpus": [GPU]},
         {"gpus": [], "cores": 1},
-        gpus(used_bytes=4 << 30),
-        gpus(ecc_errors=2),
-        gpus(is_throttled=True),
+        {"gpus": [GPU, {**GPU, "used_bytes": 4 << 30}]},
+        {"gpus": [GPU, {**GPU, "ecc_errors": 2}]},
         {"shm_bytes": 64 << 20},
         {"locked_bytes": 64 << 10},
-        {"open_files": 256},
-    ],
-)
-def test_a_fault_of_a_machine_is_found(changes):
-    assert len([*machine_problems({**GOOD, **changes})]) == 1
-    assert not [*machine_problems(GOOD)]
+    ):
+        [problem] = machine_problems({**GOOD, **changes})
+        assert problem.level == "FAIL"
+
+
+def test_a_disk_that_is_nearly_full_is_only_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_report, "MIN_FREE_BYTES", 1 << 60)
+    [problem] = disk_problems(tmp_path / "run")
+    assert problem.level == "warn"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_fault_of_a_machine_is_found(changes):
 def test_a_host_that_differs_is_named(changes):
     good = {"same": {"gpus": {"models": "H100"}}, "ahead_seconds": 0.01}
     reports = {"a": good, "b": {**good, **changes}, "c": good, "lost": {"problems": []}}
-    assert [finding.host for finding in differences(reports)] == ["b"]
+    assert [host for host, _ in differences(reports)] == ["b"]
     assert not [*differences(dict.fromkeys(reports, good))]
 
 

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, exit_on_error
-from zerotrain.runtime.process_group import Ranks, process_group
+from zerotrain.runtime.process_group import process_group
+from zerotrain.runtime.ranks import Ranks
 
 REPEATS = 5
 GPU_BYTES = 256 << 20

@@ -1,6 +1,4 @@
-"""Preflight's checks of hosts: what each says of itself (zerotrain/launch/report.py), and how they
-differ.
-"""
+"""Preflight's checks: collect a report from every host, and compare the reports."""
 
 import json
 import statistics
@@ -10,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from zerotrain.launch.host_report import Problem
 from zerotrain.launch.job import Job, remote_command
-from zerotrain.launch.report import MARK
 from zerotrain.runtime.errors import first_of
 
-REPORT_SECONDS = 120  # fingerprints of a model's files take some
+REPORT_SECONDS = 120  # checksums of a model's files take a while
 MAX_CLOCK_SECONDS = 1.0
 CHECKS = (
     "ssh", "versions", "code", "clock", "gpus", "config", "model", "data", "disk", "limits",
@@ -31,77 +29,63 @@ CURES = {
     "data": SHARE,
 }
 """What to do where hosts differ, by section of a report's `same`."""
-
-
-class Finding(NamedTuple):
-    """A problem that a check has found on a host."""
-
-    host: str
-    check: str
-    text: str
-    """What is wrong, and what to do."""
-
-    @property
-    def level(self) -> str:
-        return "warn" if self.text.endswith("?") else "FAIL"
-
-
 Reports = Mapping[str, Mapping[str, Any]]
-"""What each host has reported; one that could not be reached has only `problems`."""
+"""The report of each host. An unreachable host's report has only `problems`."""
+Finding = tuple[str, Problem]
+"""A host, and a problem that it has."""
 
 
-def report_of(job: Job, host: str) -> dict[str, Any]:
-    """What a host reports, with the seconds by which its clock is ahead of the one here."""
+def read_report(job: Job, host: str) -> dict[str, Any]:
+    """Return a host's report, with the seconds by which its clock is ahead of the clock here."""
     argv = job.command[1:] if job.config is not None else None
     try:
         done = subprocess.run(
-            remote_command(job, host, "zerotrain.launch.report"), capture_output=True, text=True,
-            input=json.dumps([argv, len(job.hosts[host])]), timeout=REPORT_SECONDS,
+            remote_command(job, host, "zerotrain.launch.host_report"), capture_output=True,
+            input=json.dumps([argv, len(job.hosts[host])]), timeout=REPORT_SECONDS, text=True,
             start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"problems": [("ssh", f"no report within {REPORT_SECONDS} s")]}
-    _, mark, text = done.stdout.rpartition(MARK)
-    if not mark:
+    if done.returncode != 0:
         last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         why = (
             f"{last[-1].removeprefix('ssh: ')}; needs `ssh -o BatchMode=yes {host}` without a "
             "password, and code and .venv at the same paths as here"
         )
         return {"problems": [("ssh", why)]}
-    report = json.loads(text)
+    report = json.loads(done.stdout.splitlines()[-1])  # a ~/.bashrc may print lines before it
     return {**report, "ahead_seconds": report["clock"] - time.time()}
 
 
 def differences(reports: Reports) -> Iterator[Finding]:
-    """Versions, files, GPUs and clocks of hosts that are not as those of most hosts, on a tie as
-    those of the first; and what cannot be read on a host.
+    """Yield the hosts whose versions, files or GPUs differ from most hosts', or whose clock is off.
+
+    If as many hosts have one value as have another, the first host's value is right.
     """
     reached = {host: report for host, report in reports.items() if "same" in report}
     for check, cure in CURES.items():
         found = {h: r["same"][check] for h, r in reached.items() if check in r["same"]}
-        odd = {host: [] for host in found}
+        usual = {}
         for name in sorted({name for values in found.values() for name in values}):
-            values = {host: there.get(name, "missing") for host, there in found.items()}
-            usual = Counter(values.values()).most_common(1)[0][0]
-            for host, value in values.items():
-                if value != usual or value.startswith("cannot be read"):
-                    odd[host].append(f"{name}: {value}, elsewhere {usual}")
-        yield from (Finding(h, check, f"{first_of(o)}; {cure}") for h, o in odd.items() if o)
+            counts = Counter(values.get(name, "missing") for values in found.values())
+            usual[name] = counts.most_common(1)[0][0]
+        for host, values in found.items():
+            there = {name: values.get(name, "missing") for name in usual}
+            odd = [f"{n}: {v}, elsewhere {usual[n]}" for n, v in there.items() if v != usual[n]]
+            if odd:
+                yield host, Problem(check, f"{first_of(odd)}; {cure}")
     ahead = {host: report["ahead_seconds"] for host, report in reached.items()}
     middle = statistics.median([0.0, *ahead.values()])
     for host, seconds in ahead.items():
         if abs(seconds - middle) > MAX_CLOCK_SECONDS:
-            text = (
-                f"clock is {seconds - middle:+.1f} s from the others'; start chrony or ntpd there"
-            )
-            yield Finding(host, "clock", text)
+            text = f"{seconds - middle:+.1f} s from the other clocks; start chrony or ntpd there"
+            yield host, Problem("clock", text)
 
 
 def check_hosts(job: Job) -> tuple[Reports, list[Finding]]:
-    """The reports of all hosts, and what is wrong."""
+    """Return the reports of all hosts, and all problems."""
     with ThreadPoolExecutor(64) as pool:
-        found = pool.map(partial(report_of, job), job.hosts)
+        found = pool.map(partial(read_report, job), job.hosts)
         reports = dict(zip(job.hosts, found, strict=True))
-    own = [Finding(host, *problem) for host, r in reports.items() for problem in r["problems"]]
+    own = [(host, Problem(*problem)) for host, r in reports.items() for problem in r["problems"]]
     return reports, [*own, *differences(reports)]

@@ -1,5 +1,7 @@
-"""The environment variables that are sent to the hosts, through ssh's standard input: never on a
-command line, so that no quoting is needed and secrets stay secret.
+"""The environment variables that launch.sh sends to the hosts.
+
+They travel through ssh's standard input, never on a command line: no shell expands them, and other
+users of a machine cannot read them.
 """
 
 import os
@@ -17,42 +19,28 @@ PREFIXES = (
 ENV_LINE = re.compile(
     r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*((?:[^\"'`$\\#%]|%(?![hnu%]))*)", re.ASCII
 )
-"""A line of `.deepspeed_env` whose value is text to `deepspeed` too. Its remote shell expands or
-removes the other characters, and pdsh replaces %h, %n, %u and %%.
-"""
-# The node wrapper sets the devices of each host.
-NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "DS_ENV_FILE"}
-SECRET_NAME = re.compile(
-    r"(^|[_-])(PAT|SAS|PW)S?($|[_-])|(KEY|PASS|PWD|AUTH|COOKIE|JWT|WEBHOOK|DSN|CRED)S?($|[_-])"
-    r"|APIKEY|TOKEN(?!I)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|AUTHORIZATION|CONNECTION_?STRING",
-    re.IGNORECASE,
-)
-SECRET_TEXT = re.compile(
-    r"(?<=://)[^\s/]+(?=@)|(?<=[Bb]earer )\S+|(?<=[Bb]asic )[\w+/=]{8,}"
-    r"|\b(?:hf_|npm_|gsk_|sk[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza"
-    r"|nvapi-|ya29\.)[\w-]{8,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
-    r"|(?i:key|token|secret|password|pwd|sig)=\S|-----BEGIN"
-)
-"""The known forms of a secret in a value: in a URI, a header or a file of keys, after a name, or by
-how its issuer begins it.
+"""A line of `.deepspeed_env` that `deepspeed` takes literally. Its remote shell would expand or
+remove the excluded characters, and pdsh replaces %h, %n, %u and %%.
 """
 
 
 def environment_of_job(
-    here: Mapping[str, str], added: Sequence[str], files: Sequence[Path] = ()
+    here: Mapping[str, str], names: Sequence[str], files: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """Variables for the ranks: those of `here` with a known prefix, those of `.deepspeed_env`
-    files, and those that the user adds. Later ones override earlier ones.
+    """Return the variables for the ranks.
+
+    These are the variables of `here` with a known prefix, the lines of `.deepspeed_env` files, and
+    the variables that the user names. Later ones override earlier ones.
 
     Args:
         here: the environment of launch.sh.
-        added: `NAME`, whose value is taken from `here`, or `NAME=VALUE`.
+        names: more variables of `here` to send.
         files: files of `NAME=VALUE` lines.
 
     Raises:
-        UserError: a name or a line is wrong, or a secret is on the command line.
+        UserError: a variable is not set, or a line is wrong.
     """
-    job = {n: v for n, v in here.items() if n.startswith(PREFIXES) and n not in NEVER_SENT}
+    job = {name: value for name, value in here.items() if name.startswith(PREFIXES)}
     for path in files:
         for number, line in enumerate(read_text(str(path)).splitlines(), start=1):
             text = line.strip()
@@ -62,29 +50,21 @@ def environment_of_job(
             if match is None:
                 raise UserError(
                     f"{path}:{number}: not a line NAME=VALUE, or the value has a quote, $, `, \\, "
-                    "# or %, which are not plain text to `deepspeed`; write the value itself, or "
+                    "# or %, which `deepspeed` does not take literally; write the value itself, or "
                     "remove the line, set NAME in the environment and give --env NAME"
                 )
             job[match[1]] = match[2]
-    for item in added:
-        name, equals, value = item.partition("=")
-        if not name.isidentifier() or name in NEVER_SENT:
+    for name in names:
+        if name not in here:
             raise UserError(
-                f"--env {name}: not the name of a variable that can be sent; devices are selected "
-                "with --include node-1:0,2"
+                f"--env {name.partition('=')[0]}: not set here; give the name of a variable that "
+                "is, as in `NAME=VALUE scripts/launch.sh --env NAME ...`"
             )
-        if equals and (SECRET_NAME.search(name) or SECRET_TEXT.search(value)):
-            raise UserError(
-                f"--env {name}=...: everyone on this machine can read command lines; set {name} in "
-                f"the environment and give --env {name}"
-            )
-        if not equals and name not in here:
-            raise UserError(f"--env {name}: not set here; set it, or give --env {name}=VALUE")
-        job[name] = value if equals else here[name]
+        job[name] = here[name]
     return job
 
 
 def deepspeed_env_files() -> list[Path]:
-    """The environment files that `deepspeed` itself would read, in its order."""
+    """Return the environment files that `deepspeed` itself would read, in its order."""
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     return [path for path in dict.fromkeys((Path.home() / name, Path(name))) if path.exists()]

@@ -1,4 +1,4 @@
-"""A job on the hosts of a hostfile: what it runs, where, how hosts are reached; its options."""
+"""A job on the hosts of a hostfile, and the command-line options that describe it."""
 
 import argparse
 import os
@@ -27,13 +27,14 @@ class Job:
     """The ssh command with its options."""
     heartbeat_seconds: int = 60
     master_addr: str | None = None
-    master_port: int | None = None
     config: Config | None = None
-    """The run config if the script is train.py, or rehearses it."""
+    """The run config if the script is train.py or scripts/rehearse.py."""
 
 
 def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
-    """ssh with its options: it never prompts, and ends when the host has been silent.
+    """Return the ssh command with its options.
+
+    It never prompts. It ends within `heartbeat_seconds` after the host has fallen silent.
 
     Raises:
         UserError: --ssh_args has an open quote.
@@ -42,80 +43,76 @@ def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
         given = shlex.split(ssh_args)
     except ValueError as error:
         raise UserError(f"--ssh_args {ssh_args}: {error}") from None
-    interval = max(1, heartbeat_seconds // 5)  # ssh ends after three intervals
+    interval = max(1, heartbeat_seconds // 5)  # ssh gives up after three intervals
     options = ("BatchMode=yes", "ConnectTimeout=10", "ControlPath=none",
                f"ServerAliveInterval={interval}", "ServerAliveCountMax=2")  # fmt: skip
     return ["ssh", "-T", *given, *(f"-o{option}" for option in options)]
 
 
 def remote_command(job: Job, host: str, module: str) -> list[str]:
-    """The command that runs a module on a host, in the folder that this process is in."""
+    """Return the command that runs a module on a host, in this process's working folder."""
     python = shlex.join([sys.executable, "-u", "-m", module])
     return [*job.ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
 
 
-def host_parser(**settings: Any) -> argparse.ArgumentParser:
-    """A parser of the options that say which hosts there are and how to reach them.
+def host_parser(needs_hostfile: bool = False, **settings: Any) -> argparse.ArgumentParser:
+    """Return a parser of the options that select the hosts and say how to reach them.
 
     Args:
-        settings: of the parser.
+        settings: arguments of ArgumentParser.
     """
     parser = argparse.ArgumentParser(**settings, allow_abbrev=False)
     add = parser.add_argument
-    add("--hostfile", help="a file of `NAME slots=N` lines; see hostfile.example")
-    add("--include", default="", metavar="SPEC", help="only these: node-1@node-2:0,2")
-    add("--exclude", default="", metavar="SPEC", help="all but these")
-    add("--ssh_args", default="", metavar="ARGS", help='options of ssh: "-F my_ssh_config"')
+    lines = "file of `NAME slots=N` lines; see hostfile.example"
+    add("--hostfile", required=needs_hostfile, metavar="FILE", help=lines)
+    add("--include", default="", metavar="SPEC", help="use only node-1@node-2:0,2")
+    add("--exclude", default="", metavar="SPEC", help="use all except node-1@node-2:0,2")
+    add("--ssh_args", default="", metavar="ARGS", help='options of ssh, as in "-F my_ssh_config"')
     return parser
 
 
 def job_parser(program: str) -> argparse.ArgumentParser:
-    """A parser of the options that launch.sh, preflight.py and scaling_test.py share."""
+    """Return a parser of the options that launch.sh, preflight.py and scaling_test.py share."""
     usage = "%(prog)s --hostfile FILE [options] -- train.py --config FILE ..."
-    parser = host_parser(prog=program, usage=usage)
+    parser = host_parser(needs_hostfile=True, prog=program, usage=usage)
     add = parser.add_argument
-    add("command", nargs="*", help="after --, the script to run and its arguments")
-    add("--master_addr", metavar="ADDRESS", help="of the first host; default: as ssh reaches it")
-    add("--master_port", type=between(1, 65535), metavar="PORT", help="default: a free port")
+    add("command", nargs="+", metavar="SCRIPT", help="after --, the script and its arguments")
+    address = "address of the first host for the others; default: the address that ssh uses"
+    add("--master_addr", metavar="ADDRESS", help=address)
     add(
         "--env",
         action="append",
         default=[],
-        metavar="NAME[=VALUE]",
-        help=f"also send this variable; {', '.join(f'{prefix}*' for prefix in PREFIXES)} and those "
-        "in .deepspeed_env are always sent",
+        metavar="NAME",
+        help="environment variable to send to the ranks. Always sent: variables in .deepspeed_env, "
+        f"and {', '.join(f'{prefix}*' for prefix in PREFIXES)}",
     )
     add(
         "--heartbeat_seconds",
         type=between(5, 86_400),
         default=60,
         metavar="N",
-        help="when a host stops responding, the job ends on all hosts within this time (60)",
+        help="seconds until the job ends on all hosts after a host stops responding (60)",
     )
     return parser
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
-    """The job described by the command line.
+    """Return the job that the command line describes.
 
     Raises:
         UserError: the command, the hostfile, an option or the run config is wrong.
     """
-    command = arguments.command
-    script, *rest = command or [""]
-    if script.startswith("-"):
-        script, rest = "", command
-    if not arguments.hostfile or not Path(script).is_file():
-        problem = f"there is no script {script}" if script else "the script is missing"
+    script, *rest = arguments.command
+    if not Path(script).is_file():
         raise UserError(
-            f"{problem if arguments.hostfile else '--hostfile is missing'}; give both, as in "
-            f"`--hostfile hostfile -- train.py {' '.join(rest) or '--config recipes/demo.yaml'}` "
-            "with a copy of hostfile.example"
+            f"{script}: no such script; after --, give the script and its arguments, as in "
+            "`-- train.py --config recipes/demo.yaml`"
         )
     hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None
-    if Path(command[0]).stem in ("train", "rehearse"):
-        config = parse_command_line(command[1:]).config
+    if Path(script).stem in ("train", "rehearse"):
+        config = parse_command_line(rest).config
         slots = world_size(hosts)
         if config.distributed.world_size not in (None, slots):
             raise UserError(
@@ -124,11 +121,10 @@ def job_of(arguments: argparse.Namespace) -> Job:
             )
     return Job(
         hosts=hosts,
-        command=command,
+        command=arguments.command,
         environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
         ssh=ssh_command(arguments.ssh_args, arguments.heartbeat_seconds),
         heartbeat_seconds=arguments.heartbeat_seconds,
         master_addr=arguments.master_addr,
-        master_port=arguments.master_port,
         config=config,
     )

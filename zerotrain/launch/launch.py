@@ -153,7 +153,7 @@ class Attempt:
             address = self.connections[1].greeting["client"]
         shared = self.job.environment | {
             "MASTER_ADDR": self.job.master_addr or address,
-            "MASTER_PORT": str(self.job.master_port or first["port"]),
+            "MASTER_PORT": str(first["port"]),
             "WORLD_SIZE": str(world_size(self.job.hosts)),
         }
         first_rank = 0

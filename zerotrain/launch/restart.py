@@ -1,10 +1,11 @@
-"""What happens between a failure and the restart of a job: which hosts are left?"""
+"""Between a failure and the restart of a job: find the hosts that are left."""
 
 import threading
 import time
 from dataclasses import replace
 
 from zerotrain.launch.checks import check_hosts
+from zerotrain.launch.host_report import Level
 from zerotrain.launch.job import Job
 from zerotrain.runtime.errors import RunFailed
 
@@ -12,14 +13,16 @@ RETRY_SECONDS = 5.0
 
 
 def prepare_restart(job: Job, wait_seconds: float, stopped: threading.Event) -> tuple[Job, str]:
-    """Wait until all hosts of the job pass preflight's checks; after `wait_seconds` go on with
-    those that do, unless the job needs all of them.
+    """Wait until all hosts of the job pass preflight's checks, and return the job to start.
+
+    After `wait_seconds` the hosts that pass are enough, unless the job needs all of them.
 
     Args:
         stopped: set when the user has stopped the job.
 
     Returns:
-        The job on these hosts, and the name of the newest complete checkpoint, "" without one.
+        The job on the healthy hosts, and the name of the newest complete checkpoint, "" without
+        one.
 
     Raises:
         RunFailed: no host is healthy, the job needs all hosts, or it was stopped.
@@ -29,10 +32,9 @@ def prepare_restart(job: Job, wait_seconds: float, stopped: threading.Event) -> 
     printed = ""
     while True:
         reports, findings = check_hosts(job)
-        failed = [finding for finding in findings if finding.level == "FAIL"]
-        unfit = {finding.host for finding in failed}
-        hosts = {host: devices for host, devices in job.hosts.items() if host not in unfit}
-        problem = "; ".join(map(": ".join, failed))
+        failed = {host: p for host, p in findings if p.level == Level.FAIL}
+        hosts = {host: devices for host, devices in job.hosts.items() if host not in failed}
+        problem = "; ".join(f"{host}: {p.check}: {p.text}" for host, p in failed.items())
         late = time.monotonic() > deadline
         if len(hosts) == len(job.hosts) or (late and hosts and not needs_all):
             break
@@ -44,5 +46,4 @@ def prepare_restart(job: Job, wait_seconds: float, stopped: threading.Event) -> 
         stopped.wait(RETRY_SECONDS)
     if len(hosts) < len(job.hosts):
         print(f"launch: continuing on {', '.join(hosts)}: {problem}")
-    saved = [reports[host]["checkpoint"] or "" for host in hosts]
-    return replace(job, hosts=hosts), max(saved)
+    return replace(job, hosts=hosts), max(reports[host]["checkpoint"] for host in hosts)

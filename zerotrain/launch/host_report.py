@@ -1,8 +1,8 @@
-"""What a host says of itself to preflight: python -m zerotrain.launch.report
+"""Print a report of this host for preflight: python -m zerotrain.launch.host_report
 
-Standard input has [the arguments of train.py, or null for another script, the number of ranks on
-this host] as JSON; the last line printed is the report, as JSON. Nothing on the host is changed,
-except for a file that is made and removed in the run folder.
+Standard input holds a JSON list: the arguments of train.py (null for a different script) and the
+number of ranks on this host. The last line printed is the report, as JSON. The program changes
+nothing on the host, except that it creates and removes a file in the run folder.
 """
 
 import json
@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -27,63 +28,82 @@ from zerotrain.config.schema import chat_template_file
 from zerotrain.rows.sources import local_files
 from zerotrain.runtime.errors import UserError, describe
 
-MARK = "REPORT "
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy")
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64
 GIB = 1 << 30
 MIN_FREE_BYTES = 10 * GIB
-MIN_OPEN_FILES = 1024
-Problems = Iterator[tuple[str, str]]
-"""(check, what is wrong and what to do); a warning ends with a question mark."""
 
 
-def fingerprint(file: str) -> str:
-    """Checksum of a file's size, of evenly spaced blocks of 1 MiB and of the last one: all of a
-    file of up to 64 MiB; strong evidence, but no proof, for a larger one.
+class Level(StrEnum):
+    """Whether a job can start in spite of a problem. Preflight prints the value."""
+
+    FAIL = "FAIL"
+    WARN = "warn"
+
+
+class Problem(NamedTuple):
+    """A problem of a host."""
+
+    check: str
+    text: str
+    """What is wrong, and what to do."""
+    level: Level = Level.FAIL
+
+
+def checksum(file: str | Path) -> str:
+    """Return a checksum of a file's size and content, or why the file cannot be read.
+
+    It covers the whole content up to 64 MiB. Of a larger file it covers 64 evenly spaced blocks of
+    1 MiB and the last one, so it can miss a small change.
     """
     try:
         size = Path(file).stat().st_size
-        checksum = xxhash.xxh3_64(str(size).encode())
+        digest = xxhash.xxh3_64(str(size).encode())
         with Path(file).open("rb") as stream:
             starts = range(0, size, max(BLOCK_BYTES, size // BLOCKS))
             for start in (*starts, max(0, size - BLOCK_BYTES)):
                 stream.seek(start)
-                checksum.update(stream.read(BLOCK_BYTES))
-        return checksum.hexdigest()
+                digest.update(stream.read(BLOCK_BYTES))
+        return digest.hexdigest()
     except OSError as error:
         return f"cannot be read: {describe(error)}"
 
 
-def fingerprints(files: Sequence[str | Path]) -> dict[str, str]:
-    """Checksum of each file, or why it cannot be read."""
-    return {str(file): fingerprint(str(file)) for file in files}
+def checksums(files: Sequence[str | Path]) -> dict[str, str]:
+    """Return the checksum of each file."""
+    return {str(file): checksum(file) for file in files}
 
 
-def disk_problems(folder: Path) -> Problems:
-    """The run folder, or its nearest parent, cannot be written to, or is nearly full."""
+def disk_problems(folder: Path) -> Iterator[Problem]:
+    """Yield a problem if the run folder is not writable or its disk is nearly full.
+
+    A folder that does not exist yet is judged by its nearest parent.
+    """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight-"):
             pass
     except OSError as error:
-        yield "disk", f"output_dir {folder} cannot be written to ({error.strerror})"
+        yield Problem("disk", f"output_dir {folder}: not writable ({error.strerror}); change it")
         return
     free = shutil.disk_usage(there).free
     if free < MIN_FREE_BYTES:
-        yield "disk", f"output_dir {folder} has {free / GIB:.1f} GiB free; is that enough?"
+        text = f"output_dir {folder}: {free / GIB:.1f} GiB free; each checkpoint needs room"
+        yield Problem("disk", text, Level.WARN)
 
 
 def gpus() -> list[dict[str, Any]]:
-    """name, used_bytes, ecc_errors (uncorrected, since the driver was loaded) and is_throttled (its
-    clock, by heat or power) of each GPU; empty without a driver.
+    """Return name, used_bytes and ecc_errors of each GPU; an empty list without a driver.
+
+    The errors are those of memory that could not be corrected, since the driver was loaded.
     """
     import pynvml
 
     def query(question: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return question(*arguments)
-        except pynvml.NVMLError:  # this GPU does not support it
+        except pynvml.NVMLError:  # this GPU does not support the question
             return None
 
     try:
@@ -91,64 +111,58 @@ def gpus() -> list[dict[str, Any]]:
     except pynvml.NVMLError:
         return []
     ecc = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    faults = (
-        pynvml.nvmlClocksThrottleReasonHwSlowdown
-        | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
-        | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
-    )
     found = []
     for number in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
         memory = query(pynvml.nvmlDeviceGetMemoryInfo, gpu)
-        reasons = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
         found.append(
             {
-                "name": str(pynvml.nvmlDeviceGetName(gpu)),
+                "name": pynvml.nvmlDeviceGetName(gpu),
                 "used_bytes": memory.used if memory else 0,
                 "ecc_errors": query(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *ecc) or 0,
-                "is_throttled": reasons & faults != 0,
             }
         )
     return found
 
 
-def machine_problems(facts: Mapping[str, Any]) -> Problems:
-    """What is wrong with the GPUs and the limits of a host.
+def machine_problems(facts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the problems of a host's GPUs and limits.
 
     Args:
-        facts: the ones that `report` collects.
+        facts: facts about the machine, as `report` collects them.
     """
     devices = facts["gpus"]
     count, what = (len(devices), "GPUs") if devices else (facts["cores"], "cores and no GPU")
     if facts["ranks"] > count:
-        yield "gpus", f"{facts['ranks']} slots, but {count} {what}; lower slots= in the hostfile"
+        text = f"{facts['ranks']} slots, but {count} {what}; lower slots= in the hostfile"
+        yield Problem("gpus", text)
     for number, gpu in enumerate(devices):
         if gpu["used_bytes"] > GIB:
-            used = gpu["used_bytes"] / GIB
-            yield "gpus", f"GPU {number}: {used:.1f} GiB in use; end that process (nvidia-smi)"
+            text = f"GPU {number}: {gpu['used_bytes'] / GIB:.1f} GiB in use"
+            yield Problem("gpus", f"{text}; end the process that nvidia-smi lists")
         if gpu["ecc_errors"]:
-            yield "gpus", f"GPU {number}: {gpu['ecc_errors']} memory errors; reset or replace it"
-        if gpu["is_throttled"]:
-            yield "gpus", f"GPU {number}: slowed down by heat or power; see `nvidia-smi -q`"
+            text = f"GPU {number}: {gpu['ecc_errors']} memory errors; reset or replace it"
+            yield Problem("gpus", text)
     if devices and facts["shm_bytes"] < GIB:
-        yield "limits", "/dev/shm is under 1 GiB; docker run --shm-size=8g, or emptyDir in memory"
+        text = "/dev/shm is smaller than 1 GiB; docker run --shm-size=8g, or emptyDir in memory"
+        yield Problem("limits", text)
     if facts["infiniband"] and 0 <= facts["locked_bytes"] < GIB:
-        yield "limits", "memlock is under 1 GiB, but RDMA pins memory; ulimit -l unlimited"
-    if 0 <= facts["open_files"] < MIN_OPEN_FILES:
-        yield "limits", f"{facts['open_files']} open files allowed; raise nofile in limits.conf"
+        text = "memlock is below 1 GiB, but RDMA pins memory; ulimit -l unlimited"
+        yield Problem("limits", text)
 
 
 def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
-    """What this host says of itself.
+    """Return the report of this host.
 
     Args:
-        argv: arguments of train.py, None for another script.
+        argv: arguments of train.py, None for a different script.
         ranks: number of ranks on this host.
 
     Returns:
-        `problems` of the host itself; `same`, what all hosts should have in common, by check and
-        name; the names of the checks that were possible (`checked`); and the name of the newest
-        `checkpoint`.
+        `problems`: the host's own problems.
+        `same`: values that should be equal on all hosts, by check and name.
+        `checked`: names of the checks that were possible.
+        `checkpoint`: name of the newest complete checkpoint, "" without one.
     """
     devices = gpus()
     facts = {
@@ -156,40 +170,39 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "ranks": ranks,
         "shm_bytes": shutil.disk_usage("/dev/shm").total,
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": Path("/sys/class/infiniband").is_dir(),
     }
     versions = {name: metadata.version(name) for name in PACKAGES}
     same = {
         "versions": {"python": platform.python_version(), **versions},
-        "code": fingerprints([Path("train.py"), *sorted(Path("zerotrain").rglob("*.py"))]),
+        "code": checksums([Path("train.py"), *sorted(Path("zerotrain").rglob("*.py"))]),
         "gpus": {"models": ", ".join(sorted({gpu["name"] for gpu in devices})) or "missing"},
     }
     problems = [*machine_problems(facts)]
     checked = ["ssh", "versions", "code", "clock", "gpus", "limits"]
-    found = {"same": same, "problems": problems, "checked": checked, "checkpoint": None}
+    found = {"same": same, "problems": problems, "checked": checked, "checkpoint": ""}
     if argv is None:
         return found
     try:
         config = parse_command_line(argv).config
     except UserError as error:
-        problems.append(("config", str(error)))
+        problems.append(Problem("config", str(error)))
         return found
     rows = []
     for source in chain(config.data.train_sources, *config.data.eval_sources.values()):
         try:
             rows += local_files(source.path) if source.path else []
         except UserError as error:
-            problems.append(("data", str(error)))
+            problems.append(Problem("data", str(error)))
     settings = xxhash.xxh3_64(dump_config(config).encode()).hexdigest()
     template = config.model.chat_template
     files = [config.ds_config, *([chat_template_file(template)] if template else [])]
-    same["config"] = {"settings": settings, **fingerprints(files)}
+    same["config"] = {"settings": settings, **checksums(files)}
     model = [file for file in Path(config.model.name_or_path).glob("*") if file.is_file()]
-    same["model"] = fingerprints(model)
-    same["data"] = fingerprints(rows)
-    # what is on the hub has no files to compare
+    same["model"] = checksums(model)
+    same["data"] = checksums(rows)
+    # Models and data on the hub have no files here to compare.
     checked += ["disk", *filter(same.get, ("config", "model", "data"))]
     folder = Path(config.output_dir).absolute()
     problems += disk_problems(folder)
@@ -200,4 +213,4 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = report(*json.load(sys.stdin))
-    print(f"\n{MARK}{json.dumps({**found, 'clock': time.time()})}", flush=True)
+    print(json.dumps({**found, "clock": time.time()}))
