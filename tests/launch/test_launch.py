@@ -3,7 +3,6 @@ pytest tests/launch/test_launch.py"""
 
 import json
 import os
-import queue
 import shlex
 import signal
 import subprocess
@@ -19,10 +18,9 @@ from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, read_metrics
 from namespaces import left_on, needs_hosts, start
 
-from zerotrain.launch import node
 from zerotrain.launch.environment import environment_of_job
 from zerotrain.launch.hostfile import read_hosts
-from zerotrain.runtime.errors import EnvironmentFailure, UserError
+from zerotrain.runtime.errors import UserError
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
@@ -205,42 +203,61 @@ def test_a_signal_that_arrives_with_the_job_is_forwarded():
     assert "rank 0 ended with exit code 143" in wrapper.stdout.read()
 
 
-def test_an_address_that_cannot_be_resolved_is_a_failure_unless_it_is_not_needed(
-    monkeypatch, tmp_path
-):
-    monkeypatch.setattr(node, "RESOLVE_SECONDS", 0)
-    with pytest.raises(EnvironmentFailure, match=r"nosuch\.invalid"):
-        node.interface_towards("nosuch.invalid", requests := queue.SimpleQueue())
-    requests.put("SIGTERM")
-    with pytest.raises(SystemExit, match="143"):
-        node.interface_towards("nosuch.invalid", requests)
-    options = [*OPTIONS, "--ranks_per_node=1", "--master_addr=nosuch.invalid"]
+def test_an_unresolved_address_is_a_failure_unless_the_interface_is_given(tmp_path):
+    """On Kubernetes the first pod's name may resolve later, which torch's rendezvous waits for."""
     script = tmp_path / "nothing.py"
     script.touch()
-    finished = run(["env", "GLOO_SOCKET_IFNAME=eth0", *NODE, *options, script])
-    assert finished.code == 0, finished.output
+    command = [*NODE, *OPTIONS, "--ranks_per_node=1", "--master_addr=nosuch.invalid", script]
+    assert "nosuch.invalid" in run(command).error
+    assert run(["env", "GLOO_SOCKET_IFNAME=eth0", *command]).code == 0
 
 
-PRINTED = {  # Python code of a rank: exit code, printed line
-    "for x in ('x', '[]', '{\"failed\": 1}', '[' * 9000): print('zerotrain.launch.node: ' + x)":
-        (0, "here: zerotrain.launch.node: []\n"),
-    "for _ in range(300): os.write(1, b'x' * (1 << 20))": (0, "here: xxx"),
-    "os.kill(os.getppid(), 9)": (1, "launch: here is lost"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("code", PRINTED)
-def test_what_a_rank_prints_neither_crashes_launch_sh_nor_fills_its_memory(tmp_path, code):
-    """And a host whose ssh is killed is lost. A stand-in for ssh runs the command here."""
+def launch_here(tmp_path, code, slots):
+    """scripts/launch.sh with ranks that run `code`, and a stand-in for ssh that runs it here."""
     script, hostfile, ssh = (tmp_path / name for name in ("rank.py", "hostfile", "ssh"))
-    script.write_text(f"import os\n{code}\n")
-    hostfile.write_text("here slots=1\n")
+    script.write_text(code)
+    hostfile.write_text(slots)
     ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
     ssh.chmod(0o755)
     limited = ["bash", "-c", 'ulimit -v 500000; PATH="$0:$PATH" exec "$@"', tmp_path]
-    done = run([*limited, LAUNCH, "--hostfile", hostfile, "--", script])
-    expected, line = PRINTED[code]
+    return run([*limited, LAUNCH, "--hostfile", hostfile, "--", script, tmp_path])
+
+
+@pytest.mark.parametrize(
+    "code, expected, line",
+    [
+        ("for _ in range(300): os.write(1, b'x' * (1 << 20))", 0, "here: xxx"),
+        ("os.kill(os.getppid(), 9)", 1, "launch: here is lost"),
+    ],
+)
+def test_long_output_does_not_fill_memory_and_a_killed_ssh_is_a_lost_host(
+    tmp_path, code, expected, line
+):
+    done = launch_here(tmp_path, f"import os\n{code}\n", "here slots=1\n")
     assert done.code == expected and line in done.output, done.output[-2000:]
+
+
+WRONG = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def tidy(*_):
+    time.sleep(10.5)  # as long as W&B may take
+    (folder / "tidy").touch()
+    os._exit(143)
+signal.signal(signal.SIGTERM, tidy)
+(folder / f"started_{rank}").touch()
+while not ((folder / "started_0").exists() and (folder / "started_1").exists()):
+    time.sleep(0.01)
+print("error: no such key", flush=True)
+time.sleep(1000 if rank == "0" else 1)
+sys.exit(2)
+"""
+
+
+def test_ranks_have_time_to_finish_after_a_mistake_on_another_host(tmp_path):
+    done = launch_here(tmp_path, WRONG, "here slots=1\nthere slots=1\n")
+    assert done.code == 2 and (tmp_path / "tidy").exists(), done.output
+    assert done.output.splitlines()[-1].startswith("launch: there: rank 1 "), done.output
 
 
 # --------------------------------------------------------------------------------------------------
@@ -359,35 +376,6 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
     finally:
         process.kill()
         other.kill()
-
-
-WRONG = """
-import os, pathlib, signal, sys, time
-folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
-def tidy(*_):
-    time.sleep(10.5)
-    (folder / "tidy").touch()
-    os._exit(143)
-signal.signal(signal.SIGTERM, tidy)
-print("error: no such key", flush=True)
-(folder / f"said_{rank}").touch()
-while not ((folder / "said_0").exists() and (folder / "said_1").exists()):
-    time.sleep(0.01)
-time.sleep(1000 if rank == "0" else 1)
-sys.exit(2)
-"""
-
-
-@needs_hosts
-def test_a_mistake_of_all_hosts_is_said_once_and_ranks_have_time_to_finish(
-    hosts, hostfile, tmp_path
-):
-    """As long as W&B takes, after the other rank has failed."""
-    script = tmp_path / "wrong.py"
-    script.write_text(WRONG)
-    done = namespaces.run(hosts, LAUNCH, "--hostfile", hostfile, "--", script, tmp_path)
-    assert done.code == 2 and (tmp_path / "tidy").exists(), done.output
-    assert done.output.count(": error: no such key\n") == 1, done.output
 
 
 # --------------------------------------------------------------------------------------------------

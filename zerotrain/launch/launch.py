@@ -1,9 +1,9 @@
-"""scripts/launch.sh: runs one job on the hosts of a hostfile and returns its exit code.
+"""Run one job on the hosts of a hostfile and return its exit code (scripts/launch.sh).
 
-One ssh connection per host, with the node wrapper (zerotrain/launch/node.py) at its other end. The
-wrapper gets command, environment and secrets over its standard input, starts the host's ranks, and
-ends them when that input is closed. So a job ends on all hosts when one of them fails or is lost,
-and when this process ends, however it ends.
+Each host gets one ssh connection, with the node wrapper (zerotrain/launch/node.py) at its other
+end. The wrapper reads command, environment and secrets from its standard input, starts the host's
+ranks, and ends them when that input is closed. The job therefore ends on all hosts when one host
+fails or is lost, and when this process ends, however it ends.
 """
 
 import json
@@ -32,8 +32,9 @@ from zerotrain.runtime.errors import (
 
 CONNECT_SECONDS = 20
 PING_SECONDS = 1.0
+POLL_SECONDS = 0.2
 MAX_LINE_BYTES = 1 << 16
-MAX_WAITING_LINES = 1000  # of each host, to be printed
+MAX_WAITING_LINES = 1000
 ERROR = re.compile(r"(?:\[rank \d+ @ [^]]*\] )?(error: .+|[A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 
 
@@ -47,16 +48,17 @@ class Outcome:
 
 
 class Connection:
-    """An ssh connection to the node wrapper on one host. Its lines, and None at its end, arrive in
-    `events` as (connection, line).
+    """An ssh connection to the node wrapper on one host.
+
+    It puts (connection, line) into `lines` for each line that the host prints, and (connection,
+    None) at its end.
     """
 
-    def __init__(self, host: str, job: Job, events: queue.SimpleQueue) -> None:
+    def __init__(self, host: str, job: Job, lines: queue.Queue) -> None:
         self.host = host
         self.greeting: dict | None = None
         self.last_line = ""
         self.last_error = ""
-        self.room = threading.Semaphore(MAX_WAITING_LINES)
         self.process = subprocess.Popen(
             remote_command(job, host, "zerotrain.launch.node"),
             stdin=subprocess.PIPE,
@@ -64,18 +66,16 @@ class Connection:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal reaches launch.sh alone
         )
-        threading.Thread(target=self._read, args=(events,), daemon=True).start()
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def _read(self, events: queue.SimpleQueue) -> None:
-        # in pieces: a rank may print gigabytes without a line end
+    def _read(self, lines: queue.Queue) -> None:
+        # A rank may print gigabytes without a line end: read at most MAX_LINE_BYTES.
         for line in iter(lambda: self.process.stdout.readline(MAX_LINE_BYTES), b""):
-            self.room.acquire()
-            events.put((self, line.decode(errors="replace").rstrip("\r\n")))
-        self.room.acquire()
-        events.put((self, None))
+            lines.put((self, line.decode(errors="replace").rstrip("\r\n")))
+        lines.put((self, None))
 
     def send(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # it has ended, or was closed
+        with suppress(OSError, ValueError):  # the connection has ended, or was closed
             self.process.stdin.write(f"{text}\n".encode())
             self.process.stdin.flush()
 
@@ -85,34 +85,26 @@ class Connection:
             self.process.stdin.close()
 
 
-def event_of(line: str) -> dict | None:
-    """What a node wrapper says in a line, None for any other line: a rank may print EVENT too."""
-    if line.startswith(EVENT):
-        with suppress(ValueError, RecursionError):
-            match json.loads(line.removeprefix(EVENT)):
-                case (
-                    {"failed": str(), "code": int()}
-                    | {"client": str(), "server": str(), "port": int()}
-                ) as event:
-                    return event
-    return None
-
-
 class Attempt:
-    """One attempt at a job: connects to its hosts, runs it, and ends it on all of them."""
+    """One attempt at a job: connects to its hosts, runs it, and ends it on all of them.
 
-    def __init__(self, job: Job, events: queue.SimpleQueue) -> None:
+    Args:
+        received: the signals to stop that this process has received; it may grow meanwhile.
+    """
+
+    def __init__(self, job: Job, received: list[int]) -> None:
         self.job = job
-        self.events = events
+        self.received = received
+        self.forwarded = 0
         self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 4)
-        self.connections = [Connection(host, job, events) for host in job.hosts]
+        # A full queue blocks the hosts that print faster than this process does.
+        self.lines = queue.Queue(MAX_WAITING_LINES)
+        self.connections = [Connection(host, job, self.lines) for host in job.hosts]
         self.running = set(self.connections)
-        self.mistakes = set()  # printed lines that begin with `error: `
         self.failures = []
-        """(kind, number, exit code, cause); the lowest is the cause of the others: a host that is
-        lost or a rank that is killed before a mistake, a mistake before anything else.
+        """(kind, number, exit code, cause). The lowest is the cause of the others. Kind 0 is a lost
+        host or a killed rank, 1 a user's mistake, 2 anything else.
         """
-        self.stop_signal = None
         self.has_started = False
         self.next_ping = 0.0
 
@@ -125,11 +117,12 @@ class Attempt:
         deadline = time.monotonic() + CONNECT_SECONDS
         try:
             while self.running and not self.failures:
-                self.handle_event(PING_SECONDS)
+                self.handle_line()
                 if self.has_started:
+                    self.forward_signals()
                     self.ping()
-                elif self.stop_signal is not None:
-                    return Outcome(128 + self.stop_signal, "stopped", True)
+                elif self.received:
+                    return Outcome(128 + self.received[-1], "stopped", True)
                 elif all(connection.greeting for connection in self.connections):
                     self.start_ranks()
                 elif time.monotonic() > deadline:
@@ -144,12 +137,12 @@ class Attempt:
                     connection.process.kill()
 
     def start_ranks(self) -> None:
-        """Send each host its part of the job."""
+        """Send each host what its ranks need."""
         self.has_started = True
         first = self.connections[0].greeting
         address = first["server"]
         if address.startswith("127.") and len(self.connections) > 1:
-            # launch.sh runs on the first host: its address is the one that the second host sees
+            # launch.sh runs on the first host: take the address from which it reached the second
             address = self.connections[1].greeting["client"]
         shared = self.job.environment | {
             "MASTER_ADDR": self.job.master_addr or address,
@@ -163,104 +156,103 @@ class Attempt:
                 "LOCAL_WORLD_SIZE": str(len(devices)),
                 "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
             }
-            part = {
+            work = {
                 "command": self.job.command,
                 "environment": shared | own,
                 "first_rank": first_rank,
                 "silence_seconds": 0.6 * self.job.heartbeat_seconds,
                 "grace_seconds": self.grace_seconds,
             }
-            connection.send(json.dumps(part))
+            connection.send(json.dumps(work))
             first_rank += len(devices)
 
     def ping(self) -> None:
-        """Show the wrappers that this process is there."""
+        """Tell the wrappers once per PING_SECONDS that this process is alive."""
         if time.monotonic() > self.next_ping:
             self.next_ping = time.monotonic() + PING_SECONDS
             for connection in self.running:
                 connection.send("")
 
-    def handle_event(self, seconds: float) -> None:
-        """Wait for a line of a host, the end of a connection, or a signal, and act on it.
+    def forward_signals(self) -> None:
+        """Forward new signals to all ranks.
+
+        After the first signal they save and exit. A second Ctrl-C kills them. A second SIGTERM does
+        not, because a scheduler may send it more than once.
+        """
+        for number in self.received[self.forwarded :]:
+            is_kill = self.forwarded > 0 and number == signal.SIGINT
+            name = "SIGKILL" if is_kill else "SIGTERM"
+            self.forwarded += 1
+            print(f"launch: {signal.Signals(number).name}: sending {name} to all ranks")
+            for connection in self.running:
+                connection.send(name)
+
+    def handle_line(self) -> None:
+        """Wait up to POLL_SECONDS for a line from a host, or the end of its connection.
 
         Raises:
             UserError: a host cannot be reached.
         """
         try:
-            source, value = self.events.get(timeout=seconds)
+            source, line = self.lines.get(timeout=POLL_SECONDS)
         except queue.Empty:
             return
-        if source is None:
-            self.forward_signal(value)
-            return
-        source.room.release()
-        if source not in self.running or value == "":
-            return  # of an earlier start, or nothing
-        if value is None:
-            self.running.discard(source)
-            code = source.process.wait()
-            if source.greeting is None:
-                raise UserError(
-                    f"{source.host}: {source.last_line or 'no answer'}; every host needs an ssh "
-                    "login without a password (ssh -o BatchMode=yes), and code and .venv at the "
-                    "same paths as here"
-                )
-            if code == 255 or code < 0:  # ssh itself was killed
-                what = "is lost: its ssh connection has ended, or its node wrapper was killed"
-                self.fail(0, EXIT_FAILURE, f"{source.host} {what}")
-            elif code not in (0, EXIT_PREEMPTED):
-                self.fail(2, code, f"{source.host}: {source.last_line}")
-        elif event := event_of(value):
-            self.handle_said(source, event)
-        else:
-            source.last_line = value
-            if error := ERROR.match(value):
+        if line is None:
+            self.handle_end_of(source)
+        elif line.startswith(EVENT):
+            self.handle_event(source, json.loads(line.removeprefix(EVENT)))
+        elif line:
+            source.last_line = line
+            if error := ERROR.match(line):
                 source.last_error = f": {error[1][:500]}"
-                if source.last_error in self.mistakes:
-                    return  # every host names it
-                if error[1].startswith("error: "):
-                    self.mistakes.add(source.last_error)
-            print(f"{source.host}: {value}")
+            print(f"{source.host}: {line}")
 
-    def fail(self, kind: int, code: int, cause: str) -> None:
-        self.failures.append((kind, len(self.failures), code, cause))
+    def handle_end_of(self, source: Connection) -> None:
+        """Find out why a connection has ended.
 
-    def forward_signal(self, number: int) -> None:
-        """The ranks save and exit after the first signal, and are killed by a second Ctrl-C. A
-        scheduler may send SIGTERM more than once.
+        Raises:
+            UserError: it was never there.
         """
-        is_second = self.stop_signal is not None
-        name = "SIGKILL" if is_second and number == signal.SIGINT else "SIGTERM"
-        self.stop_signal = number
-        if self.has_started:
-            print(f"launch: {signal.Signals(number).name}: sending {name} to all ranks")
-            for connection in self.running:
-                connection.send(name)
+        self.running.discard(source)
+        code = source.process.wait()
+        if source.greeting is None:
+            raise UserError(
+                f"{source.host}: {source.last_line or 'no answer'}; every host needs an ssh login "
+                "without a password (ssh -o BatchMode=yes), and code and .venv at the same paths "
+                "as here"
+            )
+        if code == 255 or code < 0:  # ssh lost its host, or was killed
+            what = "is lost: its ssh connection has ended, or its node wrapper was killed"
+            self.fail(0, EXIT_FAILURE, f"{source.host} {what}")
+        elif code not in (0, EXIT_PREEMPTED):
+            self.fail(2, code, f"{source.host}: {source.last_line}")
 
-    def handle_said(self, source: Connection, event: dict) -> None:
-        """Act on what a wrapper says: that it is ready, or that a rank has failed."""
+    def handle_event(self, source: Connection, event: dict) -> None:
+        """Note that a wrapper is ready, or that one of its ranks has failed."""
         if "failed" not in event:
             source.greeting = event
             return
         code, cause = event["code"], f"{source.host}: {event['failed']}"
         print(cause)
-        if code > 128:  # by a signal
+        if code > 128:  # ended by a signal
             self.fail(0, code, cause)
         else:
             self.fail(1 if code == EXIT_USER_MISTAKE else 2, code, cause + source.last_error)
 
+    def fail(self, kind: int, code: int, cause: str) -> None:
+        self.failures.append((kind, len(self.failures), code, cause))
+
     def end(self) -> Outcome:
-        """Stop what is left, and find the cause among the failures that arrive until then."""
+        """Stop the job on all hosts, and return how it ended."""
         for connection in self.running:
             connection.close()
         deadline = time.monotonic() + self.grace_seconds + 5
         while self.running and time.monotonic() < deadline:
-            self.handle_event(0.2)
-        stopped = self.stop_signal is not None
+            self.handle_line()
+        stopped = bool(self.received)
         if self.failures:
             *_, code, cause = min(self.failures)
-            code = 128 + self.stop_signal if stopped else code
-            return Outcome(code, cause, stopped)
+            return Outcome(128 + self.received[-1] if stopped else code, cause, stopped)
         if any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
             cause = "preempted and saved; the same command resumes"
             return Outcome(EXIT_PREEMPTED, cause, stopped)
@@ -268,39 +260,35 @@ class Attempt:
 
 
 @contextmanager
-def signals_as_events(events: queue.SimpleQueue) -> Iterator[threading.Event]:
-    """Put (None, number) into `events` for each signal that is to stop the job. The result is set
-    by the first.
-    """
-    stopped = threading.Event()
-
-    def on_signal(number: int, frame: object) -> None:
-        stopped.set()
-        events.put((None, number))
-
-    before = {number: signal.signal(number, on_signal) for number in FORWARDED}
+def received_signals() -> Iterator[list[int]]:
+    """A context with a list of the signals to stop that arrive. They do nothing else."""
+    received = []
+    before = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in FORWARDED
+    }
     try:
-        yield stopped
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> Outcome:
-    """Run the job, and restart it after a failure, until `max_restarts` restarts in a row have
-    produced no new checkpoint.
+    """Run the job, restart it after failures, and return how it ended.
+
+    It is no longer restarted after `max_restarts` restarts in a row without a new checkpoint.
 
     Raises:
         UserError: a host cannot be reached at the first start, or no restart is possible.
     """
-    events = queue.SimpleQueue()
     now = job
     restarts = 0
     saved = None
-    with signals_as_events(events) as stopped:
+    with received_signals() as received:
         while True:
             try:
-                outcome = Attempt(now, events).run()
+                outcome = Attempt(now, received).run()
             except UserError as error:
                 if restarts == 0:
                     raise
@@ -311,7 +299,7 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
             if is_over or max_restarts == 0:
                 return outcome
             before = saved
-            now, saved = prepare_restart(job, restart_wait_seconds, stopped)
+            now, saved = prepare_restart(job, restart_wait_seconds, received)
             restarts = 1 if saved != before else restarts + 1
             if restarts > max_restarts:
                 return outcome
@@ -325,19 +313,19 @@ def main() -> int:
         type=between(0, 1_000_000),
         default=0,
         metavar="N",
-        help="after a failure, restart on the healthy hosts from the last complete checkpoint; "
-        "give up after N restarts in a row without a newer one",
+        help="give up after this many restarts in a row without a new checkpoint (0: no restart). "
+        "A restart uses the healthy hosts and the last complete checkpoint",
     )
     parser.add_argument(
         "--restart_wait_seconds",
         type=between(0, 1_000_000),
         default=120,
         metavar="N",
-        help="wait this long for all hosts before a restart without some of them (120)",
+        help="seconds to wait for all hosts before a restart on the healthy ones (120)",
     )
     arguments = parser.parse_args()
     job = job_of(arguments)
-    for number in FORWARDED:  # after launch(), which receives them: the exit code is final
+    for number in FORWARDED:  # launch() receives them; after it they cannot change the exit code
         signal.signal(number, signal.SIG_IGN)
     return launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
 

@@ -1,18 +1,19 @@
-"""The node wrapper: starts the ranks of one host, and leaves no process behind.
+"""The node wrapper: start the ranks of one host, and leave no process behind.
 
     python -m zerotrain.launch.node --nodes 2 --node_rank 0 --ranks_per_node 8
         --master_addr NODE --master_port PORT train.py ...     SLURM, Kubernetes, SkyPilot
     python -m zerotrain.launch.node                            scripts/launch.sh, over ssh
 
-SIGTERM, SIGUSR1 and SIGINT are forwarded to the ranks, which save and exit. After the first rank
-that fails, the others get SIGTERM and, GRACE_SECONDS later, SIGKILL. The exit code is that of the
-first rank that failed: 2 a mistake in the input, 75 preempted and saved, 128 + N for signal N.
+SIGTERM, SIGUSR1 and SIGINT are forwarded to the ranks, which save and exit. After the first failure
+of a rank, the other ranks get SIGTERM and, GRACE_SECONDS later, SIGKILL. The exit code is the code
+of the first rank that failed: 2 for a mistake in the input, 75 if preempted and saved, 128 + N for
+signal N.
 
-Started by launch.sh, it prints its address and a free port, and reads the job from standard input.
-Later lines are signals' names. It ends its ranks when its input is closed, or silent for too long,
-because a cut link closes nothing. What it says itself are lines of EVENT and a JSON object, among
-those of the ranks: {"client", "server", "port"} when it is ready, {"failed", "code"} when a rank
-has failed.
+Under launch.sh, the wrapper prints its address and a free port, and reads the job from standard
+input. Later lines are names of signals. It ends its ranks when its input is closed, or silent for
+too long, because a cut link closes nothing. It talks to launch.sh in lines of EVENT and a JSON
+object, among the ranks' lines: {"client", "server", "port"} when it is ready, {"failed", "code"}
+when a rank has failed.
 """
 
 import argparse
@@ -47,17 +48,14 @@ from zerotrain.runtime.preemption import PR_SET_PDEATHSIG
 EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
-# On Kubernetes, a pod can start before the name of the first one resolves: that is waited for as
-# long as a rendezvous is by default.
-RESOLVE_SECONDS = 1800.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LIBC = ctypes.CDLL(None)
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
-    """A rank in a session of its own, so that a signal to this process's group reaches it once. It
-    is killed with this process.
+    """Start a rank in a session of its own, so that a signal to this process's group reaches it
+    once. The kernel kills it when this process ends.
     """
     return subprocess.Popen(
         [sys.executable, "-u", *command],
@@ -69,24 +67,25 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subpro
 
 
 def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
-    """Run the ranks of this host until they have ended. Returns the host's exit code.
+    """Run the ranks of this host to their end, and return the host's exit code.
 
     Args:
-        job: command, first_rank, grace_seconds and environment, what the ranks have more than
-            this process, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and LOCAL_WORLD_SIZE.
+        job: command, first_rank, grace_seconds and environment: variables to add for the ranks,
+            with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and LOCAL_WORLD_SIZE.
         requests: names of signals to forward, and "close".
 
     Raises:
-        UserError: master_addr cannot be reached.
+        EnvironmentFailure: MASTER_ADDR cannot be reached.
     """
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
     environment = os.environ | job["environment"]
-    # programs of the environment come before the system's
+    # The virtual environment's programs come before the system's.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     ranks = int(environment["LOCAL_WORLD_SIZE"])
     if int(environment["WORLD_SIZE"]) > ranks and "GLOO_SOCKET_IFNAME" not in environment:
-        interface = interface_towards(environment["MASTER_ADDR"], requests)
-        if interface != "lo":  # gloo's default is the address of the host's own name
+        interface = interface_towards(environment["MASTER_ADDR"])
+        # Gloo's default is the address of the host's own name, often 127.0.1.1.
+        if interface != "lo":
             environment["GLOO_SOCKET_IFNAME"] = interface
     running = {}
     try:
@@ -102,7 +101,11 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
 def wait_for_ranks(
     running: dict[int, subprocess.Popen], requests: "queue.SimpleQueue[str]", grace_seconds: float
 ) -> int:
-    """Wait for the ranks, forward signals to them, and stop all of them after a failure."""
+    """Wait for the ranks, forward signals to them, and stop all of them after a failure.
+
+    Returns:
+        The exit code of the first rank that failed, 0 if none did.
+    """
     exit_code = 0
     deadline = float("inf")
     stop = False
@@ -113,7 +116,7 @@ def wait_for_ranks(
             if status is None:
                 continue
             del running[rank]
-            # negative: the signal that ended it, which becomes 128 + number, as in a shell
+            # A negative status is the signal that ended the rank: 128 + signal, as in a shell.
             code = 128 - status if status < 0 else status
             if code not in (0, EXIT_PREEMPTED) and not stop:
                 stop = True
@@ -134,12 +137,12 @@ def wait_for_ranks(
 
 
 def say(event: Mapping) -> None:
-    """Print a line of this process, in one call: ranks print to the same pipe."""
+    """Print an event in a single call, because ranks print to the same pipe."""
     print(f"\n{EVENT}{json.dumps(event)}", flush=True)
 
 
 def explain(status: int) -> str:
-    """What to add about a rank that a signal has ended."""
+    """Return the signal that ended a rank, for a message; "" if it exited."""
     if status >= 0:
         return ""
     hint = "; out of memory? see `dmesg` there" if status == -signal.SIGKILL else ""
@@ -152,7 +155,7 @@ def send(running: Mapping[int, subprocess.Popen], number: signal.Signals) -> Non
 
 
 def kill_descendants() -> None:
-    """Kill what the ranks have left; a process may start another before it is killed."""
+    """Kill the processes that the ranks have left. They may start more before they are killed."""
     for _ in range(50):
         left = psutil.Process().children(recursive=True)
         if not left:
@@ -163,32 +166,22 @@ def kill_descendants() -> None:
         psutil.wait_procs(left, timeout=POLL_SECONDS)
 
 
-def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
-    """The network interface that the kernel uses for traffic to an address; nothing is sent. A name
-    that cannot be resolved is tried again for RESOLVE_SECONDS; a request ends this process.
+def interface_towards(address: str) -> str:
+    """Return the network interface that the kernel uses for traffic to an address. Sends nothing.
 
     Raises:
-        EnvironmentFailure: the name does not resolve, or there is no route.
+        EnvironmentFailure: the name does not resolve, or no route leads there.
     """
-    deadline = time.monotonic() + RESOLVE_SECONDS
-    printed = ""
-    while True:
-        try:
-            family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(target)
-                source = probe.getsockname()[0]
-            break
-        except OSError as error:
-            problem = f"--master_addr {address}: {describe(error)}"
-        if not requests.empty():
-            sys.exit(128 + signal.Signals.__members__.get(requests.get(), signal.SIGTERM))
-        if time.monotonic() > deadline:
-            raise EnvironmentFailure(problem)
-        if problem != printed:
-            print(f"waiting for {problem}")
-            printed = problem
-        time.sleep(POLL_SECONDS)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            source = probe.getsockname()[0]
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"--master_addr {address}: {describe(error)}; if it can be reached only later, set "
+            "GLOO_SOCKET_IFNAME to the interface that connects the nodes"
+        ) from None
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == source for entry in entries):
             return name
@@ -200,14 +193,15 @@ def interface_towards(address: str, requests: "queue.SimpleQueue[str]") -> str:
 
 
 def greeting() -> dict:
-    """The addresses of this ssh connection (client, server), and a port that is free here."""
+    """Return this ssh connection's addresses (client, server), and a port that is free here."""
     client, _, server, _ = os.environ.get("SSH_CONNECTION", "127.0.0.1 0 127.0.0.1 0").split()
     return {"client": client, "server": server, "port": free_port()}
 
 
 def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) -> None:
-    """Pass on the lines of standard input, and "close" when it is closed or silent. Empty lines
-    only show that launch.sh is there.
+    """Pass on the lines of standard input, and "close" when it is closed or silent.
+
+    launch.sh sends empty lines to show that it is alive.
     """
     while select.select([0], [], [], silence_seconds)[0]:
         data = os.read(0, 1 << 16)
@@ -222,10 +216,11 @@ def main() -> int:
     requests = queue.SimpleQueue()
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: requests.put(signal.Signals(number).name))
-        atexit.register(signal.signal, number, signal.SIG_IGN)  # the default again by then
+        # Python restores the default handlers at its exit: a late signal must change no exit code.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
     if len(sys.argv) == 1:
         say(greeting())
-        # unbuffered, because a buffer would hide later lines
+        # Unbuffered: a buffer would hide later lines from read_requests.
         line = sys.stdin.buffer.raw.readline()
         if not line.endswith(b"\n"):
             return 0  # launch.sh could not reach all hosts, or is gone
@@ -239,7 +234,7 @@ def main() -> int:
     add("--nodes", type=between(1, 100_000), required=True)
     add("--node_rank", type=between(0, 99_999), required=True)
     add("--ranks_per_node", type=between(1, 1024), required=True)
-    add("--master_addr", required=True, help="of the first node")
+    add("--master_addr", required=True, help="address of the first node")
     add("--master_port", type=between(1, 65535), default=29500)
     add("command", nargs=argparse.REMAINDER, help="train.py --config ...")
     arguments = parser.parse_args()

@@ -1,6 +1,5 @@
 """Between a failure and the restart of a job: find the hosts that are left."""
 
-import threading
 import time
 from dataclasses import replace
 
@@ -12,13 +11,13 @@ from zerotrain.runtime.errors import RunFailed
 RETRY_SECONDS = 5.0
 
 
-def prepare_restart(job: Job, wait_seconds: float, stopped: threading.Event) -> tuple[Job, str]:
+def prepare_restart(job: Job, wait_seconds: float, received: list[int]) -> tuple[Job, str]:
     """Wait until all hosts of the job pass preflight's checks, and return the job to start.
 
     After `wait_seconds` the hosts that pass are enough, unless the job needs all of them.
 
     Args:
-        stopped: set when the user has stopped the job.
+        received: the signals to stop that this process has received; it may grow meanwhile.
 
     Returns:
         The job on the healthy hosts, and the name of the newest complete checkpoint, "" without
@@ -38,12 +37,12 @@ def prepare_restart(job: Job, wait_seconds: float, stopped: threading.Event) -> 
         late = time.monotonic() > deadline
         if len(hosts) == len(job.hosts) or (late and hosts and not needs_all):
             break
-        if late or stopped.is_set():
+        if late or received:
             raise RunFailed(f"no restart: {problem}")
         if problem != printed:
             print(f"launch: waiting: {problem}")
             printed = problem
-        stopped.wait(RETRY_SECONDS)
+        time.sleep(RETRY_SECONDS)
     if len(hosts) < len(job.hosts):
         print(f"launch: continuing on {', '.join(hosts)}: {problem}")
     return replace(job, hosts=hosts), max(reports[host]["checkpoint"] for host in hosts)
