@@ -1,33 +1,41 @@
 #!/usr/bin/env bash
-# Renews requirements.lock after a change of requirements.txt; needs uv. Arguments go to uv:
-#   ./scripts/lock.sh                    keeps the locked versions of what requirements.txt does not pin
-#   ./scripts/lock.sh --upgrade          takes the newest of them
+# Renews requirements.lock after a change of requirements.txt. Needs uv, which gets the arguments:
+#   ./scripts/lock.sh                    keeps the locked version of each package that is not pinned
+#   ./scripts/lock.sh --upgrade          takes the newest version of these packages
 #
-# The lock is for every Python and platform at once. torch and the CUDA packages of its build are left
-# out, since which build is right depends on the machine; what every build needs is named here. A
-# package is in the first section of requirements.txt that needs it.
+# The lock is valid for every Python and platform. It leaves out torch and the CUDA packages of
+# torch's build, because the machine decides which build is right. Each package is listed in the
+# first section of requirements.txt that needs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Resolves the requirements of standard input and those of torch.
+# Resolves the requirements of standard input, and those that every build of torch has.
 resolve() {
   { cat; printf '%s\n' networkx setuptools sympy; } | uv pip compile - --excludes <(echo torch) \
     --universal --python-version 3.11 --no-annotate --no-header --quiet "$@"
 }
 
+# requirements.txt up to the end of a section.
+up_to() {
+  awk -v last="[$1]" '/^# \[/ && past { exit } $2 == last { past = 1 } 1' requirements.txt
+}
+
 resolve --generate-hashes --output-file requirements.lock "$@" < requirements.txt
-locked=$(cat requirements.lock)
-echo "# Written by scripts/lock.sh" > requirements.lock
 for section in $(grep -o '^# \[.*\]' requirements.txt | tr -d '#[]'); do
-  printf '\n# [%s]\n' "$section"
-  awk -v last="[$section]" '/^# \[/ && past { exit } $2 == last { past = 1 } 1' requirements.txt |
-    resolve --constraints <(echo "$locked") | sed 's/[=; ].*//' |
-    awk 'FILENAME == "-" { needed[$1]; next }
-      /^[^ ]/ { name = $0; sub(/[=; ].*/, "", name); on = name in needed }
-      FILENAME != "-" && on' - <(echo "$locked") |
-    awk 'FNR == NR { if (/^[^ #]/) { sub(/[=; ].*/, ""); there[$0] } next }
-      /^[^ ]/ { name = $0; sub(/[=; ].*/, "", name); new = !(name in there) } new' requirements.lock - \
-      > .lock-section
-  cat .lock-section
-done >> requirements.lock
-rm .lock-section
+  echo "# [$section]"
+  up_to "$section" | resolve --constraints requirements.lock | sed 's/[=; ].*//'
+done | python3 -c '
+import re, sys
+from pathlib import Path
+
+lock = Path("requirements.lock")
+wanted = sys.stdin.read().splitlines()
+entries = re.findall(r"^([^#=; ]+)(.*(?:\n .*)*)", lock.read_text(), re.MULTILINE)
+lines = ["# Written by scripts/lock.sh"]
+for line in wanted:
+    if line.startswith("#"):
+        lines += ["", line]
+    lines += [name + rest for name, rest in entries if name == line]
+    entries = [entry for entry in entries if entry[0] != line]
+lock.write_text("\n".join(lines) + "\n")
+'
