@@ -34,7 +34,7 @@ def pytest_collection_finish():
 LONGEST_FIRST = (
     "test_readme", "test_launch", "test_training", "test_commands", "test_slurm", "test_preemption",
     "test_checkpoints", "test_benchmarks", "test_recipes",
-    "test_preflight", "test_orchestrators", "test_node_local", "test_copier",
+    "test_preflight", "test_orchestrators", "test_copier",
     "test_router_loss", "test_equivalence", "test_tracking", "test_tensor_parallel",
 )  # fmt: skip
 

@@ -65,27 +65,18 @@ class Hosts:
             self.boot(i)
         return self
 
-    def boot(
-        self,
-        i,
-        binds=None,
-        environment=None,
-        read_only=(),
-    ):
+    def boot(self, i, binds=None, environment=None):
         """Start or restart host i.
 
         Args:
             binds: {path: path that it replaces on this host}.
             environment: variables that its ssh sessions get.
-            read_only: folders that it cannot write to.
         """
         self.kill(i)
         mounts = {self.folder / "hosts": "/etc/hosts", **(binds or {})}
         script = [f"hostname node-{i}", "mount --make-rprivate /"]
         script.append("mount -t tmpfs -o size=2g tmpfs /dev/shm")  # each host has its own
         script += [f"mount --bind {new} {old}" for new, old in mounts.items()]
-        for path in read_only:
-            script += [f"mount --bind {path} {path}", f"mount -o remount,ro,bind {path}"]
         options = {
             "ListenAddress": f"{PREFIX}.{i}:22",
             "AuthorizedKeysFile": self.folder / "id.pub",

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import namespaces
 import numpy as np
@@ -18,7 +17,6 @@ from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, read_metrics
 from namespaces import left_on, needs_hosts, start
 
-from zerotrain.launch.environment import environment_of_job
 from zerotrain.launch.hostfile import read_hosts
 from zerotrain.runtime.errors import UserError
 
@@ -85,50 +83,6 @@ def test_include_and_exclude_select_hosts_and_slots(tmp_path):
             read_hosts(str(path), *selection)
 
 
-def test_the_environment_has_the_known_and_the_added_variables(tmp_path):
-    here = {
-        "NCCL_DEBUG": "INFO", "HF_TOKEN": "s3cret", "HOME": "/root",
-        "MINE": "a b", "AWS_SECRET": "x",
-    }  # fmt: skip
-    file = tmp_path / "env"
-    file.write_text("# a comment\n\nNCCL_DEBUG=WARN\nexport A=b=c d\n")
-    devices = {"PYTORCH_CUDA_ALLOC_CONF": "a", "TRITON_CACHE_DIR": "b", "UCX_TLS": "c",
-               "FI_PROVIDER": "d", "CUBLAS_WORKSPACE_CONFIG": "e"}  # fmt: skip
-    job = environment_of_job(here | devices, ["MINE"], [file])
-    assert job == devices | {"NCCL_DEBUG": "WARN", "HF_TOKEN": "s3cret", "A": "b=c d",
-                             "MINE": "a b"}  # fmt: skip
-    for added in ("NOT_THERE", "MINE=s3cret"):
-        with pytest.raises(UserError, match=r"--env (NOT_THERE|MINE): ") as error:
-            environment_of_job(here, [added])
-        assert "s3cret" not in str(error.value)
-
-
-ENV_LINES = ["NCCL_DEBUG=INFO", "export A=b", " A = b ", "A=b=c d", "A=^docker0,lo", "A=",
-             "A=~/*;y&z|(w)", "A={1,2}!", "A=/tmp/%p.log"]  # fmt: skip
-NO_ENV_LINES = ['A="eth0"', "A='INFO'", 'A="two words"', "A=/opt/lib:$HOME", "A=b # c",
-                "A=#b", "A=`id`", "A=\\", "A=%h", "A=%n", "A=%%p", "a-b=c", "s3cret"]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", [*ENV_LINES, *NO_ENV_LINES])
-def test_a_line_of_deepspeed_env_means_what_it_means_to_deepspeed_or_is_refused(tmp_path, line):
-    """The value that DeepSpeed's runner gives to the shell of each host."""
-    from deepspeed.launcher.runner import PDSHRunner
-
-    file = tmp_path / "env"
-    file.write_text(f"B=1\n{line}\n")
-    if line in NO_ENV_LINES:
-        with pytest.raises(UserError, match=f"{file}:2: .*--env NAME") as error:
-            environment_of_job({}, [], [file])
-        assert "s3cret" not in str(error.value)
-        return
-    PDSHRunner.add_export(runner := SimpleNamespace(exports={}), *line.split("=", maxsplit=1))
-    [(name, value)] = runner.exports.items()
-    name = name.removeprefix("export ")
-    shell = f'export {name}={value}; printf %s "${name}"'
-    seen = subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout
-    assert environment_of_job({}, [], [file]) == {"B": "1", name: seen}
-
-
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     (tmp_path / "hostfile").write_text("node-1 slots=1\n")
     hostfile = ["--hostfile", tmp_path / "hostfile"]
@@ -137,7 +91,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         ([LAUNCH, *hostfile], "SCRIPT"),
         ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "trian.py: "),
         ([LAUNCH, *script], "--hostfile"),
-        ([LAUNCH, *hostfile, *script, "--distributed.world_size", "16"], "add up to 1"),
+        ([LAUNCH, *hostfile, "--env", "MINE=1", *script], "--env MINE: "),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),
         ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 is no number"),
@@ -185,22 +139,6 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     assert ("rank 1 ended with exit code" in output) == (kind == "killed")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(script) not in listed and f"sleep {sleep}" not in listed
-
-
-JOB = {"command": ["-c", "import time; time.sleep(100)"], "first_rank": 0,
-       "environment": {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
-       "silence_seconds": 100, "grace_seconds": 10}  # fmt: skip
-
-
-def test_a_signal_that_arrives_with_the_job_is_forwarded():
-    wrapper = subprocess.Popen(
-        NODE, cwd=REPO, env=environment(),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    wrapper.stdin.write(f"{json.dumps(JOB)}\nSIGTERM\n")
-    wrapper.stdin.flush()  # and stays open: its end would stop the ranks too
-    assert wrapper.wait(90) == 143
-    assert "rank 0 ended with exit code 143" in wrapper.stdout.read()
 
 
 def test_an_unresolved_address_is_a_failure_unless_the_interface_is_given(tmp_path):
@@ -341,7 +279,7 @@ def interrupt_twice(hosts, process):
 ENDINGS = {  # action, exit code, printed line
     "a rank is killed": (
         lambda hosts, process: hosts.run(2, kill("[s]leep.py")),
-        137, "launch: node-2: rank 1 ended with exit code 137 (SIGKILL; out of memory?"),
+        137, "launch: node-2: rank 1 ended with exit code 137 (SIGKILL)"),
     "a link is cut": (lambda hosts, process: hosts.cut(2), 1, "launch: node-2 is lost"),
     "launch.sh is killed": (lambda hosts, process: process.kill(), -9, ""),
     "Ctrl-C, twice": (interrupt_twice, 130, ""),
@@ -353,24 +291,23 @@ ENDINGS = {  # action, exit code, printed line
 def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
     hosts, hostfile, tmp_path, case
 ):
-    """Within --heartbeat_seconds, although the ranks ignore SIGTERM."""
+    """Within a minute, although the ranks ignore SIGTERM."""
     script, log = tmp_path / "sleep.py", tmp_path / "log"
     script.write_text(SLEEP)
     other = subprocess.Popen(hosts.ssh(1, "exec -a 'python -u train.py' sleep 300"))
-    options = ["--hostfile", hostfile, "--heartbeat_seconds", "10"]
-    process = start(hosts, log, LAUNCH, *options, "--", script, tmp_path)
+    process = start(hosts, log, LAUNCH, "--hostfile", hostfile, "--", script, tmp_path)
     try:
         wait_until(lambda: len([*tmp_path.glob("started_?")]) == 2, process, log)
         act, expected, line = ENDINGS[case]
         began = time.monotonic()
         act(hosts, process)
         assert process.wait(200) == expected, log.read_text()
-        time.sleep(max(0, began + 10 - time.monotonic()) if case == "a link is cut" else 0)
+        time.sleep(max(0, began + 60 - time.monotonic()) if case == "a link is cut" else 0)
         hosts.mend(2)
         assert line in log.read_text()
         looked = time.monotonic()
         while left := left_on(hosts, str(script)):
-            assert looked < began + 14, left  # 10, and some for signals
+            assert looked < began + 64, left  # 60, and some for signals
             looked = time.monotonic()
         assert other.poll() is None, "another job's process"
     finally:
@@ -435,7 +372,7 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
     config = tiny_config(train__steps=90, checkpoint={"every_steps": 5})
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     log, run = tmp_path / "log", tmp_path / "run"
-    options = ["--heartbeat_seconds", "30", "--max_restarts", "1", "--restart_wait_seconds", "0"]
+    options = ["--max_restarts", "1", "--restart_wait_seconds", "0"]
     process = start(
         hosts, log, LAUNCH, "--hostfile", hostfile, *options, "--", "train.py", "--config", config
     )

@@ -1,18 +1,23 @@
-"""Nodes without a shared disk: each keeps its own ranks' shards on its own disk. The nodes are
-forked ranks with their own host name and disk (tests/harness/fork_server.py).
+"""Nodes without a shared disk, each with its own ranks' shards on its own disk.
 
-pytest tests/launch/test_per_node_checkpoints.py
+The nodes are forked ranks with their own host name and disk (tests/harness/fork_server.py). Real
+hosts have an sshd, for rsync.    pytest tests/launch/test_per_node_checkpoints.py
 """
 
 import shutil
 
+import namespaces
+import numpy as np
 import pytest
+from harness.inputs import flip
 from harness.processes import NEEDS_ROOT, mounted
 from harness.runs import curve
+from namespaces import needs_hosts
 
 from zerotrain.checkpoint.manifest import inspect
 from zerotrain.tools.saved import checkpoint_problem
 
+pytest_plugins = ["namespaces"]
 pytestmark = NEEDS_ROOT
 
 
@@ -84,3 +89,49 @@ def test_a_full_disk_on_one_node_leaves_nothing_on_any(forks, tiny_config, disks
         failed = forks.train(config, **disks.ranks(2, 1), code=1)
         assert "@ node-2]" in failed.error
         assert disks.names()[0] == disks.names()[1] != [], "the same on both, nothing half-written"
+
+
+@needs_hosts
+def test_gathered_checkpoints_resume_on_other_nodes(
+    hosts, hostfile, forks, tiny_config, tmp_path, disks
+):
+    """On one node and, copied to each, on two. Missing and damaged files are errors.
+
+    Each host sees its own disk in place of the run folder.
+    """
+    for i, disk in enumerate(disks.each, start=1):
+        hosts.boot(i, {disk: disks.at})
+    config = tiny_config(train__steps=6, checkpoint={"every_steps": 2})
+    forks.finish(config, **disks.ranks(2, 1))
+    expected = curve(disks.each[0])
+
+    def gather(step, out, listed=hostfile):
+        source = disks.at / "checkpoints" / f"step_{step:08d}"
+        command = ["scripts.gather_checkpoint", "--hostfile", listed, source, out]
+        return forks.script(*namespaces.with_ssh(hosts, command))
+
+    whole_at, out = tmp_path / "gathered", tmp_path / "out"
+    gathered = gather(4, whole_at)
+    assert gathered.code == 0 and checkpoint_problem(whole_at) is None, gathered.output
+    # the last two steps once more, from the step before
+    resume = ("--checkpoint.resume", whole_at, "--output_dir")
+    forks.finish(config, *resume, tmp_path / "one")
+    np.testing.assert_allclose(curve(tmp_path / "one"), expected[-2:], rtol=1e-5)
+    for disk in disks.each:
+        shutil.copytree(whole_at, disk / "gathered")
+
+    first = tmp_path / "first"
+    first.write_text("node-1 slots=1\n")
+    lacking = gather(6, out, first)
+    assert lacking.code == 2 and "shards/rank_00002.pt cannot be read" in lacking.error
+    flip(next((disks.step(2, 6) / "shards").iterdir()))
+    damaged = gather(6, out)
+    assert damaged.code == 2 and "is damaged" in damaged.error
+    assert not [*tmp_path.glob("*out*")], "nothing half-written"
+
+    for disk in disks.each:
+        shutil.rmtree(disk / "checkpoints")
+    resume = ("--checkpoint.resume", disks.at / "gathered")
+    forks.finish(config, *resume, **disks.ranks(1, 1))
+    np.testing.assert_allclose(curve(disks.each[0]), expected, rtol=1e-5)
+    assert disks.step(2, 6).exists()

@@ -16,27 +16,21 @@ from zerotrain.launch.checks import differences
 from zerotrain.launch.host_report import disk_problems, machine_problems
 
 pytest_plugins = ["namespaces"]
-GOOD = {
-    "gpus": [{"name": "H100", "used_bytes": 0, "ecc_errors": 0}] * 2,
-    "cores": 64, "ranks": 2, "shm_bytes": 8 << 30, "locked_bytes": -1, "infiniband": True,
-}  # fmt: skip
+GPU = {"name": "H100", "used_bytes": 0, "ecc_errors": 0}
 
 
-[GPU, _] = GOOD["gpus"]
-
-
-def test_each_fault_of_a_machine_is_one_problem():
-    assert not [*machine_problems(GOOD)]
-    for changes in (
-        {"gpus": [GPU]},
-        {"gpus": [], "cores": 1},
-        {"gpus": [GPU, {**GPU, "used_bytes": 4 << 30}]},
-        {"gpus": [GPU, {**GPU, "ecc_errors": 2}]},
-        {"shm_bytes": 64 << 20},
-        {"locked_bytes": 64 << 10},
+def test_each_fault_of_a_machine_is_one_problem(monkeypatch):
+    assert not [*machine_problems([GPU, GPU], ranks=2)]
+    for devices, ranks in (
+        ([GPU], 2),
+        ([], 1000),
+        ([GPU, {**GPU, "used_bytes": 4 << 30}], 2),
+        ([GPU, {**GPU, "ecc_errors": 2}], 2),
     ):
-        [problem] = machine_problems({**GOOD, **changes})
-        assert problem.level == "FAIL"
+        [problem] = machine_problems(devices, ranks)
+        assert problem.check == "gpus" and problem.level == "FAIL"
+    monkeypatch.setattr(host_report, "GIB", 1 << 60)
+    assert {problem.check for problem in machine_problems([GPU], 1)} == {"limits"}, "/dev/shm"
 
 
 def test_a_disk_that_is_nearly_full_is_only_a_warning(tmp_path, monkeypatch):
@@ -87,7 +81,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
         )  # fmt: skip
 
     faults = {code: REPO / "train.py", rows: eval_rows}
-    hosts.boot(2, binds=faults, read_only=(output,))
+    hosts.boot(2, binds={**faults, "/sys": output})  # where no file can be made
     found = preflight()
     assert found.code == 1, found.output
     failed = {line.split()[2] for line in found.output.splitlines() if line.startswith("FAIL")}

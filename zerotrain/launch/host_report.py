@@ -55,14 +55,13 @@ def checksum(file: str | Path) -> str:
     """Return a checksum of a file's size and content, or why the file cannot be read.
 
     It covers the whole content up to 64 MiB. Of a larger file it covers 64 evenly spaced blocks of
-    1 MiB and the last one, so it can miss a small change.
+    1 MiB, so it can miss a small change.
     """
     try:
         size = Path(file).stat().st_size
         digest = xxhash.xxh3_64(str(size).encode())
         with Path(file).open("rb") as stream:
-            starts = range(0, size, max(BLOCK_BYTES, size // BLOCKS))
-            for start in (*starts, max(0, size - BLOCK_BYTES)):
+            for start in range(0, size, max(BLOCK_BYTES, size // BLOCKS)):
                 stream.seek(start)
                 digest.update(stream.read(BLOCK_BYTES))
         return digest.hexdigest()
@@ -125,16 +124,17 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def machine_problems(facts: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of a host's GPUs and limits.
+def machine_problems(devices: Sequence[Mapping[str, Any]], ranks: int) -> Iterator[Problem]:
+    """Yield the problems of this host's GPUs and limits.
 
     Args:
-        facts: facts about the machine, as `report` collects them.
+        devices: the host's GPUs, as `gpus` returns them.
+        ranks: number of ranks on this host.
     """
-    devices = facts["gpus"]
-    count, what = (len(devices), "GPUs") if devices else (facts["cores"], "cores and no GPU")
-    if facts["ranks"] > count:
-        text = f"{facts['ranks']} slots, but {count} {what}; lower slots= in the hostfile"
+    cores = len(os.sched_getaffinity(0))
+    count, what = (len(devices), "GPUs") if devices else (cores, "cores and no GPU")
+    if ranks > count:
+        text = f"{ranks} slots, but {count} {what}; lower slots= in the hostfile"
         yield Problem("gpus", text)
     for number, gpu in enumerate(devices):
         if gpu["used_bytes"] > GIB:
@@ -143,10 +143,11 @@ def machine_problems(facts: Mapping[str, Any]) -> Iterator[Problem]:
         if gpu["ecc_errors"]:
             text = f"GPU {number}: {gpu['ecc_errors']} memory errors; reset or replace it"
             yield Problem("gpus", text)
-    if devices and facts["shm_bytes"] < GIB:
+    if devices and shutil.disk_usage("/dev/shm").total < GIB:
         text = "/dev/shm is smaller than 1 GiB; docker run --shm-size=8g, or emptyDir in memory"
         yield Problem("limits", text)
-    if facts["infiniband"] and 0 <= facts["locked_bytes"] < GIB:
+    locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # -1: unlimited
+    if Path("/sys/class/infiniband").is_dir() and 0 <= locked_bytes < GIB:
         text = "memlock is below 1 GiB, but RDMA pins memory; ulimit -l unlimited"
         yield Problem("limits", text)
 
@@ -165,21 +166,13 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
         `checkpoint`: name of the newest complete checkpoint, "" without one.
     """
     devices = gpus()
-    facts = {
-        "gpus": devices,
-        "cores": len(os.sched_getaffinity(0)),
-        "ranks": ranks,
-        "shm_bytes": shutil.disk_usage("/dev/shm").total,
-        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": Path("/sys/class/infiniband").is_dir(),
-    }
     versions = {name: metadata.version(name) for name in PACKAGES}
     same = {
         "versions": {"python": platform.python_version(), **versions},
         "code": checksums([Path("train.py"), *sorted(Path("zerotrain").rglob("*.py"))]),
         "gpus": {"models": ", ".join(sorted({gpu["name"] for gpu in devices})) or "missing"},
     }
-    problems = [*machine_problems(facts)]
+    problems = [*machine_problems(devices, ranks)]
     checked = ["ssh", "versions", "code", "clock", "gpus", "limits"]
     found = {"same": same, "problems": problems, "checked": checked, "checkpoint": ""}
     if argv is None:

@@ -4,15 +4,21 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.launch.environment import PREFIXES, deepspeed_env_files, environment_of_job
-from zerotrain.launch.hostfile import Hosts, between, read_hosts, world_size
+from zerotrain.launch.hostfile import Hosts, read_hosts
 from zerotrain.runtime.errors import UserError
+
+PREFIXES = (
+    "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "OMP_",
+    "HF_", "WANDB_", "DS_",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that are always sent to the hosts."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +29,20 @@ class Job:
     command: list[str]
     """The script and its arguments, without `python`."""
     environment: dict[str, str]
+    """Variables for the ranks. They travel through ssh's standard input, never on a command line:
+    no shell expands them, and other users of a machine cannot read them.
+    """
     ssh: list[str]
     """The ssh command with its options."""
-    heartbeat_seconds: int = 60
     master_addr: str | None = None
     config: Config | None = None
     """The run config if the script is train.py or scripts/rehearse.py."""
 
 
-def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
+def ssh_command(ssh_args: str) -> list[str]:
     """Return the ssh command with its options.
 
-    It never prompts. It ends within `heartbeat_seconds` after the host has fallen silent.
+    It never prompts. It ends when the host has been silent for three intervals, 36 s.
 
     Raises:
         UserError: --ssh_args has an open quote.
@@ -43,9 +51,8 @@ def ssh_command(ssh_args: str, heartbeat_seconds: int = 60) -> list[str]:
         given = shlex.split(ssh_args)
     except ValueError as error:
         raise UserError(f"--ssh_args {ssh_args}: {error}") from None
-    interval = max(1, heartbeat_seconds // 5)  # ssh gives up after three intervals
     options = ("BatchMode=yes", "ConnectTimeout=10", "ControlPath=none",
-               f"ServerAliveInterval={interval}", "ServerAliveCountMax=2")  # fmt: skip
+               "ServerAliveInterval=12", "ServerAliveCountMax=2")  # fmt: skip
     return ["ssh", "-T", *given, *(f"-o{option}" for option in options)]
 
 
@@ -84,17 +91,29 @@ def job_parser(program: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="environment variable to send to the ranks. Always sent: variables in .deepspeed_env, "
-        f"and {', '.join(f'{prefix}*' for prefix in PREFIXES)}",
-    )
-    add(
-        "--heartbeat_seconds",
-        type=between(5, 86_400),
-        default=60,
-        metavar="N",
-        help="seconds until the job ends on all hosts after a host stops responding (60)",
+        help="environment variable to send to the ranks. Always sent: "
+        f"{', '.join(f'{prefix}*' for prefix in PREFIXES)}",
     )
     return parser
+
+
+def variables_to_send(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables of this process with a name in `names` or a known prefix.
+
+    Raises:
+        UserError: a name is not set.
+    """
+    for name in names:
+        if name not in os.environ:
+            raise UserError(
+                f"--env {name.partition('=')[0]}: not set here; give the name of a variable that "
+                "is, as in `NAME=VALUE scripts/launch.sh --env NAME ...`"
+            )
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIXES) or name in names
+    }
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
@@ -109,22 +128,16 @@ def job_of(arguments: argparse.Namespace) -> Job:
             f"{script}: no such script; after --, give the script and its arguments, as in "
             "`-- train.py --config recipes/demo.yaml`"
         )
-    hosts = read_hosts(arguments.hostfile, arguments.include, arguments.exclude)
     config = None
     if Path(script).stem in ("train", "rehearse"):
         config = parse_command_line(rest).config
-        slots = world_size(hosts)
-        if config.distributed.world_size not in (None, slots):
-            raise UserError(
-                f"distributed.world_size is {config.distributed.world_size}, but the slots of "
-                f"{arguments.hostfile} add up to {slots}; change one of them"
-            )
+    if any(Path(folder, ".deepspeed_env").exists() for folder in (".", Path.home())):
+        print("launch: .deepspeed_env is not read; set its variables in this shell")
     return Job(
-        hosts=hosts,
+        hosts=read_hosts(arguments.hostfile, arguments.include, arguments.exclude),
         command=arguments.command,
-        environment=environment_of_job(os.environ, arguments.env, deepspeed_env_files()),
-        ssh=ssh_command(arguments.ssh_args, arguments.heartbeat_seconds),
-        heartbeat_seconds=arguments.heartbeat_seconds,
+        environment=variables_to_send(arguments.env),
+        ssh=ssh_command(arguments.ssh_args),
         master_addr=arguments.master_addr,
         config=config,
     )

@@ -96,7 +96,6 @@ class Attempt:
         self.job = job
         self.received = received
         self.forwarded = 0
-        self.grace_seconds = min(GRACE_SECONDS, job.heartbeat_seconds / 4)
         # A full queue blocks the hosts that print faster than this process does.
         self.lines = queue.Queue(MAX_WAITING_LINES)
         self.connections = [Connection(host, job, self.lines) for host in job.hosts]
@@ -160,8 +159,6 @@ class Attempt:
                 "command": self.job.command,
                 "environment": shared | own,
                 "first_rank": first_rank,
-                "silence_seconds": 0.6 * self.job.heartbeat_seconds,
-                "grace_seconds": self.grace_seconds,
             }
             connection.send(json.dumps(work))
             first_rank += len(devices)
@@ -246,7 +243,7 @@ class Attempt:
         """Stop the job on all hosts, and return how it ended."""
         for connection in self.running:
             connection.close()
-        deadline = time.monotonic() + self.grace_seconds + 5
+        deadline = time.monotonic() + GRACE_SECONDS + 5
         while self.running and time.monotonic() < deadline:
             self.handle_line()
         stopped = bool(self.received)

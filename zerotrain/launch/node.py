@@ -47,6 +47,8 @@ from zerotrain.runtime.preemption import PR_SET_PDEATHSIG
 
 EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
+# With GRACE_SECONDS and 5 s to kill, a job ends everywhere within a minute after a link was cut.
+SILENCE_SECONDS = 36.0
 GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
@@ -70,8 +72,8 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
     """Run the ranks of this host to their end, and return the host's exit code.
 
     Args:
-        job: command, first_rank, grace_seconds and environment: variables to add for the ranks,
-            with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and LOCAL_WORLD_SIZE.
+        job: command, first_rank and environment: variables to add for the ranks, with
+            MASTER_ADDR, MASTER_PORT, WORLD_SIZE and LOCAL_WORLD_SIZE.
         requests: names of signals to forward, and "close".
 
     Raises:
@@ -93,14 +95,12 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
             rank = job["first_rank"] + local_rank
             variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             running[rank] = start_rank(job["command"], environment | variables)
-        return wait_for_ranks(running, requests, job["grace_seconds"])
+        return wait_for_ranks(running, requests)
     finally:
         kill_descendants()
 
 
-def wait_for_ranks(
-    running: dict[int, subprocess.Popen], requests: "queue.SimpleQueue[str]", grace_seconds: float
-) -> int:
+def wait_for_ranks(running: dict[int, subprocess.Popen], requests: "queue.SimpleQueue[str]") -> int:
     """Wait for the ranks, forward signals to them, and stop all of them after a failure.
 
     Returns:
@@ -121,7 +121,11 @@ def wait_for_ranks(
             if code not in (0, EXIT_PREEMPTED) and not stop:
                 stop = True
                 exit_code = code
-                text = f"rank {rank} ended with exit code {code}{explain(status)}"
+                text = f"rank {rank} ended with exit code {code}"
+                if status < 0:
+                    text += f" ({signal.Signals(-status).name})"
+                if status == -signal.SIGKILL:
+                    text += "; out of memory? see `dmesg` there"
                 say({"failed": text, "code": code})
             exit_code = exit_code or code
         while not requests.empty():
@@ -132,21 +136,13 @@ def wait_for_ranks(
                 send(running, signal.Signals[request])
         if stop and deadline == float("inf"):
             send(running, signal.SIGTERM)
-            deadline = time.monotonic() + grace_seconds
+            deadline = time.monotonic() + GRACE_SECONDS
     return exit_code or (128 + signal.SIGKILL if running else 0)
 
 
 def say(event: Mapping) -> None:
     """Print an event in a single call, because ranks print to the same pipe."""
     print(f"\n{EVENT}{json.dumps(event)}", flush=True)
-
-
-def explain(status: int) -> str:
-    """Return the signal that ended a rank, for a message; "" if it exited."""
-    if status >= 0:
-        return ""
-    hint = "; out of memory? see `dmesg` there" if status == -signal.SIGKILL else ""
-    return f" ({signal.Signals(-status).name}{hint})"
 
 
 def send(running: Mapping[int, subprocess.Popen], number: signal.Signals) -> None:
@@ -198,12 +194,12 @@ def greeting() -> dict:
     return {"client": client, "server": server, "port": free_port()}
 
 
-def read_requests(requests: "queue.SimpleQueue[str]", silence_seconds: float) -> None:
+def read_requests(requests: "queue.SimpleQueue[str]") -> None:
     """Pass on the lines of standard input, and "close" when it is closed or silent.
 
     launch.sh sends empty lines to show that it is alive.
     """
-    while select.select([0], [], [], silence_seconds)[0]:
+    while select.select([0], [], [], SILENCE_SECONDS)[0]:
         data = os.read(0, 1 << 16)
         if not data:
             break
@@ -225,9 +221,7 @@ def main() -> int:
         if not line.endswith(b"\n"):
             return 0  # launch.sh could not reach all hosts, or is gone
         job = json.loads(line)
-        threading.Thread(
-            target=read_requests, args=(requests, job["silence_seconds"]), daemon=True
-        ).start()
+        threading.Thread(target=read_requests, args=(requests,), daemon=True).start()
         return min(run_ranks(job, requests), 254)  # ssh exits with 255 when it loses its host
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
@@ -250,7 +244,6 @@ def main() -> int:
             "LOCAL_WORLD_SIZE": str(ranks),
         },
         "first_rank": arguments.node_rank * ranks,
-        "grace_seconds": GRACE_SECONDS,
     }
     return run_ranks(job, requests)
 
