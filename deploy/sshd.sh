@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs sshd in a container, as its user, on port SSH_PORT (2222), so that ssh connects to the
-# container, for scripts/launch.sh. ~/.ssh holds authorized_keys and host_key; docs/containers.md
-# makes them.
+# Runs sshd in a container, as the container's user, on port SSH_PORT (2222), so that
+# scripts/launch.sh can connect to it. ~/.ssh must hold authorized_keys and host_key.
+# docs/containers.md has the commands that make them.
 set -euo pipefail
 keys=$HOME/.ssh
 for file in authorized_keys host_key; do
@@ -10,7 +10,7 @@ for file in authorized_keys host_key; do
     exit 2
   fi
 done
-# sshd starts commands with an environment of its own, without what the image and the GPU runtime set
+# sshd starts commands with a new environment: add the variables of the image and the GPU runtime.
 exec /usr/sbin/sshd -D -e -f /dev/null -p "${SSH_PORT:-2222}" -h "$keys/host_key" \
   -o AuthorizedKeysFile="$keys/authorized_keys" -o StrictModes=no -o PasswordAuthentication=no \
   -o KbdInteractiveAuthentication=no -o PidFile=none -o MaxStartups=100 \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates .venv, trains on the sample data with the deepspeed launcher (two processes on CPU, or all
-# GPUs), exports the model and shows what it learned. Arguments go to train.py:
+# Creates .venv, trains on the sample data under `deepspeed` (on all GPUs, or two processes on CPU),
+# exports the model and shows what it has learned. Arguments go to train.py:
 #   ./scripts/demo.sh --train.steps 100
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,7 +17,7 @@ run="runs/demo_$(date +%Y%m%d_%H%M%S)"
 echo "training on $ranks ranks; the first run also tokenizes the sample data (10 s)"
 deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning \
   train.py --config recipes/demo.yaml --output_dir "$run" "$@"
-echo "exporting the model, drawing the report, answering the held-out questions"
+echo "exporting the model, drawing the report and answering the held-out questions"
 python -m scripts.export "$run" "$run/model"
 report=$(python -m scripts.report "$run")
 python -m scripts.exact_match "$run/model" data/sample/eval.jsonl --show 1

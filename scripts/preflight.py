@@ -38,20 +38,19 @@ def main() -> None:
     arguments = parser.parse_args()
     job = job_of(arguments)
     reports, findings = check_hosts(job)
-    table = pd.DataFrame("-", index=[*job.hosts], columns=[*CHECKS])  # not checked
+    table = pd.DataFrame("-", index=[*job.hosts], columns=[*CHECKS])
     for host, report in reports.items():
         table.loc[host, report.get("checked", [])] = "ok"
+    lines = []
     for host, problem in findings:
         table.loc[host, problem.check] = problem.level
-    print(table.to_string())
-    for host, problem in findings:
-        print(f"{problem.level}  {host}: {problem.check}: {problem.text}")
+        lines.append(f"{problem.level}  {host}: {problem.check}: {problem.text}")
+    print(table.to_string(), *lines, sep="\n")
     if any(problem.level == Level.FAIL for _, problem in findings):
         sys.exit(EXIT_FAILURE)
     if not arguments.hosts_only:
-        names = [host for host, devices in job.hosts.items() for _ in devices]
         program = ["-m", "zerotrain.launch.bandwidth", str(arguments.timeout), arguments.links]
-        program += names
+        program += [host for host, devices in job.hosts.items() for _ in devices]
         if launch(replace(job, command=program)).code != 0:
             sys.exit(EXIT_FAILURE)
 

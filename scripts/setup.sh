@@ -6,9 +6,9 @@
 #   UP_TO=tracking ./scripts/setup.sh       installs the sections up to this one
 #
 # requirements.lock has the versions and hashes of everything except torch and the CUDA packages of
-# its build. These come last, from the index that pip or uv is set up for, unless .venv has them. The
-# package zerotrain is installed as a link to this checkout. uv makes a new .venv if it is installed.
-# An existing .venv loses nothing, and a .venv that is a link is only read.
+# its build. These come last, from the index that pip or uv is set up for, unless .venv has them.
+# The package zerotrain is installed as a link to this checkout. A new .venv is made by uv if uv is
+# installed. An existing .venv loses nothing, and a .venv that is a link is only read.
 setup_failed() {
   echo "error: $1" >&2
   exit 2

@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 export WANDB_MODE=offline
-unset PYTHONDONTWRITEBYTECODE # or each of a hundred processes compiles the repository
+unset PYTHONDONTWRITEBYTECODE # otherwise each of a hundred processes compiles the repository
 ruff check .
 ruff format --check .
-# three on two cores: launchers and hosts wait much of the time; a fourth takes more than it gives
+# Three test processes use two cores well: launchers and hosts often wait. A fourth slows them down.
 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,6 +1,6 @@
-"""The container: what goes into it, and that it works.    pytest tests/kubernetes/test_container.py
+"""The container image and its sshd.    pytest tests/kubernetes/test_container.py
 
-CONTAINER_BASE=debian:12 pytest test_container.py    also builds it, which takes minutes
+CONTAINER_BASE=debian:12 pytest tests/kubernetes/test_container.py    also builds it, for 10 minutes
 """
 
 import os
@@ -23,12 +23,12 @@ SECRETS = (
     "scripts/.env", "deploy/prod.env", "deploy/tls.key", "deploy/tls.pem", "config/id_rsa",
     "data/.cache/tokens.arrow", "zerotrain/wandb/run.log", "zerotrain/__pycache__/x.pyc",
 )  # fmt: skip
-"""Where a checkout may hold secrets, data or what only this machine needs."""
+"""Files of a checkout that may hold secrets, data or settings of this machine."""
 
 
 @pytest.fixture
 def buildah(tmp_path):
-    """A function that runs buildah with a storage of its own and returns what it prints."""
+    """A function that runs buildah with a new storage and returns its output."""
     if reason := lacking(["buildah"], "buildah"):
         pytest.skip(reason)
     storage = "--root", tmp_path / "root", "--runroot", tmp_path / "runroot"
@@ -46,7 +46,7 @@ def buildah(tmp_path):
 
 
 def test_the_image_gets_the_code_and_no_secrets(buildah, tmp_path):
-    """Of a checkout with everything that it may hold, by .dockerignore as the builder reads it."""
+    """The builder applies .dockerignore to a checkout that has all of these files."""
     files, context = repository_files(), tmp_path / "context"
     copy_repository(context)
     for name in SECRETS:
@@ -67,7 +67,7 @@ def test_the_image_gets_the_code_and_no_secrets(buildah, tmp_path):
 
 @pytest.fixture
 def keys(tmp_path):
-    """The folder of the job's keys, made by the commands of docs/containers.md."""
+    """The folder of the job's keys. The commands of docs/containers.md make it."""
     text = (REPO / "docs" / "containers.md").read_text()
     block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)
     (tmp_path / "home").mkdir()
@@ -76,8 +76,8 @@ def keys(tmp_path):
     return tmp_path / "home" / ".ssh"
 
 
-def test_ssh_on_a_port_of_its_own_with_the_image_s_environment(keys):
-    """With the documented keys and config; without a key that it has not, nobody enters."""
+def test_sshd_admits_only_the_job_s_key_and_passes_the_image_s_environment(keys):
+    """The keys and the config are the documented ones."""
     if reason := lacking(["/usr/sbin/sshd"], "openssh-server"):
         pytest.skip(reason)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -118,12 +118,12 @@ def test_ssh_on_a_port_of_its_own_with_the_image_s_environment(keys):
     reason="takes 10 minutes: set CONTAINER_BASE, to debian:12 for example",
 )
 def test_the_built_image_runs_the_demo():
-    """With buildah's usual storage. CONTAINER_BUILD_ARGS: more arguments of `buildah bud`, such as
-    --build-arg TORCH_INDEX=... or --secret id=pip_conf,src=...
+    """It is in buildah's usual storage. CONTAINER_BUILD_ARGS has more arguments of `buildah bud`,
+    for example --build-arg TORCH_INDEX=... or --secret id=pip_conf,src=...
     """
     arguments = shlex.split(os.environ.get("CONTAINER_BUILD_ARGS", ""))
     base = f"BASE={os.environ['CONTAINER_BASE']}"
-    isolation = "--isolation", "chroot"  # works where there is no systemd, as in containers
+    isolation = "--isolation", "chroot"  # works without systemd, so also in a container
     subprocess.run(
         ["buildah", "bud", *isolation, "-f", DOCKERFILE, "-t", "tried", "--build-arg", base,
          *arguments, REPO], check=True,

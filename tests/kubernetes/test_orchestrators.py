@@ -1,4 +1,4 @@
-"""deploy/: the manifests and the SkyPilot task are valid, and what they run is run, on two hosts.
+"""The manifests and the SkyPilot task of deploy/ are valid, and their commands run on two hosts.
 
 pytest tests/kubernetes/test_orchestrators.py
 """
@@ -39,16 +39,16 @@ def option(name, words=WORDS):
 
 
 # --------------------------------------------------------------------------------------------------
-# What the files say
+# Contents of the files
 
 
 def test_the_manifests_are_objects_of_their_apis():
-    """Whose models neither refuse them nor lose some of them."""
+    """The APIs' models accept every field and keep it."""
     assert models.IoK8sApiCoreV1PersistentVolumeClaim.from_dict(CLAIM).to_dict() == CLAIM
     assert models.JobsetV1alpha2JobSet.from_dict(JOB_SET).to_dict() == JOB_SET
 
 
-def test_the_pods_have_what_training_needs_and_no_rights_that_it_does_not():
+def test_the_pods_have_the_memory_disk_time_and_network_that_training_needs():
     assert POD["terminationGracePeriodSeconds"] > DistributedConfig().preempt_grace_seconds + 30
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in CONTAINER["volumeMounts"]}
@@ -61,7 +61,7 @@ def test_the_pods_have_what_training_needs_and_no_rights_that_it_does_not():
     assert option("--ranks_per_node") == str(gpus)
     name = JOB_SET["metadata"]["name"]
     assert option("--master_addr") == f"{name}-node-0-0.{name}"
-    assert not CONTAINER["image"].endswith(":latest"), "a tag that changes"
+    assert not CONTAINER["image"].endswith(":latest"), "a tag that never changes"
     pods = {"podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}}
     ingress = [{"from": [pods]}]  # and from nobody else
     assert POLICY["spec"] == {**pods, "policyTypes": ["Ingress"], "ingress": ingress}
@@ -77,18 +77,18 @@ def test_exit_codes_lead_to_a_restart_or_not():
 
 
 # --------------------------------------------------------------------------------------------------
-# What they run, on two hosts
+# Their commands, on two hosts
 
 
 class Nodes:
-    """Two pods or virtual machines: hosts with a disk at /mnt/train and a home of their own."""
+    """Two pods or virtual machines: hosts with a shared disk at /mnt/train and their own home."""
 
     def __init__(self, hosts, config, folder):
         self.hosts, self.disk, self.log = hosts, folder / "disk", folder / "log"
         home = folder / "home"
         for made in (self.disk, home):
             made.mkdir(exist_ok=True)
-        with (hosts.folder / "hosts").open("a") as names:  # as the DNS of the cluster has it
+        with (hosts.folder / "hosts").open("a") as names:  # as in the cluster's DNS
             names.write(f"{namespaces.PREFIX}.1 {option('--master_addr')}\n")
         for i in (1, 2):
             hosts.boot(i)
@@ -118,17 +118,17 @@ class Nodes:
 
 @needs_hosts
 def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_path):
-    """The pods' command is preempted and resumed, and then bit for bit what the task has computed
-    in one go.
+    """The pods' command is preempted and resumed. Its result equals, bit for bit, the result of the
+    task, which runs without an interruption.
     """
     config = tiny_config(
-        # saves take longer than steps: the signal comes before the end
+        # Saves take longer than steps, so the signal arrives before the end.
         train__steps=50, checkpoint={"every_steps": 1}, ds_config="ds_configs/zero1.json",
     )  # fmt: skip
     nodes = Nodes(hosts, config, tmp_path)
 
-    # Kubernetes: SIGTERM to the second pod, many times. Both save and exit with 75, and JobSet
-    # starts both.
+    # Kubernetes sends SIGTERM to the second pod. Both pods save and exit with 75, and JobSet starts
+    # both again.
     one_rank = [*WORDS]
     one_rank[one_rank.index("--ranks_per_node") + 1] = "1"
     variables = {v["name"]: v["value"] for v in CONTAINER["env"] if "value" in v}
@@ -141,7 +141,7 @@ def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_pa
     resumed = forks.finish(config, "--output_dir", folder, ranks=2)  # quicker to start
     assert "resuming from" in resumed.output, resumed.output
 
-    # SkyPilot: each node has its own folder of the bucket as its disk.
+    # Under SkyPilot, each node has its own folder of the bucket as its disk.
     addresses = "\n".join(f"{namespaces.PREFIX}.{i}" for i in (1, 2))
     environments = [
         {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": addresses,

@@ -1,5 +1,7 @@
-"""Hosts on one machine: each has its own network, PID, mount and UTS namespaces, address and sshd.
-Needs root and Debian packages, which `why_not` lists. Test files import the fixtures from here.
+"""Two hosts on one machine.
+
+Each host has its own network, PID, mount and UTS namespaces, its own address and its own sshd. This
+needs root and Debian packages, which `why_not` lists. Test files get the fixtures from here.
 """
 
 import os
@@ -11,15 +13,15 @@ from harness import processes
 from harness.processes import environment, lacking, wait_until
 from harness.repository import REPO
 
-# Test runs at the same time have names and addresses of their own.
+# Simultaneous test runs have different names and addresses.
 TAG = f"h{os.getpid() % 10**7}"
 PREFIX = f"10.{64 + os.getpid() // 250 % 128}.{os.getpid() % 250}"
 NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "/usr/sbin/sshd")
 
 
 def why_not():
-    """Why such hosts cannot be made here; None if they can."""
-    probe = f"probe-{os.getpid()}"  # several test processes ask at the same time
+    """Return why such hosts cannot be made here, None if they can."""
+    probe = f"probe-{os.getpid()}"  # a name of its own, because several test processes ask
     if reason := lacking(NEEDED, "pdsh rsync openssh-server iproute2"):
         return reason
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
@@ -28,7 +30,7 @@ def why_not():
 
 
 class Hosts:
-    """node-1 and node-2 with addresses PREFIX.1 and PREFIX.2; this machine has PREFIX.254."""
+    """node-1 and node-2 with addresses PREFIX.1 and PREFIX.2. This machine has PREFIX.254."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -48,7 +50,7 @@ class Hosts:
         self.ssh_config.write_text(
             f"{blocks}Host *\n IdentityFile {self.folder}/id\n StrictHostKeyChecking no\n"
             f" UserKnownHostsFile {self.folder}/known_hosts\n LogLevel ERROR\n ConnectTimeout 5\n"
-            " KexAlgorithms curve25519-sha256\n"  # the default takes .1 s of CPU per connection
+            " KexAlgorithms curve25519-sha256\n"  # the default takes 0.1 s of CPU per connection
         )
         sh(f"ip link add {TAG}br type bridge", f"ip addr add {PREFIX}.254/24 dev {TAG}br",
            f"ip link set {TAG}br up")  # fmt: skip
@@ -58,7 +60,7 @@ class Hosts:
                f"ip link set {TAG}v{i} master {TAG}br", f"ip link set {TAG}v{i} up",
                f"ip -n {TAG}{i} addr add {PREFIX}.{i}/24 dev eth0",
                f"ip -n {TAG}{i} link set eth0 up", f"ip -n {TAG}{i} link set lo up",
-               # an unconnected interface that is listed first, like docker0
+               # An unconnected interface that is listed first, as docker0 is on many hosts.
                f"ip -n {TAG}{i} link add docker0 type bridge",
                f"ip -n {TAG}{i} addr add 172.17.0.1/16 dev docker0",
                f"ip -n {TAG}{i} link set docker0 up")  # fmt: skip
@@ -69,8 +71,8 @@ class Hosts:
         """Start or restart host i.
 
         Args:
-            binds: {path: path that it replaces on this host}.
-            environment: variables that its ssh sessions get.
+            binds: {path: path to replace on this host}.
+            environment: variables for the host's ssh sessions.
         """
         self.kill(i)
         mounts = {self.folder / "hosts": "/etc/hosts", **(binds or {})}
@@ -99,7 +101,7 @@ class Hosts:
         return subprocess.run(self.ssh(i, "true"), capture_output=True).returncode == 0
 
     def revive(self):
-        """Boot the hosts that an earlier test has left in pieces."""
+        """Boot the hosts that an earlier test has left broken."""
         for i in (1, 2):
             self.mend(i)
             if not self.answers(i):
@@ -119,7 +121,7 @@ class Hosts:
         sh(f"ip link set {TAG}v{i} up")
 
     def kill(self, i):
-        """Kill all processes of host i at once. After `cut`, no other host notices."""
+        """Kill all processes of host i. After `cut`, the other host does not notice."""
         process = self._processes.pop(i, None)
         if process is not None:
             subprocess.run(["pkill", "-KILL", "-P", str(process.pid)])
@@ -172,14 +174,14 @@ def hostfile(tmp_path):
 
 
 def with_ssh(hosts, command):
-    """The words of a command, with ssh's config in `--ssh_args` after the name of its script."""
+    """Return the words of a command, with ssh's config in `--ssh_args` after its script."""
     words = [str(word) for word in command]
     script = next(i for i, word in enumerate(words) if word.endswith(".sh") or "scripts." in word)
     return [*words[: script + 1], "--ssh_args", f"-F {hosts.ssh_config}", *words[script + 1 :]]
 
 
 def start(hosts, log, *command):
-    """A command left running, its output in the file `log`."""
+    """Start a command, and leave it running. Its output goes to the file `log`."""
     return subprocess.Popen(
         with_ssh(hosts, command), cwd=REPO, env=environment(), stdout=log.open("w"),
         stderr=subprocess.STDOUT, start_new_session=True,
@@ -187,12 +189,12 @@ def start(hosts, log, *command):
 
 
 def run(hosts, *command):
-    """A command run to its end."""
+    """Run a command to its end."""
     return processes.run(with_ssh(hosts, command))
 
 
 def left_on(hosts, text):
-    """Command lines with `text` in them, on the hosts and here."""
+    """Return the command lines that contain `text`, on the hosts and here."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     listed += hosts.run(1, "ps -eo args") + hosts.run(2, "ps -eo args")
     return [line for line in listed.splitlines() if text in line]

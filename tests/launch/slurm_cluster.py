@@ -1,7 +1,7 @@
-"""A SLURM cluster on one machine: munged, slurmctld and one slurmd each for the nodes n1 and n2.
+"""A SLURM cluster on one machine: munged, slurmctld, and a slurmd for each of the nodes n1 and n2.
 
-They run in their own namespaces and write to one folder. Needs root and Debian's slurm-wlm and
-munge; a SLURM or munge that runs on the machine itself is not touched.
+The daemons run in their own namespaces and write to one folder. This needs root and Debian's
+slurm-wlm and munge. A SLURM or munge of the machine itself is not touched.
 """
 
 import os
@@ -34,7 +34,7 @@ SwitchType=switch/none
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-# SLURM kills what it has ended after this many seconds: a busy machine saves slowly.
+# Seconds after which SLURM kills what it has ended. A busy machine saves slowly.
 KillWait=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 GresTypes=gpu
@@ -42,7 +42,7 @@ NodeName=n1 NodeHostname=controller NodeAddr=127.0.0.11 Port={ports[1]} CPUs=2 G
 NodeName=n2 NodeHostname=controller NodeAddr=127.0.0.12 Port={ports[2]} CPUs=2 Gres=gpu:2
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# SLURM counts these files as GPUs and assigns them to jobs; nothing opens them.
+# SLURM counts these files as GPUs and assigns them to jobs. Nothing opens them.
 GRES_CONF = "Name=gpu File=/dev/null,/dev/zero\n"
 START = """\
 hostname controller
@@ -58,7 +58,7 @@ wait
 
 
 def why_not() -> str | None:
-    """Why such a cluster cannot be started here; None if it can."""
+    """Return why such a cluster cannot be started here, None if it can."""
     if reason := lacking(NEEDED, "slurm-wlm munge"):
         return reason
     return subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True).stderr or None
@@ -100,8 +100,9 @@ class Cluster:
         return self
 
     def down(self):
-        """End the daemons and every process of every job: the kernel kills all processes of a PID
-        namespace when its first process has ended.
+        """End the daemons and all processes of all jobs.
+
+        The kernel kills all processes of a PID namespace when its first process has ended.
         """
         if self._daemons is not None:
             self._daemons.kill()
@@ -123,12 +124,12 @@ class Job:
         self.cluster, self.number, self.log = cluster, number, log
 
     def facts(self) -> dict[str, str]:
-        """The fields of `scontrol show job`: JobState, ExitCode, Restarts ..."""
+        """Return the fields of `scontrol show job`: JobState, ExitCode, Restarts ..."""
         words = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def poll(self) -> tuple[str, str] | None:
-        """Its state and its exit code, such as `75:0` for 75, once it has ended."""
+        """Return its state and exit code, such as `75:0` for 75, None before its end."""
         facts = self.facts()
         over = facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return (facts["JobState"], facts["ExitCode"]) if over else None

@@ -1,5 +1,7 @@
-"""Launching on real hosts: environment, exit codes, lost hosts.
-pytest tests/launch/test_launch.py"""
+"""scripts/launch.sh: environment, exit codes, lost hosts, restarts.
+
+pytest tests/launch/test_launch.py
+"""
 
 import json
 import os
@@ -26,9 +28,9 @@ NODE = [sys.executable, "-m", "zerotrain.launch.node"]
 OPTIONS = ["--master_addr=localhost", "--nodes=2", "--node_rank=0"]
 
 # --------------------------------------------------------------------------------------------------
-# Hostfile, environment and node wrapper, without hosts
+# Without hosts: hostfile, command line, node wrapper
 
-BAD_HOSTFILES = {  # text: line that is named
+BAD_HOSTFILES = {  # text: line in the message
     "node-1": 1,
     "node-1 slots=2x": 1,
     "a slots=1\n\n# b\nb slots=0": 4,
@@ -53,7 +55,7 @@ def test_a_bad_hostfile_is_refused_by_line(tmp_path, text):
 
 
 def test_hostfiles_are_read_as_deepspeed_reads_them(tmp_path):
-    """The example, and the forms of DeepSpeed's tests/unit/launcher/test_run.py, with CRLF."""
+    """hostfile.example, and the forms of DeepSpeed's tests/unit/launcher/test_run.py, with CRLF."""
     from deepspeed.launcher.runner import fetch_hostfile
 
     path = tmp_path / "hostfile"
@@ -93,8 +95,8 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         ([LAUNCH, *script], "--hostfile"),
         ([LAUNCH, *hostfile, "--env", "MINE=1", *script], "--env MINE: "),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
-        ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 is no number"),
-        ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 is no number"),
+        ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 "),
+        ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 "),
         ([*NODE, *OPTIONS, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
     ):
         done = run(command)
@@ -119,7 +121,7 @@ time.sleep(0 if kind == "done" else 100)
 
 @pytest.mark.parametrize("kind, code", [("killed", 137), ("done", 0), ("term", 75)])
 def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_path, kind, code):
-    """As under SLURM and Kubernetes. A rank's child in a session of its own is ended too."""
+    """SLURM and Kubernetes start it like this. A rank's child in a new session is ended, too."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     sleep = f"1000.{os.getpid()}"
@@ -131,7 +133,7 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
     if kind == "term":
         wait_until((tmp_path / "started_term_1").exists, wrapper)
         time.sleep(0.5)
-        while wrapper.poll() is None:  # whoever stops a job may do so more than once
+        while wrapper.poll() is None:  # a scheduler may send the signal more than once
             wrapper.terminate()
             time.sleep(0.001)
     output, _ = wrapper.communicate(timeout=200)
@@ -142,7 +144,7 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
 
 
 def test_an_unresolved_address_is_a_failure_unless_the_interface_is_given(tmp_path):
-    """On Kubernetes the first pod's name may resolve later, which torch's rendezvous waits for."""
+    """On Kubernetes the first pod's name may resolve later. torch's rendezvous waits for that."""
     script = tmp_path / "nothing.py"
     script.touch()
     command = [*NODE, *OPTIONS, "--ranks_per_node=1", "--master_addr=nosuch.invalid", script]
@@ -201,7 +203,7 @@ def test_ranks_have_time_to_finish_after_a_mistake_on_another_host(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Real hosts
 
-# Writes down what a rank sees; without torch, so that it takes seconds.
+# A rank that writes down what it sees. It does not import torch, so it takes seconds.
 LOOK = """
 import json, os, pathlib, sys
 lines = []
@@ -210,7 +212,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         lines.append(path.read_bytes().decode(errors="replace"))
     except OSError:
         pass
-sys.stdout.write(f"hello from rank {os.environ['RANK']}\\n")  # at once, beside another rank
+sys.stdout.write(f"hello from rank {os.environ['RANK']}\\n")  # one call: ranks share the pipe
 pathlib.Path(sys.argv[1], f"rank_{os.environ['RANK']}.json").write_text(json.dumps({
     "environment": dict(os.environ), "arguments": sys.argv[2:], "command_lines": lines,
     "host": os.uname().nodename,
@@ -226,7 +228,7 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
     script.write_text(LOOK)
     noise.write_text("echo welcome\n")
     hostfile.write_text("node-1 slots=3\nnode-2 slots=3\n")
-    hosts.boot(2, environment={"BASH_ENV": noise})  # its shell prints, as a ~/.bashrc may
+    hosts.boot(2, environment={"BASH_ENV": noise})  # its shell prints a line, as a ~/.bashrc may
     variables = {f"NCCL_TEST_{i}": text for i, text in enumerate(AWKWARD)}
     given = variables | {
         "WANDB_API_KEY": "s3cret-1", "MY_PASSWORD": "s3cret-2", "MLFLOW_TRACKING_TOKEN": "s3cret-3",
@@ -248,7 +250,7 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
             "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "3",
             "LOCAL_WORLD_SIZE": str(len(devices.split(","))), "CUDA_VISIBLE_DEVICES": devices,
             "WANDB_API_KEY": "s3cret-1", "MY_PASSWORD": "s3cret-2", "MINE": "a $b",
-            "MASTER_ADDR": f"{namespaces.PREFIX}.1",  # not docker0's, the first
+            "MASTER_ADDR": f"{namespaces.PREFIX}.1",  # not the address of docker0
             "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
         assert seen["environment"] == seen["environment"] | expected
@@ -307,7 +309,7 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
         assert line in log.read_text()
         looked = time.monotonic()
         while left := left_on(hosts, str(script)):
-            assert looked < began + 64, left  # 60, and some for signals
+            assert looked < began + 64, left  # 60 s, and 4 s for signals
             looked = time.monotonic()
         assert other.poll() is None, "another job's process"
     finally:
@@ -327,7 +329,7 @@ def at_step(folder, step):
 def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
     forks, hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
 ):
-    """DeepSpeed's launcher from the first host, as in its README."""
+    """DeepSpeed's launcher starts on the first host, as in its README."""
     config = tiny_config(
         model=tiny_model_with_dropout, train__steps=30,
         eval__every_steps=7, checkpoint={"every_steps": 5},
@@ -366,8 +368,9 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
 def test_a_run_continues_without_a_lost_host_and_takes_it_back(
     forks, hosts, hostfile, tiny_config, tmp_path
 ):
-    """A link is cut and every process behind it killed, so nothing reports it. The job stops on the
-    other host and continues there alone; the lost host comes back, and the next restart uses both.
+    """A link is cut and every process behind it is killed, so no process reports it. The job stops
+    on the other host and continues there alone. The lost host returns, and the next restart uses
+    both.
     """
     config = tiny_config(train__steps=90, checkpoint={"every_steps": 5})
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
@@ -394,7 +397,7 @@ def test_a_run_continues_without_a_lost_host_and_takes_it_back(
         assert process.wait(300) == 0, log.read_text()
     finally:
         process.kill()
-    assert log.read_text().count("launch: restart from step_") == 2, "two, each after progress"
+    assert log.read_text().count("launch: restart from step_") == 2, "each after progress"
     assert_each_step_once(run)
     assert len(curve(run)) == 90
     np.testing.assert_allclose(curve(run)[:40], curve(tmp_path / "whole")[:40], rtol=1e-5)

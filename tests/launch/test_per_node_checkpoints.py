@@ -22,7 +22,7 @@ pytestmark = NEEDS_ROOT
 
 
 class Disks:
-    """The folders that node-1 and node-2 see in place of the run folder."""
+    """The folders that node-1 and node-2 see instead of the run folder."""
 
     def __init__(self, folder) -> None:
         self.at = folder / "run"
@@ -31,7 +31,7 @@ class Disks:
             path.mkdir()
 
     def ranks(self, *counts):
-        """Arguments of forks.train for these numbers of ranks on the nodes."""
+        """Return arguments of forks.train for these numbers of ranks on the nodes."""
         return {"at": self.at, "disks": dict(zip(self.each, counts, strict=True))}
 
     def names(self):
@@ -49,8 +49,8 @@ def disks(tmp_path):
 def test_per_node_checkpoints_count_only_together(
     forks, tiny_config, tmp_path, disks, tiny_model_with_dropout
 ):
-    """After a crash between the renames of two nodes the checkpoint is skipped, and the resumed
-    curve is the same bit for bit. What cannot be resumed is refused before anything is loaded.
+    """After a crash between the renames of two nodes, the checkpoint is skipped, and the resumed
+    curve is the same bit for bit. A checkpoint that cannot be resumed is an error before loading.
     """
     config = tiny_config(
         model=tiny_model_with_dropout, train__steps=6,
@@ -97,7 +97,7 @@ def test_gathered_checkpoints_resume_on_other_nodes(
 ):
     """On one node and, copied to each, on two. Missing and damaged files are errors.
 
-    Each host sees its own disk in place of the run folder.
+    Each host sees its own disk instead of the run folder.
     """
     for i, disk in enumerate(disks.each, start=1):
         hosts.boot(i, {disk: disks.at})

@@ -1,5 +1,4 @@
-"""scripts/preflight.py on two hosts, one of which gets faults.
-pytest tests/launch/test_preflight.py"""
+"""scripts/preflight.py on healthy and faulty hosts.    pytest tests/launch/test_preflight.py"""
 
 import json
 import sys
@@ -49,12 +48,12 @@ def test_a_host_that_differs_is_named(changes):
     assert not [*differences(dict.fromkeys(reports, good))]
 
 
-def test_slow_pairs_are_named_also_if_most_are_slow(capsys):
+def test_slow_pairs_are_reported_even_if_most_pairs_are_slow(capsys):
     show({"a - b": 9.0, "a - c": 1.0, "b - c": 1.1})
     assert capsys.readouterr().out.count("warning: ") == 2
 
 
-def test_what_was_not_checked_is_not_ok(tmp_path):
+def test_a_check_that_was_not_possible_is_not_shown_as_ok(tmp_path):
     (tmp_path / "hostfile").write_text("nosuch.invalid slots=1\n")
     preflight = [sys.executable, "-m", "scripts.preflight", "--hostfile", tmp_path / "hostfile"]
     done = run([*preflight, "--", "scripts/preflight.py"])
@@ -64,8 +63,8 @@ def test_what_was_not_checked_is_not_ok(tmp_path):
 
 @needs_hosts
 def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, tmp_path):
-    """Over ssh: other code, other rows, no run folder. Without them, the job on all ranks; and a
-    host that gets no answers, which only that can find.
+    """Reports over ssh find different code, different rows and a run folder that is not writable.
+    The job on all ranks then measures healthy hosts. It also detects a host that gets no answers.
     """
     rows, code, output = tmp_path / "rows.jsonl", tmp_path / "train.py", tmp_path / "runs"
     eval_rows = SAMPLE / "eval.jsonl"
@@ -81,7 +80,7 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
         )  # fmt: skip
 
     faults = {code: REPO / "train.py", rows: eval_rows}
-    hosts.boot(2, binds={**faults, "/sys": output})  # where no file can be made
+    hosts.boot(2, binds={**faults, "/sys": output})  # no file can be created there
     found = preflight()
     assert found.code == 1, found.output
     failed = {line.split()[2] for line in found.output.splitlines() if line.startswith("FAIL")}

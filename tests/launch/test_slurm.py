@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch on a real slurmctld with two slurmd.    pytest tests/launch/test_slurm.py"""
+"""scripts/slurm.sbatch under a slurmctld with two slurmd.    pytest tests/launch/test_slurm.py"""
 
 import re
 import sys
@@ -16,7 +16,7 @@ from zerotrain.runtime.rank_env import rank_variables
 
 pytestmark = pytest.mark.launch
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
-ENDLESS = {"train__epochs": None, "train__steps": 100_000}  # stopped by a signal or its user
+ENDLESS = {"train__epochs": None, "train__steps": 100_000}  # a signal or its user stops the run
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """sbatch of scripts/slurm.sbatch."""
+    """A function that submits scripts/slurm.sbatch and returns the job."""
 
     def submit(config, *flags, options=()) -> Job:
         log = f"--output={tmp_path}/slurm-%j.out"
@@ -47,7 +47,7 @@ def steps_of(run_folder) -> list[int]:
 
 
 def ranks_of_job(folder) -> dict[int, tuple[psutil.Process, str]]:
-    """The ranks of the run in `folder`: {rank: (process, node)}."""
+    """Return {rank: (process, node)} of the run in `folder`."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -69,7 +69,7 @@ def test_a_shell_of_salloc_is_one_rank_and_srun_starts_all(slurm):
 
 
 def test_a_preempted_job_requeues_itself(forks, slurm, submit, tiny_config, tmp_path):
-    """The same run without an interruption has bitwise equal losses."""
+    """Its losses are bitwise equal to the losses of a run without an interruption."""
     config = tiny_config(**ENDLESS, eval__every_steps=50)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     job = submit(config, "--output_dir", cut)
@@ -81,8 +81,8 @@ def test_a_preempted_job_requeues_itself(forks, slurm, submit, tiny_config, tmp_
     left = steps_of(cut)[-1]
     assert [c.name for c in list_complete(cut / "checkpoints")] == [f"step_{left:08d}"]
     job.until(lambda: job.facts()["JobState"] == "PENDING")
-    # Otherwise it would start after two minutes. SLURM refuses a start within the second in which
-    # the job ended: "credential revoked".
+    # Otherwise it would start after two minutes. A start within the second in which the job ended
+    # fails: "credential revoked".
     slurm.run("scontrol", "update", f"JobId={job.number}", "StartTime=now+2")
     job.until(lambda: steps_of(cut)[-1] > left + 20)
     (cut / "stop").touch()
@@ -108,7 +108,7 @@ def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_c
     first.until(lambda: steps_of(run))
     ranks = [process for process, _ in ranks_of_job(run).values()]
     assert len(ranks) == 2
-    for _ in range(10):  # the ranks get each of them twice, from scancel and from the node wrapper
+    for _ in range(10):  # the ranks get each signal twice: from scancel and from the node wrapper
         slurm.run("scancel", first.number, check=False)
     assert first.wait()[0] == "CANCELLED"
     second.until(lambda: "exit code 75" in first.log.read_text())
@@ -117,7 +117,7 @@ def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_c
     assert left >= 1
 
     second.until(lambda: steps_of(run)[-1] > left)
-    (run / "stop").touch()  # the user's wish, not a preemption: nothing starts again
+    (run / "stop").touch()  # the user stops the run, so nothing starts again
     assert third.wait() == ("COMPLETED", "0:0")
     assert second.facts()["JobState"] == "COMPLETED"
     assert f"step_{left:08d}: step {left}\n" in second.log.read_text()
@@ -128,7 +128,7 @@ def test_scancel_saves_an_array_resumes_and_a_stop_ends_it(slurm, submit, tiny_c
 
 
 def test_a_mistake_is_not_requeued(submit, tiny_config, tmp_path):
-    there = tmp_path / "a b'c$(touch made) %h"  # where the code may be
+    there = tmp_path / "a b'c$(touch made) %h"  # a possible folder of the code
     there.mkdir()
     for path in REPO.iterdir():
         (there / path.name).symlink_to(path)

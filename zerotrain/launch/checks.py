@@ -31,8 +31,6 @@ CURES = {
 """What to do where hosts differ, by section of a report's `same`."""
 Reports = Mapping[str, Mapping[str, Any]]
 """The report of each host. An unreachable host's report has only `problems`."""
-Finding = tuple[str, Problem]
-"""A host, and a problem that it has."""
 
 
 def read_report(job: Job, host: str) -> dict[str, Any]:
@@ -57,10 +55,10 @@ def read_report(job: Job, host: str) -> dict[str, Any]:
     return {**report, "ahead_seconds": report["clock"] - time.time()}
 
 
-def differences(reports: Reports) -> Iterator[Finding]:
-    """Yield the hosts whose versions, files or GPUs differ from most hosts', or whose clock is off.
+def differences(reports: Reports) -> Iterator[tuple[str, Problem]]:
+    """Yield (host, problem) for versions, files and GPUs that most hosts do not have, and for clocks.
 
-    If as many hosts have one value as have another, the first host's value is right.
+    If two values are equally frequent, the first host's value is right.
     """
     reached = {host: report for host, report in reports.items() if "same" in report}
     for check, cure in CURES.items():
@@ -82,8 +80,8 @@ def differences(reports: Reports) -> Iterator[Finding]:
             yield host, Problem("clock", text)
 
 
-def check_hosts(job: Job) -> tuple[Reports, list[Finding]]:
-    """Return the reports of all hosts, and all problems."""
+def check_hosts(job: Job) -> tuple[Reports, list[tuple[str, Problem]]]:
+    """Return the reports of all hosts, and (host, problem) for each problem."""
     with ThreadPoolExecutor(64) as pool:
         found = pool.map(partial(read_report, job), job.hosts)
         reports = dict(zip(job.hosts, found, strict=True))

@@ -95,7 +95,7 @@ def disk_problems(folder: Path) -> Iterator[Problem]:
 def gpus() -> list[dict[str, Any]]:
     """Return name, used_bytes and ecc_errors of each GPU; an empty list without a driver.
 
-    The errors are those of memory that could not be corrected, since the driver was loaded.
+    ecc_errors counts uncorrected memory errors since the driver was loaded.
     """
     import pynvml
 

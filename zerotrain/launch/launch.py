@@ -14,8 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from zerotrain.launch.hostfile import between, world_size
@@ -246,35 +245,28 @@ class Attempt:
         deadline = time.monotonic() + GRACE_SECONDS + 5
         while self.running and time.monotonic() < deadline:
             self.handle_line()
-        stopped = bool(self.received)
+        code, cause = 0, ""
         if self.failures:
             *_, code, cause = min(self.failures)
-            return Outcome(128 + self.received[-1] if stopped else code, cause, stopped)
-        if any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
-            cause = "preempted and saved; the same command resumes"
-            return Outcome(EXIT_PREEMPTED, cause, stopped)
-        return Outcome(0, "", stopped)
+            code = 128 + self.received[-1] if self.received else code
+        elif any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
+            code, cause = EXIT_PREEMPTED, "preempted and saved; the same command resumes"
+        return Outcome(code, cause, bool(self.received))
 
 
-@contextmanager
-def received_signals() -> Iterator[list[int]]:
-    """A context with a list of the signals to stop that arrive. They do nothing else."""
+def receive_signals() -> list[int]:
+    """Return a list to which each signal to stop is appended from now on. It does nothing else."""
     received = []
-    before = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in FORWARDED
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: received.append(number))
+    return received
 
 
 def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> Outcome:
     """Run the job, restart it after failures, and return how it ended.
 
-    It is no longer restarted after `max_restarts` restarts in a row without a new checkpoint.
+    It is not restarted after `max_restarts` restarts in a row without a new checkpoint. From now on
+    this process forwards signals to stop to the job, and does not end by them.
 
     Raises:
         UserError: a host cannot be reached at the first start, or no restart is possible.
@@ -282,25 +274,25 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
     now = job
     restarts = 0
     saved = None
-    with received_signals() as received:
-        while True:
-            try:
-                outcome = Attempt(now, received).run()
-            except UserError as error:
-                if restarts == 0:
-                    raise
-                outcome = Outcome(EXIT_FAILURE, str(error))
-            if outcome.cause:
-                print(f"launch: {outcome.cause} (exit code {outcome.code})", file=sys.stderr)
-            is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
-            if is_over or max_restarts == 0:
-                return outcome
-            before = saved
-            now, saved = prepare_restart(job, restart_wait_seconds, received)
-            restarts = 1 if saved != before else restarts + 1
-            if restarts > max_restarts:
-                return outcome
-            print(f"launch: restart from {saved or 'the beginning'}")
+    received = receive_signals()
+    while True:
+        try:
+            outcome = Attempt(now, received).run()
+        except UserError as error:
+            if restarts == 0:
+                raise
+            outcome = Outcome(EXIT_FAILURE, str(error))
+        if outcome.cause:
+            print(f"launch: {outcome.cause} (exit code {outcome.code})", file=sys.stderr)
+        is_over = outcome.stopped_by_user or outcome.code in (0, EXIT_USER_MISTAKE)
+        if is_over or max_restarts == 0:
+            return outcome
+        before = saved
+        now, saved = prepare_restart(job, restart_wait_seconds, received)
+        restarts = 1 if saved != before else restarts + 1
+        if restarts > max_restarts:
+            return outcome
+        print(f"launch: restart from {saved or 'the beginning'}")
 
 
 def main() -> int:
@@ -322,9 +314,10 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     job = job_of(arguments)
-    for number in FORWARDED:  # launch() receives them; after it they cannot change the exit code
+    code = launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
+    for number in FORWARDED:  # while Python shuts down, a signal must not change the exit code
         signal.signal(number, signal.SIG_IGN)
-    return launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
+    return code
 
 
 if __name__ == "__main__":
