@@ -16,9 +16,6 @@ from zerotrain.runtime.errors import first_of
 
 REPORT_SECONDS = 120  # checksums of a model's files take a while
 MAX_CLOCK_SECONDS = 1.0
-CHECKS = (
-    "ssh", "versions", "code", "clock", "gpus", "config", "model", "data", "disk", "limits",
-)  # fmt: skip
 SHARE = "copy one version to all hosts, or share the disk"
 CURES = {
     "versions": "install requirements.txt there",
@@ -29,6 +26,7 @@ CURES = {
     "data": SHARE,
 }
 """What to do where hosts differ, by section of a report's `same`."""
+CHECKS = ("ssh", *CURES, "clock", "disk", "limits")
 Reports = Mapping[str, Mapping[str, Any]]
 """The report of each host. An unreachable host's report has only `problems`."""
 
@@ -56,7 +54,7 @@ def read_report(job: Job, host: str) -> dict[str, Any]:
 
 
 def differences(reports: Reports) -> Iterator[tuple[str, Problem]]:
-    """Yield (host, problem) for versions, files and GPUs that most hosts do not have, and for clocks.
+    """Yield (host, problem) where versions, files, GPUs or clocks differ from most hosts.
 
     If two values are equally frequent, the first host's value is right.
     """

@@ -140,7 +140,7 @@ class Attempt:
         first = self.connections[0].greeting
         address = first["server"]
         if address.startswith("127.") and len(self.connections) > 1:
-            # launch.sh runs on the first host: take the address from which it reached the second
+            # launch.sh runs on the first host. The second host knows that host's address.
             address = self.connections[1].greeting["client"]
         shared = self.job.environment | {
             "MASTER_ADDR": self.job.master_addr or address,
@@ -207,7 +207,7 @@ class Attempt:
         """Find out why a connection has ended.
 
         Raises:
-            UserError: it was never there.
+            UserError: the host cannot be reached.
         """
         self.running.discard(source)
         code = source.process.wait()
