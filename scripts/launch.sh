@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ ! -x .venv/bin/python ]; then
-  echo "error: no $PWD/.venv/bin/python: run scripts/setup.sh, or link .venv to an environment that has the packages" >&2
+  echo "error: $PWD/.venv/bin/python does not exist; run scripts/setup.sh, or link .venv to an environment that has the packages" >&2
   exit 2
 fi
 exec "$PWD/.venv/bin/python" -m zerotrain.launch.launch "$@"
