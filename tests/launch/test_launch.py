@@ -89,7 +89,9 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     (tmp_path / "hostfile").write_text("node-1 slots=1\n")
     hostfile = ["--hostfile", tmp_path / "hostfile"]
     script = ["--", "train.py", "--config", "recipes/demo.yaml"]
+    (tmp_path / ".deepspeed_env").write_text('NCCL_SOCKET_IFNAME="eth0"')
     for command, named in (
+        (["env", f"HOME={tmp_path}", LAUNCH, *hostfile, *script], ".deepspeed_env: "),
         ([LAUNCH, *hostfile], "SCRIPT"),
         ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "trian.py: "),
         ([LAUNCH, *script], "--hostfile"),

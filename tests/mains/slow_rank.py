@@ -1,5 +1,6 @@
 """train.py, of which rank 1 waits before its fourth step for a file, and takes 30 ms longer for
-each forward pass. For test_steps.py.
+each forward pass. A compiler's lock lies beside the run while its engine is built. For
+test_steps.py.
 """
 
 import os
@@ -11,10 +12,11 @@ import deepspeed
 import train
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.tracking import steps
+from zerotrain.training import engine
 
 
 def main(config, dry_run):
-    """As train.main, with a hang reported after 2 s, and windows of 25 steps."""
+    """As train.main, with a hang reported after 2 s, locks after 0.5 s, and windows of 25 steps."""
     load_steps = train.load_steps
 
     def load_late(plan, rank, *options, **named):
@@ -27,6 +29,8 @@ def main(config, dry_run):
     initialize = deepspeed.initialize
 
     def initialize_late(**options):
+        Path(config.output_dir, "lock").touch()
+        time.sleep(float(os.environ.get("COMPILES_SECONDS", 1)))
         started = initialize(**options)
         if os.environ["RANK"] == "1":
             started[0].module.register_forward_hook(lambda *_: time.sleep(0.03))
@@ -36,4 +40,5 @@ def main(config, dry_run):
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
     steps.WINDOW_STEPS = 25
+    engine.LOCK_SECONDS = 0.5 if "COMPILES_SECONDS" not in os.environ else 0.05
     train.main(config, dry_run)

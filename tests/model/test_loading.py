@@ -73,6 +73,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(name, check, tmp_path):
     )
 
 
+def test_weights_that_are_not_numbers_are_refused(check, tmp_path):
+    folder = edit_weights(save_model(tmp_path / "nan"), lambda t: t[GATE][1].fill_(float("nan")))
+    assert f"{GATE} has infinite or NaN" in refusal(check, folder)
+
+
 def test_a_config_with_fewer_layers_than_the_files_is_refused(check, tmp_path):
     folder, smaller = save_model(tmp_path / "model"), tmp_path / "smaller"
     file = folder / "config.json"

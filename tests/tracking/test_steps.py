@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import socket
+import subprocess
 
 import numpy as np
 import pytest
@@ -34,6 +35,16 @@ def test_only_a_rank_that_is_much_slower_is_slow(ranks, slow):
         assert window() == window(data_seconds=20) == window(work=0.1) == []
         assert window(compute_seconds=1.6, work=1.6) == []
         assert window(compute_seconds=1.6, work=0.1) == window(data_seconds=100) == [slow]
+
+
+def test_a_lock_that_no_compiler_removes_ends_the_run(forks, tiny_config, tmp_path):
+    lock = tmp_path / "run" / "lock"
+    lock.parent.mkdir()
+    options = {"TORCH_EXTENSIONS_DIR": str(lock.parent), "COMPILES_SECONDS": "900"}
+    ended = forks.train(tiny_config(), code=1, module="slow_rank", **options)
+    assert lock.exists()
+    subprocess.run(ended.error.split("run: ")[1], shell=True, check=True)
+    assert not lock.exists()
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,10 @@ def job_of(arguments: argparse.Namespace) -> Job:
     if Path(script).stem in ("train", "rehearse"):
         config = parse_command_line(rest).config
     if any(Path(folder, ".deepspeed_env").exists() for folder in (".", Path.home())):
-        print("launch: .deepspeed_env is not read; set its variables in this shell")
+        raise UserError(
+            ".deepspeed_env: only `deepspeed` reads this file; rename it, set its variables in "
+            "this shell, and name them with --env"
+        )
     return Job(
         hosts=read_hosts(arguments.hostfile, arguments.include, arguments.exclude),
         command=arguments.command,

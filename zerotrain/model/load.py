@@ -26,6 +26,7 @@ from zerotrain.model.hub import (
     load_pretrained,
     weight_files,
 )
+from zerotrain.model.partitions import computed_part
 from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.runtime.errors import UserError, first_of
 from zerotrain.runtime.progress import print_line
@@ -148,7 +149,7 @@ def _check_files(name: str, model: nn.Module) -> None:
     """Refuse files with more layers than the model, unless its class ignores them. Refuse a
     config.json that ties the output head to the embeddings if the files have a different head:
     transformers would train that head, but under ZeRO-3 the embeddings instead, and servers take
-    either.
+    either. Refuse weights that are infinite or NaN.
     """
     tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
@@ -165,6 +166,12 @@ def _check_files(name: str, model: nn.Module) -> None:
             "in its config.json; use the config.json that belongs to the weights, or what "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) makes of this folder"
         )
+    for key, weight in model.named_parameters():
+        if not computed_part(weight).isfinite().all():
+            raise UserError(
+                f"model.name_or_path: {name}: {key} has infinite or NaN values; use weights "
+                "without them"
+            )
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if not tensors.keys() >= set(pair):
             continue

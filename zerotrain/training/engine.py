@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -24,7 +25,7 @@ from zerotrain.model.probes import (
     check_packing,
     ordinary_tokens,
 )
-from zerotrain.runtime.errors import UserError, rank_prefix
+from zerotrain.runtime.errors import EXIT_FAILURE, UserError, rank_prefix
 from zerotrain.runtime.process_group import apply_timeout
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
@@ -32,21 +33,27 @@ from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import parameter_groups, reset_update_count
 from zerotrain.training.setup import Setup
 
+LOCK_SECONDS = 30.0  # Locks are named after this time; after 60 times as long the run ends.
 # Most graphs of a block: training or evaluation, one example or several, kinds of layers.
 MAX_GRAPHS = 64
 
 
-def print_locks() -> None:
-    """Print the locks in torch's extension cache. A killed compiler leaves one, and DeepSpeed would
-    wait for it in silence.
+def name_locks() -> None:
+    """Print the locks in torch's extension cache, and end the process if they are still there half
+    an hour later. A killed compiler leaves one, and DeepSpeed would wait for it without end.
     """
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in cache.rglob("lock"):
+    locks = [*cache.rglob("lock")]
+    for lock in locks:
         print(
-            f"{rank_prefix()}{lock}: waiting for the process that compiles an operator; if none of "
-            "your processes is compiling, remove the file",
+            f"{rank_prefix()}{lock}: an operator is being compiled; if none of your processes is "
+            "compiling, remove the file",
             file=sys.stderr,
         )
+    is_built = threading.current_thread().finished.wait(60 * LOCK_SECONDS)  # The timer's event.
+    if not is_built and any(map(Path.exists, locks)):
+        print("error: an operator is still being compiled; run: rm -f", *locks, file=sys.stderr)
+        os._exit(EXIT_FAILURE)
 
 
 def build_engine(
@@ -78,8 +85,9 @@ def build_engine(
     change_blocks(model, config.model, stage)
     if stage == 0 and config.train.precision == "fp32":
         ds_config = ds_config | {"gradient_clipping": 0.0}  # apply_update in guard.py clips
-    if ranks.local_rank == 0:
-        print_locks()
+    # DeepSpeed compiles operators here, or waits for another process that does.
+    long_wait = threading.Timer(LOCK_SECONDS, name_locks)
+    long_wait.start()
     try:
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use, in 15 lines
             engine, *_ = deepspeed.initialize(
@@ -93,6 +101,8 @@ def build_engine(
         if is_failure and not isinstance(error, NotImplementedError):
             raise
         raise UserError(f"{config.ds_config}: DeepSpeed refuses it: {summarize(error)}") from error
+    finally:
+        long_wait.cancel()
     apply_timeout(config.distributed.timeout_seconds, ranks)  # for DeepSpeed's groups, too
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it would send inputs as pickles
