@@ -3,7 +3,7 @@
 Without them it silently takes defaults for the tokenizer's class and the rotary embeddings. With
 them, small models of 50 architectures had the same loss in 4.57.6. Tried kinds of rotary
 embeddings: default, llama3, yarn, longrope (also with `factor`), partial (GPT-NeoX) and by layer
-type (Gemma 3, Olmo 3). docs/checkpoints.md names the models that differ.
+type (Gemma 3, Olmo 3). The losses of Gemma 2, VaultGemma and Apertus differ by up to 6e-4.
 """
 
 import json
