@@ -120,7 +120,8 @@ def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
 ):
     """Rank 0 is stopped for longer than the lease, and continues after another run has started."""
     config = tiny_config(train__steps=100_000, checkpoint={"every_steps": 5})
-    run_folder, options = tmp_path / "run", {"module": "short_lease"}
+    run_folder = tmp_path / "run"
+    options = {"patches": {"zerotrain.checkpoint.lock.LEASE_SECONDS": str(LEASE_SECONDS)}}
     checkpoints = run_folder / "checkpoints"
     first = forks.start(config, "--checkpoint.async_save", "true", **options)
     first.until(lambda: len(list_complete(checkpoints)) > 1)

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.inputs import chat, read_config, rewrite, strategy, write_rows
+from harness.inputs import chat, mix_of_formats, read_config, rewrite, strategy, write_rows
 from harness.processes import run
 from harness.repository import SAMPLE
-from row_formats import mix_of_formats
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import EXIT_FAILURE

@@ -11,6 +11,9 @@ from pathlib import Path
 from harness.processes import Finished, environment, free_port, wait_until
 from harness.repository import REPO
 
+SMALL_CHUNKS = {"zerotrain.training.loss.CHUNK_TOKENS": "{'cpu': 60}"}
+"""Patches for tests that compare training with a plain loop: the loss has chunks of 60 targets."""
+
 
 class Forked:
     """The ranks of one run, started by the fork server."""

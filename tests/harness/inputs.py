@@ -62,6 +62,17 @@ def chat(*texts):
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
+def mix_of_formats(tmp_path, chat_rows):
+    """Write files of five row formats, and return their paths."""
+    chats = [{"id": f"row {i}", **row} for i, row in enumerate(chat_rows[:9])]
+    chats.append(chat("What is 1+1?", "It is 2.", "And 2+2?", "It is 4."))
+    pairs = [{"prompt": f"{i}+1? ", "completion": f"{i + 1}\n"} for i in range(6)]
+    tasks = [{"instruction": "Add", "input": f"{i} and 1", "output": "ok"} for i in range(6)]
+    files = {"chat": chats, "pairs": pairs, "tasks": tasks, "text": [{"text": "one two"}] * 3}
+    files["tokens"] = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 3
+    return [str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
+
+
 def save_tiny_llama(
     folder, tokenizer, dropout=0.0, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
 ):

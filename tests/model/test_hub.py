@@ -97,7 +97,12 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
         ds_config=strategy(tmp_path, "zero1"),
     )  # fmt: skip
 
-    options = {"module": "hub_cache", "ranks": 2, **hub}
+    # for the ranks, which are forked from a process that has read other variables
+    patches = {
+        "huggingface_hub.constants.HF_HUB_CACHE": repr(hub["HF_HUB_CACHE"]),
+        "datasets.config.HF_DATASETS_CACHE": f"Path({hub['HF_DATASETS_CACHE']!r})",
+    }
+    options = {"patches": patches, "ranks": 2, **hub}
     forks.finish(path, **options)
     resolved = yaml.safe_load((tmp_path / "run" / "resolved_config.yaml").read_text())
     assert resolved["model"]["name_or_path"] == f"org/tiny@{COMMIT}"

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from harness.forks import SMALL_CHUNKS
 from harness.inputs import read_config
 from harness.runs import (
     assert_same,
@@ -77,7 +78,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
     stop_after_one_step(run_folder)
     for name, ranks in strategies:
         flags = ("--ds_config", f"ds_configs/{name}.json")
-        forks.finish(config, *flags, ranks=ranks, module="small_chunks")
+        forks.finish(config, *flags, ranks=ranks, patches=SMALL_CHUNKS)
 
     assert_same(run_folder, plain)
     assert len(read_metrics(run_folder, "eval")) == 2
