@@ -1,10 +1,10 @@
 """Fixtures that the tests of all rooms share, and the order of the tests' files."""
 
-import gc
 import json
 import os
 import signal
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,36 +19,38 @@ from harness.inputs import save_tiny_llama, write_tiny_config
 from harness.repository import REPO, SAMPLE
 from harness.runs import plainly
 
-# a shell has it ignored by what it starts in the background, and so by the runs of the tests
+# A shell that starts the suite in the background ignores it, and so would the runs of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["STARTED_BY"] = str(os.getpid())
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or waiting threads keep the cores from other processes
-gc.disable()  # during collection, whose imports stay; collecting garbage took 4 of its 15 s
+SECONDS = "zerotrain/seconds"
+"""Where pytest's cache has the seconds that each test took when it last ran."""
+measured = Counter()
 
 
-def pytest_collection_finish():
-    gc.freeze()
-    gc.enable()
-
-
-LONGEST_FIRST = (
-    "test_readme", "test_launch", "test_training", "test_commands", "test_slurm", "test_preemption",
-    "test_checkpoints", "test_benchmarks", "test_recipes",
-    "test_preflight", "test_orchestrators", "test_copier",
-    "test_router_loss", "test_equivalence", "test_tracking", "test_tensor_parallel",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark tests that use forked ranks as launch tests; the others say so themselves.
 
-    The files that take longest come first, so that no worker is left with one at the end.
+    The files that take longest come first, so that no worker is left with one at the end. A test
+    that has not been measured counts a tenth of its own time limit, or 10 s as a launch test.
     """
-    rank = {stem: i for i, stem in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    last, total = config.cache.get(SECONDS, {}), Counter()
     for item in items:
         if "forks" in item.fixturenames:
             item.add_marker("launch")
+        limit = item.get_closest_marker("timeout")
+        guess = limit.args[0] / 10 if limit else 10 if item.get_closest_marker("launch") else 0.1
+        total[item.path] += last.get(item.nodeid, guess)
+    items.sort(key=lambda item: -total[item.path])
+
+
+def pytest_runtest_logreport(report):
+    measured[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):  # xdist's workers report to this process
+        session.config.cache.set(SECONDS, session.config.cache.get(SECONDS, {}) | measured)
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def test_the_readme_of_a_copy_leads_to_a_model_and_its_tests_are_found(copies, t
         for command in (
             *commands_in((copy / "README.md").read_text()),
             ".venv/bin/ruff check --no-cache .",
-            ".venv/bin/pytest -q -n 0 -p no:cacheprovider tests -k test_layers",
+            f".venv/bin/pytest -q -n 0 -o cache_dir={tmp_path} tests -k test_layers",
         ):
             done = run_command(command, forks)
             assert done.code == 0, done.output
