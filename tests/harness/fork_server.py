@@ -66,7 +66,7 @@ def work(request):
         owner = pkgutil.resolve_name(owner)
         setattr(owner, attribute, eval(expression, dict(vars(owner))))
     module, argv = request["module"], request["argv"]
-    if module.startswith(("scripts.", "zerotrain.", "benchmarks.", "fuzz.")):
+    if module.startswith(("scripts.", "zerotrain.", "benchmarks.")):
         sys.argv = [module, *argv]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
