@@ -1,7 +1,7 @@
 """Damaged and hostile files end in a UserError of one line, and run no code.
 
     pytest tests/fuzz                                 100 cases of each kind of file
-    CASES=10000 pytest tests/fuzz -k rows             more cases of one kind
+    CASES=10000 pytest --timeout 0 tests/fuzz         more
 
 A case is a valid file with up to two random changes, the same cases in each run. It fails with any
 other exception, after 10 s, above 4 GiB of memory, or if code of the file has run. hypothesis then
@@ -105,7 +105,7 @@ def changed(draw, tree, odd=ODD):
 
 def damaged(draw, content):
     """`content` after up to two cuts, repetitions, insertions and changes of bytes."""
-    for _ in range(draw(st.integers(0, 2))):
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         at, length = draw(st.integers(0, len(content))), draw(st.sampled_from([1, 4, 64, 4096]))
         before, here, after = content[:at], content[at : at + length], content[at + length :]
         number = draw(st.sampled_from([-1, 0, 100, 2**31 - 1, 2**40])) % 2**64
@@ -115,10 +115,6 @@ def damaged(draw, content):
             bytes(byte ^ 1 for byte in here) + after,
         ]))  # fmt: skip
     return content
-
-
-def perhaps_damaged(draw, content):
-    return damaged(draw, content) if draw(st.integers(0, 2)) == 0 else content
 
 
 def to_json(tree):
@@ -178,7 +174,7 @@ def test_a_damaged_config_is_refused_in_one_line(fuzz):
 
     def make(draw):
         text = yaml.safe_dump(changed(draw, tree)).encode("utf-8", "surrogatepass")
-        Path("config.yaml").write_bytes(perhaps_damaged(draw, text))
+        Path("config.yaml").write_bytes(damaged(draw, text))
         Path("ds.json").write_bytes(to_json(changed(draw, ds_tree)))
 
     def read():
@@ -247,7 +243,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
             content = out.getvalue()
         else:
             content = to_json(changed(draw, json.loads((checkpoint / name).read_text())))
-        content = perhaps_damaged(draw, content)
+        content = damaged(draw, content)
         if name == MANIFEST:
             (checkpoint / name).write_bytes(content)
         else:
@@ -275,7 +271,7 @@ def test_damaged_metrics_are_skipped_or_refused_in_one_line(fuzz, tmp_path):
     def make(draw):
         chosen = [changed(draw, draw(st.sampled_from(records))) for _ in range(2)]
         content = b"\n".join(map(to_json, [records[1], *chosen]))
-        Path("metrics.jsonl").write_bytes(perhaps_damaged(draw, content))
+        Path("metrics.jsonl").write_bytes(damaged(draw, content))
         for name in ("resolved_config.yaml", "resolved_ds_config.json"):
             Path(name).write_text("{}")
 

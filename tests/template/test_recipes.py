@@ -85,44 +85,35 @@ def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
     assert found.fits and found.largest_micro_batch >= config.data.micro_batch_tokens
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    """The folder of a model of the same family, shrunk, with weights and the sample's tokenizer."""
+@pytest.fixture
+def small_run(tmp_path):
+    """Flags of a run with a model of the same family, shrunk, with the sample's tokenizer."""
 
-    def folder(name):
+    def flags(name):
         def shrunk(shape):
             small = {key: SMALL.get(key, value) for key, value in shape.items()}
             return small | {k: shrunk(v) for k, v in shape.items() if k.endswith("_config")}
 
-        path = tmp_path_factory.mktemp("model")
         torch.manual_seed(0)
         config = AutoConfig.for_model(**shrunk(SHAPES[name]), pad_token_id=0, eos_token_id=1)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        AutoTokenizer.from_pretrained(SAMPLE / "model").save_pretrained(path)
-        return path
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        AutoTokenizer.from_pretrained(SAMPLE / "model").save_pretrained(tmp_path / "model")
+        folders = (
+            ("model.name_or_path", "model"),
+            ("output_dir", "run"),
+            ("data.cache_dir", "cache"),
+        )
+        return [word for key, name in folders for word in (f"--{key}", tmp_path / name)]
 
-    return folder
-
-
-def local(name, model, rows, tmp_path):
-    """Flags that put local rows and a local model in place of those of the hub."""
-    config = config_of(name)
-    sources = json.dumps([{"path": str(rows), "columns": config.data.train_sources[0].columns}])
-    values = {
-        "output_dir": tmp_path / "run", "data.cache_dir": tmp_path / "cache",
-        "model.name_or_path": model, "data.train_sources": sources, "data.eval_fraction": 0,
-        "data.eval_sources": sources if config.eval.every_steps else "[]",
-        "tracking.wandb": "disabled",
-    }  # fmt: skip
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return flags
 
 
 @pytest.fixture(scope="module")
 def copied_recipe(tmp_path_factory):
     """The recipe of a copy that starts from a given one, for rows of its own."""
     template = tmp_path_factory.mktemp("template")
-    shutil.copytree(REPO / ".copier", template / ".copier")
-    shutil.copytree(REPO / "recipes", template / "recipes")
+    for name in (".copier", "recipes"):
+        shutil.copytree(REPO / name, template / name)
     shutil.copy(REPO / "copier.yml", template)
 
     def render(recipe, rows):
@@ -135,31 +126,31 @@ def copied_recipe(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_first_run_of_a_copy_learns(forks, small_model, copied_recipe, tmp_path, name):
-    """On 200 rows, with everything but the model's size as the answers have given it."""
+def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
+    """The rows are 200; everything but the model's size is as the answers have given it."""
     turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(200)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
-    forks.finish(
-        recipe, "--model.name_or_path", small_model(read_config(recipe).model.name_or_path),
-        "--output_dir", tmp_path / "run", "--data.cache_dir", tmp_path / "cache",
-    )  # fmt: skip
+    forks.finish(recipe, *small_run(read_config(recipe).model.name_or_path))
     losses = [record["eval_loss"] for record in read_metrics(tmp_path / "run", "eval")]
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2], losses
 
 
-def test_one_batch_is_memorized(forks, small_model, tmp_path):
-    """At 200 times the rate: the shrunk model has 1/6,000 of the weights. Each answer is six
-    random digits, which nothing but the row tells.
+def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
+    """The rate is 200 times higher, since the shrunk model has 1/6,000 of the weights. Each answer
+    is six random digits, which nothing but the row tells.
     """
     digits = random.Random(0)
     rows = [
-        {"question": f"Under {i}?", "answer": str(digits.randrange(10**5, 10**6))}
-        for i in range(16)
+        {"question": f"Under {i}?", "answer": f"{digits.randrange(10**6):06}"} for i in range(16)
     ]
-    name = "debug/overfit-one-batch.yaml"
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    flags = local(name, small_model("Qwen/Qwen3-0.6B"), file, tmp_path)
-    forks.finish(REPO / "recipes" / name, *flags, "--train.learning_rate", "1e-2")
+    config = config_of("debug/overfit-one-batch.yaml")
+    [source] = config.data.train_sources
+    source = {"path": str(write_rows(tmp_path / "rows.jsonl", rows)), "columns": source.columns}
+    forks.finish(
+        REPO / "recipes/debug/overfit-one-batch.yaml", *small_run(config.model.name_or_path),
+        "--data.train_sources", json.dumps([source]), "--tracking.wandb", "disabled",
+        "--train.learning_rate", "1e-2",
+    )  # fmt: skip
     losses = [step["loss"] for step in read_metrics(tmp_path / "run")]
     assert len(losses) == 60 and losses[0] > 4 and losses[-1] < 0.7, losses
