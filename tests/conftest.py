@@ -3,15 +3,12 @@
 import json
 import os
 import signal
-import sys
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 pytest.register_assert_rewrite("harness", "namespaces")
 
 from harness.forks import ForkServer
@@ -62,29 +59,23 @@ def forks(tmp_path_factory):
 
 @pytest.fixture
 def left_running(forks):
-    """A function that returns the processes that the test has started and that are still running.
-    They are identified by their initial environment, whatever their name and parent are now.
+    """Returns the running processes that the test has started. They are found by their initial
+    environment, whatever their names and parents are now.
     """
-
-    def started():
-        found = set()
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("STARTED_BY") == os.environ["STARTED_BY"]:
-                    found.add(process)
-        return found
 
     def running():
         found = []
-        for process in started() - before:
-            with suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())}")
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_ours = process.environ().get("STARTED_BY") == os.environ["STARTED_BY"]
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE and process not in before:
+                    found.append(process)
         return found
 
-    before = started()  # includes the fork server
+    before = []
+    before = running()  # includes the fork server
     yield running
-    for process in started() - before:  # of a test that has failed
+    for process in running():  # of a test that has failed
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

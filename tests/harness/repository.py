@@ -9,18 +9,11 @@ SAMPLE = REPO / "data" / "sample"
 
 
 def repository_files():
-    """The repository's files, including those not committed yet; in a checkout without git, those
-    that are not made by commands.
-    """
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True
-    )
-    names = listed.stdout.splitlines()
-    if listed.returncode != 0:
-        made = {".venv", "runs", "wandb", "__pycache__", ".cache", ".pytest_cache", ".ruff_cache"}
-        files = [path.relative_to(REPO) for path in REPO.rglob("*")]
-        names = [str(f) for f in files if not made & set(f.parts) and "egg-info" not in str(f)]
-    return [name for name in names if (REPO / name).is_file()]
+    """The files that git does not ignore, committed or not, also where there is no repository."""
+    command = ["git", "grep", "--no-index", "--exclude-standard", "--files-with-matches", ""]
+    return subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def copy_repository(folder):

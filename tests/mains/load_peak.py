@@ -31,23 +31,12 @@ class PeakBytes(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __enter__(self):
-        # a parameter that a thread has read is not an operand until it is used
-        self._hook = register_module_parameter_registration_hook(
-            lambda module, name, parameter: self._sample(parameter)
-        )
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self._hook.remove()
-        return super().__exit__(*error)
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self._sample((args, kwargs, result))
+        self.sample((args, kwargs, result))
         return result
 
-    def _sample(self, values):
+    def sample(self, values):
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 storage = value.untyped_storage()
@@ -71,8 +60,14 @@ def main(config, dry_run):
             config = replace(config, model=replace(config.model, from_config=from_config))
             model_config = load_model_config(config.model)
             config, ds_config = resolve_ds_config(config, Machine(1, 1), model_config.hidden_size)
-            with PeakBytes() as held:
+            held = PeakBytes()
+            # a parameter that a thread has read is not an operand until it is used
+            hook = register_module_parameter_registration_hook(
+                lambda *added, held=held: held.sample(added)
+            )
+            with held:
                 model = load_model(config.model, config.train, model_config, ds_config)[0]
+            hook.remove()
             sizes = [p.ds_shape.numel() for p in model.parameters()]
             measured = {
                 "rank": ranks.rank,

@@ -78,7 +78,7 @@ def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_conf
     run.until(lambda: logged(tmp_path / "run", "train"))
     run.kill(1, signal.SIGSTOP)
     run.until(lambda: is_waiting(run.pids[0]))
-    assert {int(line.split()[0]) for line in left_running()} == set(run.pids)
+    assert {process.pid for process in left_running()} == set(run.pids)
     began = time.monotonic()
     run.kill(0, signal.SIGTERM)
     run.kill(0, signal.SIGTERM)  # launchers may forward it more than once
@@ -141,12 +141,11 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
 # Launchers
 
 
-def ranks_in(lines):
-    """The processes among those of `left_running` that a launcher has given a rank."""
+def ranks_in(processes):
+    """The processes that a launcher has given a rank."""
     ranks = []
-    for line in lines:
+    for process in processes:
         with suppress(psutil.Error):
-            process = psutil.Process(int(line.split()[0]))
             ranks += [process] if "RANK" in process.environ() else []
     return ranks
 

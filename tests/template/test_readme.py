@@ -54,7 +54,7 @@ if not WHOLE_DEMO:
 def test_every_file_and_setting_named_in_the_pages_exists():
     keys, files = set(config_keys()), repository_files()
     made = {"recipes/mine.yaml", "recipes/my-project.yaml"}  # by commands
-    for page in (REPO / name for name in files if name.endswith(".md")):
+    for page in (REPO / name for name in files if re.search(r"\.md$|^\.github/workflows/", name)):
         text = page.read_text()
         for path in re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w./-]+\.\w+)", text):
             assert (REPO / path).exists() or path in made, f"{page.name}: {path}"
