@@ -3,7 +3,9 @@
 import json
 import shutil
 from itertools import cycle
+from pathlib import Path
 
+import yaml
 from harness.repository import REPO
 
 from zerotrain.checkpoint.manifest import measure
@@ -111,37 +113,18 @@ def set_value(tree, path, value):
 
 
 def write_tiny_config(tmp_path, chat_rows, model, name, **changes):
-    """A run config for the tiny model, of 2 epochs if no steps are given; `a__b=value` sets the key
-    a.b, to its default with None.
+    """Write tiny.yaml with paths and changes, for 2 epochs if no steps are given; return its path.
+    `a__b=value` sets the key a.b, to its default if the value is None.
     """
-    import yaml
-
-    config = {
-        "output_dir": str(tmp_path / "run"),
-        "ds_config": "ds_configs/zero2.json",
-        "model": {"name_or_path": str(model)},
-        "data": {
-            "train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
-            "eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
-            "max_length": 256,
-            "micro_batch_tokens": 1024,
-            "cache_dir": str(tmp_path / "cache"),
-        },
-        "train": {
-            "global_batch_size": 12,
-            "learning_rate": 3e-3,
-            "lr_schedule": "linear",
-            "warmup_examples": 24,
-            "weight_decay": 0.1,
-            "gradient_clipping": 0.5,
-            "seed": 7,
-        },
-        "tracking": {"wandb": "disabled"},
-    }
-    for key, value in changes.items():
+    values = {
+        "output_dir": str(tmp_path / "run"), "model__name_or_path": str(model),
+        "data__train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
+        "data__eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
+        "data__cache_dir": str(tmp_path / "cache"),
+        "train__epochs": None if "train__steps" in changes else 2,
+    }  # fmt: skip
+    config = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text())
+    for key, value in (values | changes).items():
         set_value(config, key.replace("__", "."), value)
-    train = config["train"]
-    train.setdefault("epochs", None if "steps" in train else 2)
-    path = tmp_path / name
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    return path
+    (tmp_path / name).write_text(yaml.safe_dump(config, sort_keys=False))
+    return tmp_path / name
