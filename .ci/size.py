@@ -39,7 +39,7 @@ def count_tokens(file: str | Path) -> int:
 
 
 def imported_by(file: Path, known: dict[str, Path], seen: set[Path]) -> set[Path]:
-    """The files that a file imports, and those that they import."""
+    """Return a file, the files that it imports, and all that these import."""
     seen.add(file)
     for node in ast.walk(ast.parse(Path(file).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -52,8 +52,10 @@ def imported_by(file: Path, known: dict[str, Path], seen: set[Path]) -> set[Path
 
 
 def measure_folder(folder: Path, names: list[str]) -> tuple[int, int, int]:
-    """Tokens of train.py and its imports, of all but the tests, and of the tests, of the Python
-    files `names` in a folder.
+    """Count the tokens of train.py and its imports, of all but the tests, and of the tests.
+
+    Args:
+        names: the Python files in the folder.
     """
     sizes = {folder / name: count_tokens(folder / name) for name in names}
     known = {name.removesuffix(".py").replace("/", "."): folder / name for name in names}
@@ -63,7 +65,7 @@ def measure_folder(folder: Path, names: list[str]) -> tuple[int, int, int]:
 
 
 def count_settings() -> int:
-    """The keys of a run config: the fields of its sections that are no sections themselves."""
+    """Count the keys of a run config: the fields of its sections, without nested sections."""
     classes = [n for n in ast.parse(Path("zerotrain/config/schema.py").read_text()).body
                if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]  # fmt: skip
     fields = [n for cls in classes for n in cls.body if isinstance(n, ast.AnnAssign)]
@@ -71,7 +73,7 @@ def count_settings() -> int:
 
 
 def measure_smallest_copy(files: list[str]) -> tuple[int, int]:
-    """Tokens of all but the tests, and of the tests, of a copy that keeps nothing optional."""
+    """Count the tokens of the smallest copy: of all but its tests, and of its tests."""
     from copier import run_copy
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the test suite in .venv, which is created if it is missing. Arguments go to pytest:
+# Creates .venv if it is missing, and runs the tests in it. Arguments go to pytest:
 #   ./scripts/test.sh -m "not launch"     only the fast tests
 #   ./scripts/test.sh -n 0                in one process, for a debugger
 set -euo pipefail

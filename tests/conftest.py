@@ -1,4 +1,4 @@
-"""Fixtures that the tests of all rooms share, and the order of the tests' files."""
+"""Fixtures for all tests, and the order of their files."""
 
 import json
 import os
@@ -16,20 +16,20 @@ from harness.inputs import save_tiny_llama, write_tiny_config
 from harness.repository import REPO, SAMPLE
 from harness.runs import plainly
 
-# A shell that starts the suite in the background ignores it, and so would the runs of the tests.
+# A shell makes background jobs ignore Ctrl-C. The runs of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["STARTED_BY"] = str(os.getpid())
-os.environ["OMP_WAIT_POLICY"] = "passive"  # or waiting threads keep the cores from other processes
+os.environ["OMP_WAIT_POLICY"] = "passive"  # or waiting threads would occupy cores
 SECONDS = "zerotrain/seconds"
-"""Where pytest's cache has the seconds that each test took when it last ran."""
+"""The key of pytest's cache for the seconds of each test's last run."""
 measured = Counter()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark tests that use forked ranks as launch tests; the others say so themselves.
+    """Mark tests with forked ranks as launch tests, and start the slowest files first.
 
-    The files that take longest come first, so that no worker is left with one at the end. A test
-    that has not been measured counts a tenth of its own time limit, or 10 s as a launch test.
+    So no worker is left with a slow file at the end. A test that has never run counts a tenth of
+    its own time limit, 10 s if it is a launch test, or else 0.1 s.
     """
     last, total = config.cache.get(SECONDS, {}), Counter()
     for item in items:
@@ -75,7 +75,7 @@ def left_running(forks):
     before = []
     before = running()  # includes the fork server
     yield running
-    for process in running():  # of a test that has failed
+    for process in running():  # a failed test leaves some
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -89,7 +89,7 @@ def sample_tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory, sample_tokenizer):
-    """A folder with a tokenizer and a 2-layer Llama: weights, tied embeddings, no dropout."""
+    """A folder with a tokenizer and a Llama of 2 layers with tied embeddings, without dropout."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny_model"), sample_tokenizer)
 
 
@@ -100,13 +100,13 @@ def tiny_model_with_dropout(tmp_path_factory, sample_tokenizer):
 
 @pytest.fixture(scope="session")
 def chat_rows():
-    """70 rows of additions, as in the sample: prompts masked, 30 to 220 tokens each."""
+    """70 chats about additions, 30 to 220 tokens each."""
     return [json.loads(row) for row in (REPO / "tests/harness/rows.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def plain_once(sample_tokenizer):
-    """plainly, of the first config that a module asks for."""
+    """Runs `plainly` for the first config of a module, and returns that result from then on."""
     found = []
 
     def run(config, *prepare):
@@ -119,7 +119,7 @@ def plain_once(sample_tokenizer):
 
 @pytest.fixture
 def tiny_config(tmp_path, tiny_model, chat_rows):
-    """write_tiny_config for this test."""
+    """Calls write_tiny_config in the folder of the test."""
 
     def write(name="config.yaml", model=tiny_model, **changes):
         return write_tiny_config(tmp_path, chat_rows, model, name, **changes)

@@ -1,4 +1,4 @@
-"""Micro-batches of random tokens, and the router loss that a model should have on them."""
+"""Micro-batches of random tokens, and the router loss that a model must have on them."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ LENGTHS = (40, 7, 90)
 
 
 def micro_batch(packed):
-    """Examples of LENGTHS with ids below 320, most of which are targets: packed, or padded."""
+    """Examples of LENGTHS tokens with ids below 320, packed or padded. Most tokens are targets."""
     rng = np.random.default_rng(0)
     examples = [rng.integers(2, 320, length) for length in LENGTHS]
     if packed:
@@ -24,8 +24,8 @@ def micro_batch(packed):
 
 
 def balance(router_logits, experts):
-    """Experts x sum of (share of choices x mean probability), over the tokens of all layers: eq. 4
-    to 6 of Switch Transformers, as transformers extends them to the two best experts.
+    """The router loss: experts x sum of (share of choices x mean probability), over the tokens of
+    all layers. Equations 4 to 6 of Switch Transformers, extended to the two best experts.
     """
     probabilities = torch.cat([layer.softmax(-1) for layer in router_logits])
     chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, experts).sum(1).double()

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process with all imports done; the other end is fork_server.py."""
+"""Starts ranks and scripts in forks of fork_server.py, which has imported everything."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from harness.processes import Finished, environment, free_port, wait_until
 from harness.repository import REPO
 
 SMALL_CHUNKS = {"zerotrain.training.loss.CHUNK_TOKENS": "{'cpu': 60}"}
-"""Patches for tests that compare training with a plain loop: the loss has chunks of 60 targets."""
+"""Patches that make the loss compute 60 targets at a time, so that steps have several chunks."""
 
 
 class Forked:
@@ -22,7 +22,7 @@ class Forked:
         self.server, self.log, self.pids = server, log, pids
 
     def poll(self):
-        """None while a rank is running. The ranks stay zombies until `wait`."""
+        """None while a rank is running."""
         for pid in self.pids:
             with suppress(FileNotFoundError):  # faster than psutil
                 if ") Z " not in Path(f"/proc/{pid}/stat").read_text():
@@ -30,9 +30,8 @@ class Forked:
         return "all ranks have ended"
 
     def wait(self, code=None):
-        """The first non-zero exit code in rank order, which has to be `code` if that is given, and
-        the output of all ranks. Ranks that do not end are killed, and fail the test with what they
-        have printed.
+        """Return the first non-zero exit code in rank order, and the output of all ranks. Fails if
+        `code` is given and differs. Ranks that do not end are killed, and fail the test.
         """
         try:
             wait_until(self.poll, self, self.log, interval=0.05)
@@ -47,7 +46,7 @@ class Forked:
         return finished
 
     def until(self, happened):
-        """Poll `happened()` until it is true; fails once all ranks have ended without it."""
+        """Poll `happened()` until it is true. Fails if all ranks end before."""
         wait_until(happened, self, self.log, interval=0.002)
 
     def kill(self, rank, number=signal.SIGKILL):
@@ -119,8 +118,10 @@ class ForkServer:
         return self._start(module, ["--config", config, *flags], processes, patches)
 
     def script(self, module, *args, code=None, **variables):
-        """Run a script like `python -m MODULE ARGS`, but with its imports already done."""
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # for what it starts, as in `environment`
+        """Run `python -m MODULE ARGS` to its end, with its imports already done."""
+        variables["TORCHDYNAMO_DISABLE"] = (
+            "1"  # for the processes that it starts, as in `environment`
+        )
         return self._start(module, args, [(variables, None)]).wait(code)
 
     def _start(self, module, argv, processes, patches=None):
@@ -141,15 +142,15 @@ class ForkServer:
         return Forked(self, log, pids)
 
     def train(self, config, *flags, code=None, **options):
-        """Train, and fail the test if the exit code is not `code`, if that is given."""
+        """Train to the end. Fails if `code` is given and the exit code differs."""
         return self.start(config, *flags, **options).wait(code)
 
     def refusal(self, config, *flags, **options):
-        """The one line of `train`, which has to end with exit code 2."""
+        """Train, which must fail with exit code 2, and return the line that says why."""
         finished = self.train(config, *flags, code=2, **options)
         assert "Traceback" not in finished.output
         return finished.error
 
     def finish(self, config, *flags, **options):
-        """`train`, which has to succeed."""
+        """Train, which must succeed."""
         return self.train(config, *flags, code=0, **options)

@@ -1,4 +1,4 @@
-"""What runs are given: small models, rows, run configs and ds_configs."""
+"""The inputs of runs: small models, rows, run configs and ds_configs."""
 
 import json
 import shutil
@@ -15,12 +15,14 @@ SMALL_SIZES = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
-"""Sizes of a model, by transformers' names."""
+"""Sizes of a small model, by transformers' names."""
 
 
 def strategy(tmp_path, name, changes=None):
-    """A copy of a file in ds_configs/ with torch's AdamW, which needs no compiler, and with other
-    values at dotted paths.
+    """Copy a file of ds_configs/ with torch's AdamW, which needs no compiler, and return its path.
+
+    Args:
+        changes: dotted path -> new value.
     """
     ds_config = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
     for path, value in {"optimizer.params.torch_adam": True, **(changes or {})}.items():
@@ -31,7 +33,7 @@ def strategy(tmp_path, name, changes=None):
 
 
 def read_config(file, *flags):
-    """A run config, as train.py reads it."""
+    """Read a run config as train.py does."""
     return parse_command_line(["--config", str(file), *flags]).config
 
 
@@ -43,9 +45,7 @@ def flip(file):
 
 
 def rewrite(checkpoint, name, content):
-    """Write the bytes of a file of a checkpoint, and its entry in the manifest, as an attacker
-    would.
-    """
+    """Replace a file of a checkpoint and its entry in the manifest, as an attacker would."""
     (checkpoint / name).write_bytes(content)
     manifest = checkpoint / "manifest.json"
     values = json.loads(manifest.read_text())
@@ -59,7 +59,7 @@ def write_rows(path, rows):
 
 
 def chat(*texts):
-    """A row whose turns are the user's and the assistant's in turn."""
+    """A row with messages of the user and the assistant, alternately."""
     turns = zip(cycle(("user", "assistant")), texts, strict=False)
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
@@ -75,17 +75,18 @@ def mix_of_formats(tmp_path, chat_rows):
     return [str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
 
 
-def save_tiny_llama(
-    folder, tokenizer, dropout=0.0, intermediate_size=64, layers=2, vocabulary=320, hidden_size=32
-):
+def save_tiny_llama(folder, tokenizer, dropout=0.0, **sizes):
+    """Save a Llama with tied embeddings and random weights, and a tokenizer; return the folder.
+
+    Args:
+        sizes: replace SMALL_SIZES.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers,
-        intermediate_size=intermediate_size, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=1024,
+        **SMALL_SIZES | {"intermediate_size": 64} | sizes, max_position_embeddings=1024,
         tie_word_embeddings=True, attention_dropout=dropout, initializer_range=0.1,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -95,7 +96,7 @@ def save_tiny_llama(
 
 
 def copy_with_code(model, folder, ran):
-    """A copy of a model whose config.json names code of its own, which creates the file `ran`."""
+    """Copy a model, and add code that its config.json names. The code creates the file `ran`."""
     shutil.copytree(model, folder)
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: ...\n")
     architecture = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Real processes: commands that run to their end, and training that is left running."""
+"""Starts real processes, and waits for them."""
 
 import dataclasses
 import os
@@ -15,39 +15,39 @@ from harness.repository import REPO
 
 from zerotrain.runtime import ports
 
-# COLUMNS and LINES are exported by readline, and what draws on a terminal prefers them to its size
+# readline exports COLUMNS and LINES. Programs that draw prefer them to the terminal's size.
 UNWANTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS", "LINES")
 
 
 @dataclasses.dataclass
 class Finished:
-    """The exit code and the output of a process that has ended."""
+    """The exit code and output of a process that has ended."""
 
     code: int
     output: str
 
     @property
     def errors(self):
-        """The one-line messages about user mistakes."""
+        """The lines that report a user's mistake."""
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
     @property
     def error(self):
-        """The only one of these messages."""
+        """The one line that reports a user's mistake; fails if there are more or none."""
         assert len(self.errors) == 1, self.output
         return self.errors[0]
 
 
 def environment():
-    """The variables of this process for a run on CPU, without a network."""
+    """The environment of a run on CPU without a network."""
     keep = {k: v for k, v in os.environ.items() if k not in UNWANTED}
     return {
         **keep,
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # else DeepSpeed loads the compiler, for a second
-        # packages may be on it too, on a machine without a network
+        "TORCHDYNAMO_DISABLE": "1",  # or DeepSpeed loads the compiler, which takes 1 s
+        # a machine without a network may have packages on it
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
     }
 
@@ -57,7 +57,7 @@ def free_port():
 
 
 def run(command, timeout=500, cwd=REPO):
-    """Run a command to its end; at the time-out it is killed with everything it has started."""
+    """Run a command to its end. At the time-out, kill it and all that it has started."""
     process = subprocess.Popen(
         [str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -72,7 +72,7 @@ def run(command, timeout=500, cwd=REPO):
 
 
 def lacking(programs, packages):
-    """Why a test that needs root and some programs cannot run here; None if it can."""
+    """Why tests that need root and these programs cannot run here; None if they can."""
     missing = [program for program in programs if shutil.which(program) is None]
     if os.geteuid() == 0 and not missing:
         return None
@@ -84,7 +84,7 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount 
 
 @contextmanager
 def mounted(at, *options):
-    """A file system at a folder; needs root."""
+    """Mount a file system at a folder. Needs root."""
     subprocess.run(["mount", *options, at], check=True)
     try:
         yield
@@ -93,7 +93,7 @@ def mounted(at, *options):
 
 
 def start(config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DEVNULL, **variables):
-    """Start train.py on `ranks` processes in a new session, and leave it running."""
+    """Start train.py on `ranks` processes in a new session, and return the launcher."""
     count = "--num_gpus" if launcher == "deepspeed" else "--nproc_per_node"
     command = [
         Path(sys.executable).parent / launcher, count, ranks, "--master_port", free_port(),
@@ -106,16 +106,16 @@ def start(config_file, *flags, ranks, launcher="deepspeed", stdout=subprocess.DE
 
 
 def wait_until(happened, process, log=None, seconds=900, interval=0.01):
-    """Poll `happened()` until it returns something true, and return that. Fails, with the text of
-    the file `log`, once the process has ended without it, or after `seconds`.
+    """Poll `happened()` until it is true, and return its value. Fails with the text of `log` if
+    the process ends before, or after `seconds`.
 
     Args:
-        process: anything with a method `poll`, which returns None while it runs.
-        interval: seconds between two calls.
+        process: its method `poll` returns None while it runs.
+        interval: seconds between two calls of `happened`.
     """
     deadline = time.monotonic() + seconds
     while True:
-        code = process.poll()  # first, so that what the process did last is seen
+        code = process.poll()  # before `happened`, or its last act could be missed
         if result := happened():
             return result
         if code is not None or time.monotonic() > deadline:

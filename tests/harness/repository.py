@@ -1,4 +1,4 @@
-"""The files of this repository, for tests that copy or list them."""
+"""Lists and copies the files of this repository."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ SAMPLE = REPO / "data" / "sample"
 
 
 def repository_files():
-    """The files that git does not ignore, committed or not, also where there is no repository."""
+    """List the files that git would track, committed or not, with or without a repository."""
     command = ["git", "grep", "--no-index", "--exclude-standard", "--files-with-matches", ""]
     return subprocess.run(
         command, cwd=REPO, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""What a run has written, and the plain loop that it must equal."""
+"""The files that a run writes, and the plain loop that it must equal."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,18 +11,18 @@ from zerotrain.tools.records import read_metrics
 
 
 def logged(run_folder, kind="train"):
-    """read_metrics of a run that may not have begun to write."""
+    """The records of a run, none if it has not begun to write."""
     return read_metrics(run_folder, kind) if (Path(run_folder) / "metrics.jsonl").exists() else []
 
 
 def curve(run_folder, *more):
-    """What each step has computed; may differ a little in other layouts."""
+    """The results of each step. Other layouts may differ by rounding."""
     names = ("step", "loss", "grad_norm", "lr", *more)
     return [[step[name] for name in names] for step in read_metrics(run_folder)]
 
 
 def determined(run_folder):
-    """Of each step the metrics that a resumed and an uninterrupted run must share bit for bit."""
+    """The metrics of each step that a resumed run must have bit for bit."""
     return curve(run_folder, "epoch", "tokens", "micro_steps")
 
 
@@ -32,7 +32,7 @@ def assert_each_step_once(run_folder):
 
 
 def is_saving(checkpoints, since):
-    """Whether there is a draft newer than `since`; one of an earlier run may still exist."""
+    """Whether a save has begun after `since`. Drafts of earlier runs may still exist."""
     with suppress(FileNotFoundError):
         return any(draft.stat().st_ctime > since for draft in checkpoints.glob(".step_*.tmp"))
 
@@ -43,7 +43,7 @@ def checkpoints(run_folder):
 
 
 def export(run_folder, out):
-    """Export the run's last checkpoint; returns the folder."""
+    """Export the run's last checkpoint, and return the folder."""
     from zerotrain.tools.export import export_checkpoint
 
     export_checkpoint(checkpoints(run_folder)[-1], out)
@@ -56,7 +56,7 @@ def stop_after_one_step(run_folder):
 
 
 def plainly(config_file, tokenizer, *prepare):
-    """train_plainly of a config file, on one thread like the ranks; more wait for each other."""
+    """Train a config in the plain loop, on one thread: more would wait for each other."""
     import torch
 
     from zerotrain.tools.plain_loop import train_plainly
@@ -66,7 +66,7 @@ def plainly(config_file, tokenizer, *prepare):
 
 
 def assert_same(run_folder, plain):
-    """Each step's loss and gradient norm, and the evaluations, are those of a plain loop."""
+    """Losses, gradient norms and evaluations must agree with a plain loop within 1e-5."""
     steps = read_metrics(run_folder)
     assert [step["step"] for step in steps] == list(range(1, len(plain.losses) + 1))
     evals = [evaluation["eval_loss"] for evaluation in read_metrics(run_folder, "eval")]
@@ -79,7 +79,7 @@ def assert_same(run_folder, plain):
 
 
 def assert_same_weights(folder, plain):
-    """Those of an exported model are those of a plain loop, by the distance of each tensor."""
+    """Each tensor of an exported model must agree with a plain loop, by its norm within 1e-5."""
     from safetensors.torch import load_file
 
     exported = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Two ranks whose plans are not the same, for test_data_commands.py."""
+"""Two ranks with different plans, for test_data_commands.py."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from zerotrain.training.setup import open_run_on_all_ranks
 
 
 def main(config, dry_run):
-    """As train.main, and no further than the plans."""
+    """Check what ranks say about values and plans that differ, and train nothing."""
     with process_group(config.distributed.timeout_seconds) as ranks:
         value = [None, -math.inf, "\udc80ü", {"long": "x" * 10**6 * ranks.rank}]
         assert ranks.gather_json(value)[ranks.rank] == value

@@ -1,4 +1,4 @@
-"""Ranks that warn together, and rank 1 that fails, for test_console.py."""
+"""Ranks that all warn, and then rank 1 fails, for test_console.py."""
 
 import logging
 import warnings
@@ -9,11 +9,12 @@ from zerotrain.tracking.console import quieten_libraries
 
 
 def main(config, dry_run):
+    """Warn, log, agree on one error, and raise a second."""
     with process_group() as ranks:
         quieten_libraries(ranks.is_first)
         for _ in range(3):
             warnings.warn("warned by every rank", UserWarning, stacklevel=1)
-            with warnings.catch_warnings():  # makes Python forget what it has warned of
+            with warnings.catch_warnings():  # makes Python forget its earlier warnings
                 warnings.simplefilter("ignore")
         logging.getLogger("DeepSpeed").warning("logged by every rank")
         logging.getLogger("DeepSpeed").info("chatter")

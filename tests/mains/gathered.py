@@ -1,5 +1,5 @@
-"""train.py under ZeRO 3, with a count of the elements of partitioned parameters that a rank holds,
-for test_lora.py.
+"""train.py under ZeRO 3 for test_lora.py. It counts the elements of partitioned parameters that a
+rank holds.
 """
 
 import json
@@ -11,9 +11,9 @@ import train
 
 
 def main(config, dry_run):
-    """As train.main; each rank leaves output_dir/gathered_RANK.json."""
+    """Train. Each rank writes the counts to output_dir/gathered_RANK.json."""
     counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
-    take_step = train.train_step
+    train_step = train.train_step
 
     def step(run, batch):
         engine, ranks = run.engine, run.ranks
@@ -33,7 +33,7 @@ def main(config, dry_run):
         engine.backward = backward_and_count
         hook = register_module_forward_hook(lambda *_: count("in_a_pass"))
         try:
-            values = take_step(run, batch)
+            values = train_step(run, batch)
         finally:
             hook.remove()
             engine.backward = backward

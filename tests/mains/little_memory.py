@@ -1,5 +1,5 @@
-"""train.py, or the function that MAIN names, on a machine that has 600 MiB more than the process
-begins with, and in a process that can allocate MORE_MIB more, which is the same by default.
+"""train.py, or the function that MAIN names, with little memory. The machine has 600 MiB more than
+the process uses at its start. The process may allocate MORE_MIB more, 600 by default.
 """
 
 import os
@@ -10,7 +10,7 @@ import psutil
 
 
 def main(config, dry_run):
-    """As train.main."""
+    """Limit the memory, and train."""
     process, machine = psutil.Process(), psutil.virtual_memory
     total = process.memory_info().rss + (600 << 20)
     psutil.virtual_memory = lambda: machine()._replace(available=total - process.memory_info().rss)

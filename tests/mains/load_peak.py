@@ -1,4 +1,4 @@
-"""The most elements that a rank holds while a model is loaded under ZeRO 3, for
+"""Measures how many elements a rank holds while a model is loaded under ZeRO 3, for
 test_training.py.
 """
 
@@ -21,9 +21,8 @@ from zerotrain.runtime.process_group import process_group
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of all storages that are alive at once, sampled at every operation on a tensor and for
-    every parameter that a module is given. Files that are mapped do not count, nor what waits for
-    garbage collection.
+    """The largest sum of bytes of the tensors that exist together. It is sampled at each operation
+    on a tensor. Mapped files do not count, and garbage is collected first.
     """
 
     def __init__(self):
@@ -44,7 +43,7 @@ class PeakBytes(TorchDispatchMode):
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if self._now() > self.peak_bytes:
             gc.collect()
-            time.sleep(0.02)  # gloo's thread lets go of what it has sent a little after its end
+            time.sleep(0.02)  # gloo's thread keeps a buffer for a moment after sending it
             self.peak_bytes = max(self.peak_bytes, self._now())
 
     def _now(self):
@@ -53,15 +52,15 @@ class PeakBytes(TorchDispatchMode):
 
 
 def main(config, dry_run):
-    """Loads the model, pretrained and from its config; each rank writes the elements held."""
+    """Load the model, pretrained and from its config. Each rank writes the elements it held."""
     with process_group(config.distributed.timeout_seconds) as ranks:
-        gc.freeze()  # modules need not be looked through at every collection
+        gc.freeze()  # makes each collection faster
         for from_config in (False, True):
             config = replace(config, model=replace(config.model, from_config=from_config))
             model_config = load_model_config(config.model)
             config, ds_config = resolve_ds_config(config, Machine(1, 1), model_config.hidden_size)
             held = PeakBytes()
-            # a parameter that a thread has read is not an operand until it is used
+            # no operation shows a parameter that a thread has read but nothing has used
             hook = register_module_parameter_registration_hook(
                 lambda *added, held=held: held.sample(added)
             )

@@ -4,4 +4,5 @@ from zerotrain.rows.tokenize import make_caches
 
 
 def main(config, dry_run):
+    """Tokenize the rows that `config` names."""
     make_caches(config)

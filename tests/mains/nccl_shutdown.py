@@ -1,5 +1,5 @@
-"""Two ranks on gloo, whose shutdown here waits for the other ranks, as NCCL's does; rank 1 fails,
-alone or with the other. For fork_server.py.
+"""Two ranks on gloo whose shutdown waits for the other ranks, as NCCL's does, for test_runtime.py.
+Rank 1 fails, alone or together with rank 0.
 """
 
 import os
@@ -18,6 +18,7 @@ def full_disk():
 
 
 def main(_config, _dry_run):
+    """Open the process group as on GPUs, and fail as FAILS says."""
     deepspeed.ops.__compatible_ops__ = {}
     accelerator = get_accelerator()
     accelerator.device_name = lambda *_: "cuda"
@@ -30,7 +31,7 @@ def main(_config, _dry_run):
     def destroy_together(group=None):
         if group is None:
             dist.barrier()
-        destroy()  # also of the groups that NCCL would leave, since gloo aborts with them
+        destroy()  # all groups: NCCL would leave some, but gloo aborts with them
 
     dist.init_process_group = lambda _, **options: init("gloo", **options)
     dist.destroy_process_group = destroy_together

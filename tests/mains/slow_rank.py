@@ -1,6 +1,6 @@
-"""train.py, of which rank 1 waits before its fourth step for a file, and takes 30 ms longer for
-each forward pass. A compiler's lock lies beside the run while its engine is built. For
-test_steps.py.
+"""train.py with a slow rank, for test_steps.py. Rank 1 waits for the file go_on before its fourth
+step, and takes 30 ms longer for each forward pass. A compiler's lock lies beside the run while its
+engine is built.
 """
 
 import os
@@ -16,7 +16,7 @@ from zerotrain.training import engine
 
 
 def main(config, dry_run):
-    """As train.main, with a hang reported after 2 s, locks after 0.5 s, and windows of 25 steps."""
+    """Train. Hangs are reported after 2 s, locks after 0.5 s, and windows have 25 steps."""
     load_steps = train.load_steps
 
     def load_late(plan, rank, *options, **named):

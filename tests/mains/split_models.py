@@ -1,4 +1,4 @@
-"""Models split among ranks by tensor parallelism, and whole, for the test that compares them."""
+"""Compares models that tensor parallelism splits with whole ones, for test_tensor_parallel.py."""
 
 import copy
 
@@ -23,9 +23,7 @@ DS_CONFIG = {
 
 
 def main(config, dry_run):
-    """Print each type of model with the relative differences of its logits and of its gradient's
-    norm.
-    """
+    """Print for each type of model the relative differences of logits and of the gradient norm."""
     ids = torch.randint(3, 320, (2, 17), generator=torch.Generator().manual_seed(1))
     with process_group() as ranks:
         for kind in SUPPORTED_TYPES.split():

@@ -1,4 +1,4 @@
-"""Trainer in place of train.py's loop, with files of ds_configs/, for test_commands.py."""
+"""transformers' Trainer with files of ds_configs/, for test_commands.py."""
 
 import deepspeed
 import torch
@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
 def main(config, _dry_run):
+    """Train with Trainer at ZeRO 2 and 3, and check that the loss falls."""
     deepspeed.ops.__compatible_ops__ = {}  # no compiler needed
     deepspeed.init_distributed("gloo")  # Trainer does so itself, but not on CPU
     rows = [dict(input_ids=torch.arange(2, 18), labels=torch.arange(2, 18)) for _ in range(16)]

@@ -11,11 +11,11 @@ LAYERS = (
     "zerotrain.training", "zerotrain.checkpoint", "zerotrain.tracking", "train",
     "zerotrain.rows", "zerotrain.tools", "zerotrain.launch", "scripts", "benchmarks",
 )  # fmt: skip
-"""From the bottom to the top. Those after train serve it; it knows none of them."""
+"""From the lowest layer to the highest. Packages after train are tools."""
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the repository but the tests, by its dotted name."""
+    """All modules of the repository except the tests: dotted name -> file."""
     folders = [REPO / room.replace(".", "/") for room in LAYERS]
     files = [REPO / "train.py", *(f for folder in folders for f in folder.rglob("*.py"))]
     return {str(f.relative_to(REPO)).removesuffix(".py").replace("/", "."): f for f in files}
@@ -26,7 +26,7 @@ def layer_of(module: str) -> int:
 
 
 def imports_of(file: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of the repository that a file imports, anywhere in it, also for types alone."""
+    """The repository's modules that a file imports, in any of its lines."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):

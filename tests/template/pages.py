@@ -7,8 +7,9 @@ from harness.processes import run
 
 
 def commands_in(page):
-    """The commands in the ```console and ```bash blocks of a page's text, in order; of a bash block
-    the lines that begin with .venv/, and what is between them.
+    """List the commands in the ```console and ```bash blocks of a page, in order.
+
+    In a bash block, each line that begins with .venv/ is a command, and so is the text between two.
     """
     found = []
     for kind, block in re.findall(r"^```(bash|console)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
@@ -18,8 +19,8 @@ def commands_in(page):
 
 
 def run_command(command, forks, *variables):
-    """Run a command of a page in the repository of a fork server: scripts, and training on one
-    rank, with their imports already done, which takes most of the time.
+    """Run a command of a page in the repository of a fork server. Scripts and training on one rank
+    are forked, because imports take most of their time.
     """
     words = shlex.split(command)
     if words[:2] == [".venv/bin/python", "-m"]:

@@ -1,5 +1,6 @@
-"""copier.yml: what the answers give, and `copier update`.
-pytest tests/template/test_copier.py"""
+"""Copies made by copier.yml with various answers, and their updates.
+pytest tests/template/test_copier.py
+"""
 
 import re
 import shutil
@@ -22,12 +23,12 @@ from zerotrain.launch.job import job_of, job_parser
 
 QUESTIONS = yaml.safe_load((REPO / "copier.yml").read_text())
 NO_GIT = "/nonexistent"
-"""A PATH: where copier finds no git, it takes the template's files as they are."""
+"""A PATH without git. Without it, copier takes the template's files as they are."""
 
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory, chat_rows, tiny_model):
-    """The smallest copy, which has rows of its own and another model, and larger ones."""
+    """The folder of five copies. The smallest has its own rows and model."""
     template, folder = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("copies")
     copy_repository(template)
     write_rows(folder / "rows.jsonl", chat_rows)
@@ -83,8 +84,8 @@ def test_copies_lack_what_was_not_asked_for_and_name_their_cluster(copies):
 
 
 @pytest.mark.parametrize("name", ["small", "batch", "cloud", "pages", "hosts"])
-def test_a_copy_names_no_file_that_it_lacks(copies, name):
-    """By its path or module, and the files of docs/ and scripts/ also by the name alone."""
+def test_a_copy_names_only_files_that_it_has(copies, name):
+    """Names are paths and modules, and for docs/ and scripts/ also the file's name alone."""
     here, gone = files_in(copies / name), left_out(copies / name)
     names = {Path(f).name for f in gone if re.match(r"(docs|scripts)/[^/]+$|[^/]+$", f)}
     names |= gone | {f"{Path(f).parent}/" for f in gone if "/" in f}
@@ -96,7 +97,7 @@ def test_a_copy_names_no_file_that_it_lacks(copies, name):
             assert names.isdisjoint(words), f"{file} names {names.intersection(words)}"
 
 
-def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
+def test_the_recipe_of_a_copy_follows_the_answers(copies):
     small = read_config(copies / "small/recipes/small.yaml")
     assert "tiny_model" in small.model.name_or_path and small.data.supervise == "answers"
     assert small.train.global_batch_size == 16 and small.train.steps is None
@@ -112,7 +113,7 @@ def test_the_recipe_of_a_copy_is_right_for_its_model_and_rows(copies):
     assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
 
 
-def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
+def test_preflight_accepts_the_command_in_a_copys_readme(copies, monkeypatch):
     monkeypatch.chdir(copies / "hosts")
     line = re.search(r"scripts.preflight (.*)", Path("README.md").read_text())[1]
     given = job_parser("scripts.preflight").parse_args(line.split())
@@ -122,7 +123,7 @@ def test_preflight_takes_the_command_of_a_copy(copies, monkeypatch):
 
 
 @pytest.mark.launch
-def test_the_readme_of_a_copy_leads_to_a_model_and_its_tests_are_found(copies, tmp_path):
+def test_the_commands_in_a_copys_readme_train_a_model(copies, tmp_path):
     copy = copies / "small"
     (copy / ".venv").symlink_to(sys.prefix)
     with closing(ForkServer(tmp_path, copy)) as forks:
@@ -144,7 +145,7 @@ def commit(folder: Path, message: str, *then: list[str]) -> None:
         assert done.code == 0, done.output
 
 
-def test_an_update_keeps_edits_and_deletions(tmp_path):
+def test_copier_update_keeps_edits_and_deletions(tmp_path):
     template, copy = tmp_path / "template", tmp_path / "copy"
     copy_repository(template)
     for folder in ("tests", "zerotrain"):  # more than half of the files
@@ -153,12 +154,12 @@ def test_an_update_keeps_edits_and_deletions(tmp_path):
     run_copy(str(template), copy, data={"project_name": "mine"}, defaults=True, quiet=True)
     commit(copy, "copied")
     train = copy / "train.py"
-    train.write_text(train.read_text() + "# of the copy\n")
+    train.write_text(train.read_text() + "# edited here\n")
     (copy / "SECURITY.md").unlink()
     commit(copy, "edited")
-    (template / "train.py").write_text("# of the template\n" + (REPO / "train.py").read_text())
+    (template / "train.py").write_text("# changed upstream\n" + (REPO / "train.py").read_text())
     commit(template, "2", ["tag", "v2"])
     run_update(copy, defaults=True, overwrite=True, quiet=True)
     text = train.read_text()
-    assert text.startswith("# of the template\n") and text.endswith("# of the copy\n")
+    assert text.startswith("# changed upstream\n") and text.endswith("# edited here\n")
     assert not (copy / "SECURITY.md").exists() and (copy / "recipes/mine.yaml").exists()

@@ -75,7 +75,7 @@ def test_every_file_and_setting_named_in_the_pages_exists():
         assert folder in tree, f"{folder} is not in the README's tree"
 
 
-def test_the_pictures_are_those_of_their_data_and_load_nothing(tmp_path, monkeypatch):
+def test_pictures_show_their_data_and_load_nothing(tmp_path, monkeypatch):
     shutil.copytree(REPO / pictures.DATA, tmp_path / pictures.DATA)
     monkeypatch.chdir(tmp_path)
     pictures.main()

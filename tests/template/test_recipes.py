@@ -1,4 +1,4 @@
-"""The recipes: they fit, and a copy's first run learns, for each family, shrunk.
+"""Recipes fit their cluster, and a copy's first run learns with a small model of each family.
 pytest tests/template/test_recipes.py
 """
 
@@ -23,7 +23,7 @@ from zerotrain.tools.estimate import GpuCluster, estimate, find_gpu
 TABLE = (REPO / "recipes" / "README.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \| (\d+) \|$", TABLE, re.MULTILINE)
 SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())
-PUBLISHED = {  # "Safetensors, model size" on the hub
+PUBLISHED = {  # parameters, by "Safetensors, model size" on the hub
     "Qwen/Qwen3-0.6B": 596_049_920,  # 751,632,384 with the tied head counted twice
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
@@ -43,7 +43,7 @@ PUBLISHED = {  # "Safetensors, model size" on the hub
     "google/gemma-3-12b-it": 12_187_325_040,
     "google/gemma-3-27b-it": 27_432_406_640,
 }
-SMALL = {  # in place of the size of that name, where a shape has one
+SMALL = {  # sizes of the small models
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 384,
@@ -72,7 +72,7 @@ def test_every_recipe_is_in_the_table_and_every_shape_is_as_published():
 
 
 @pytest.mark.parametrize("name, cluster, gib", ROWS, ids=lambda value: str(value))
-def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
+def test_a_recipe_needs_the_memory_that_the_table_says(name, cluster, gib):
     text = (REPO / "recipes" / name).read_text()
     nodes, gpus, memory = plan.cluster_in(text)
     described = f"{nodes} x {gpus} GPUs, {memory} GB"
@@ -87,7 +87,7 @@ def test_a_recipe_fits_as_the_table_says(name, cluster, gib):
 
 @pytest.fixture
 def small_run(tmp_path):
-    """Flags of a run with a model of the same family, shrunk, with the sample's tokenizer."""
+    """Makes a small model of the same family, and returns the flags of a run with it."""
 
     def flags(name):
         def shrunk(shape):
@@ -110,7 +110,7 @@ def small_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def copied_recipe(tmp_path_factory):
-    """The recipe of a copy that starts from a given one, for rows of its own."""
+    """Makes a copy with a given recipe and rows, and returns the path of its recipe."""
     template = tmp_path_factory.mktemp("template")
     for name in (".copier", "recipes"):
         shutil.copytree(REPO / name, template / name)
@@ -127,7 +127,7 @@ def copied_recipe(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
-    """The rows are 200; everything but the model's size is as the answers have given it."""
+    """There are 200 rows. All but the model's size follows the answers."""
     turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(200)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
@@ -137,8 +137,8 @@ def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_pat
 
 
 def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
-    """The rate is 200 times higher, since the shrunk model has 1/6,000 of the weights. Each answer
-    is six random digits, which nothing but the row tells.
+    """The learning rate is 200 times higher, since the small model has 1/6,000 of the weights.
+    Answers are six random digits, so they cannot be guessed.
     """
     digits = random.Random(0)
     rows = [

@@ -1,6 +1,5 @@
-"""What scripts/export.py writes, served by vLLM: the trained token ids from a conversation,
-transformers' answer, an end where training ended it. Optional: needs an
-environment with vLLM (docs/checkpoints.md, Serve it).
+"""vLLM serves an export: it gives conversations the trained token ids, answers like transformers,
+and stops at the trained end. Needs an environment with vLLM (docs/checkpoints.md, Serve it).
 
 VLLM_PYTHON=~/vllm/bin/python pytest tests/template/test_serving.py
 """
@@ -25,7 +24,7 @@ def test_vllm_answers_as_transformers_and_as_trained(
     forks, tiny_config, tmp_path, sample_tokenizer, adapter
 ):
     out, run = tmp_path / "model", tmp_path / "run"
-    # vLLM's attention on CPU wants heads of a multiple of 32
+    # vLLM's attention on CPU needs heads of a multiple of 32
     base = save_tiny_llama(tmp_path / "base", sample_tokenizer, hidden_size=128)
     facts = [chat(f"{fact}?", answer) for fact, answer in FACTS.items()]
     chats = [fact["messages"] for fact in facts]

@@ -1,4 +1,4 @@
-"""Greedy answers of vLLM, for test_serving.py; runs in the environment that has vLLM.
+"""Writes greedy answers of vLLM, for test_serving.py. Runs in the environment that has vLLM.
 
 python vllm_answers.py REQUESTS.json ANSWERS.json
 """
@@ -12,8 +12,10 @@ from vllm.lora.request import LoRARequest
 
 
 def answers(conversations, adapter=None, **options):
-    """For each conversation: token ids of its prompt and of the answer, and why the answer ended.
-    `options` are those of LLM.
+    """Yield for each conversation the token ids of prompt and answer, and why the answer ended.
+
+    Args:
+        options: arguments of LLM.
     """
     greedy = SamplingParams(temperature=0, max_tokens=64)
     llm = LLM(dtype="float32", enforce_eager=True, max_model_len=256, **options)

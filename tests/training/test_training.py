@@ -30,7 +30,7 @@ from zerotrain.tools.plain_loop import mean_loss, read_rows
 @pytest.fixture(scope="module")
 def large_vocabulary(tmp_path_factory, sample_tokenizer):
     folder = tmp_path_factory.mktemp("large_vocabulary")
-    return save_tiny_llama(folder, sample_tokenizer, vocabulary=8192, hidden_size=128)
+    return save_tiny_llama(folder, sample_tokenizer, vocab_size=8192, hidden_size=128)
 
 
 # Strategy, ranks, tokens of a micro-batch, batching, activation checkpointing.
@@ -195,7 +195,7 @@ def test_zero3_loads_partitioned(forks, tiny_config, tmp_path, sample_tokenizer)
     """No rank holds more than its own partitions and two copies of one parameter, with pretrained
     and with random weights. The first rank also reads the checkpoint.
     """
-    model = save_tiny_llama(tmp_path / "model", sample_tokenizer, layers=12)
+    model = save_tiny_llama(tmp_path / "model", sample_tokenizer, num_hidden_layers=12)
     config = tiny_config(model=model, ds_config="ds_configs/zero3.json")
     forks.finish(config, ranks=2, module="load_peak")
     held = [json.loads(path.read_text()) for path in tmp_path.glob("held_*.json")]

@@ -35,7 +35,9 @@ TRAINED = LAYERS * 4 * ((32 + 32) + (32 + 16) + (32 + INNER))  # r * (inputs + o
 def base(tmp_path_factory, sample_tokenizer):
     """A folder with a tied Llama of 1.7 MB, to which LORA adds 75 kB."""
     folder = tmp_path_factory.mktemp("base")
-    return save_tiny_llama(folder, sample_tokenizer, intermediate_size=INNER, layers=LAYERS)
+    return save_tiny_llama(
+        folder, sample_tokenizer, intermediate_size=INNER, num_hidden_layers=LAYERS
+    )
 
 
 @pytest.fixture

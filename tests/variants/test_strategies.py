@@ -45,7 +45,7 @@ def test_nvme_trains_the_same_and_its_checkpoints_resume_without_it(
 ):
     """Each of two ranks has 1 MB of each large matrix. Smaller matrices stay in memory."""
     model = save_tiny_llama(
-        tmp_path / "model", sample_tokenizer, intermediate_size=16_640, layers=1
+        tmp_path / "model", sample_tokenizer, intermediate_size=16_640, num_hidden_layers=1
     )
     content = json.loads((REPO / "ds_configs" / "zero3_nvme.json").read_text())
     zero = content["zero_optimization"]
