@@ -43,7 +43,6 @@ from zerotrain.runtime.errors import (
     exit_on_error,
 )
 from zerotrain.runtime.ports import free_port
-from zerotrain.runtime.preemption import PR_SET_PDEATHSIG
 
 EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
@@ -51,7 +50,8 @@ POLL_SECONDS = 0.1
 SILENCE_SECONDS = 36.0
 GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36
 LIBC = ctypes.CDLL(None)
 
 

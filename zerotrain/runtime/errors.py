@@ -1,8 +1,13 @@
 """The exception for a user's mistake, and the exit codes of every command.
 
-Exit codes: 0 finished, or stopped by its user and saved, 2 a user's mistake, 75 preempted and saved
-(the same command resumes), 130 Ctrl-C, 143 SIGTERM and 138 SIGUSR1 (128 + the signal, as a shell
-reports it) with nothing to save or without the time to, 1 anything else, such as a full disk.
+Exit codes:
+
+    0         finished, or stopped by its user and saved
+    1         any other failure, such as a full disk
+    2         a user's mistake
+    75        preempted and saved; the same command resumes
+    130       Ctrl-C
+    143, 138  SIGTERM, SIGUSR1 with nothing to save, or without the time to save
 """
 
 import difflib
@@ -25,7 +30,7 @@ EXIT_PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, try again later
 EXIT_INTERRUPTED = 130
 
 
-# PLACE: KEY: PROBLEM; each of the two may be missing. A rank's prefix may come first.
+# The start of a message: `PLACE: KEY: `, where both may be missing. rank_prefix() may come first.
 WHERE = re.compile(
     r"(?:\[rank .*?\] )?(?:error: )?"
     r"(?:(?P<place>command line|\S*(?:/|:\d|\.json|\.yaml)\S*): )?"
@@ -34,8 +39,8 @@ WHERE = re.compile(
 
 
 class UserError(Exception):
-    """Bad input. `str(error)` is the one line that the user sees: PLACE: KEY: what is wrong; what
-    to do.
+    """Bad input. `str(error)` is the one line that the user sees, in the form
+    `PLACE: KEY: what is wrong; what to do`.
     """
 
     exit_code = EXIT_USER_MISTAKE
@@ -55,57 +60,59 @@ class UserError(Exception):
 
 
 class EnvironmentFailure(UserError):
-    """What the user cannot have mistyped, such as a full disk or a lost lock: one line too, but
-    launchers may start the run again.
+    """A failure that no user can have typed, such as a full disk or a lost lock. It is one line
+    too, but launchers may start the run again.
     """
 
     exit_code = EXIT_FAILURE
 
 
 class AgreedError(UserError):
-    """A UserError that is raised on all ranks, so that rank 0 alone reports it."""
+    """A UserError that all ranks raise, so that rank 0 alone reports it."""
 
 
 class RunFailed(AgreedError):
-    """A run that cannot continue although its input was accepted, such as one that diverges."""
+    """The run cannot continue although its input was accepted, for example because it diverges."""
 
     exit_code = EXIT_FAILURE
 
 
 def disk_error(error: OSError) -> type[UserError]:
-    """UserError for a path that is wrong or forbidden, EnvironmentFailure for a full or failing
-    disk.
+    """Return the class to raise: UserError for a path that is wrong or forbidden,
+    EnvironmentFailure for a full or failing disk.
     """
     wrong = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError)
     return UserError if isinstance(error, wrong) else EnvironmentFailure
 
 
 def describe(error: Exception) -> str:
-    """The message of an error in one line, without the errno and repr that Python adds."""
+    """Return an error's message in one line, without the errno and repr that Python adds."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_of(names: Sequence[object]) -> str:
-    """The first three of some names, and "..." if there are more, for a message."""
-    more = " ..." if len(names) > 3 else ""
-    return ", ".join(map(str, names[:3])) + more
+    """Return the first three names, and "..." if there are more, for a message."""
+    shown = ", ".join(map(str, names[:3]))
+    return f"{shown} ..." if len(names) > 3 else shown
 
 
 def similar(name: str, names: Sequence[str]) -> str:
-    """The most similar of names, for a message about an unknown one; "" if none is."""
+    """Return a question that names the most similar name, for a message about an unknown one; ""
+    if there is none.
+    """
     near = difflib.get_close_matches(name, names, n=1)
     return f", or did you mean {near[0]}?" if near else ""
 
 
 def printable(text: str) -> str:
-    """The text with control characters, which a terminal would obey, written out as escapes."""
+    """Return the text with control characters, which a terminal would obey, as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def rank_prefix() -> str:
-    """ "[rank 12 @ host-3] ", which begins a line about this rank; "" if it is the only one."""
+    """Return the start of a line about this rank, `[rank 12 @ host-3] `; "" for the only rank."""
     ranks = rank_variables()
     if ranks["WORLD_SIZE"] == "1":
         return ""
@@ -113,12 +120,12 @@ def rank_prefix() -> str:
 
 
 def exit_on_error(work: Callable[[], T]) -> T:
-    """Return `work()`, or exit: with one line for a UserError, with a traceback for anything else.
-    What ranks other than 0 print of it, and tracebacks of all of them, carry the rank's prefix.
+    """Return `work()`, or exit: with one line for a UserError, with a traceback for any other
+    error. Tracebacks, and the lines of ranks other than 0, begin with rank_prefix().
 
-    From here on lines on standard output are written at once, as they are on standard error.
+    From here on, standard output is written line by line, as standard error is.
     """
-    # into a file or a pipe they would wait in a buffer, and be lost if the process is killed
+    # In a file or a pipe, buffered lines would be lost if the process is killed.
     sys.stdout.reconfigure(line_buffering=True)
     try:
         return work()
@@ -128,17 +135,18 @@ def exit_on_error(work: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception:
-        text = textwrap.indent(traceback.format_exc(), rank_prefix(), bool)  # every line
+        # bool: indent empty lines too
+        text = textwrap.indent(traceback.format_exc(), rank_prefix(), bool)
         print(text, end="", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
 
 
 def _report(mistake: UserError) -> None:
-    """Print the line of a UserError once per run if it is agreed, otherwise once per node.
+    """Print the line of a UserError: once per run if all ranks have agreed on it, otherwise from
+    the first rank of each node and, 3 s later, from its other ranks.
 
-    The processes that do not print it at once wait some seconds, because a launcher stops all
-    processes as soon as one has failed, and the line must be printed before that. Those that are
-    still running then have an error of their own.
+    A launcher stops all processes as soon as one has failed. So the other processes exit later than
+    the one that prints. If they still run after 3 s, they have an error of their own.
     """
     ranks = rank_variables()
     line = f"error: {mistake}"

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Write files and folders whole or not at all, and read text files of strangers."""
 
 import os
 import stat
@@ -12,14 +12,12 @@ MAX_TEXT_BYTES = 1 << 20
 
 
 def temporary_name(path: Path) -> Path:
-    """The name of a file or folder beside `path` that is written first and then renamed to `path`;
-    nobody else uses it.
-    """
+    """Return a unique name beside `path`, for a draft that is renamed to `path` when complete."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def sync_folder(path: Path) -> None:
-    """Sync to disk the names of a folder's files, or a file."""
+    """Sync to disk the list of files in a folder, or the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,13 +32,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text file, from a text or its parts, in one step: readers see the old text or the new
-    one. A link in its place is replaced, and the file that it points to remains as it is.
+    """Write a text, or its pieces, to a file atomically: readers see the old text or the new one.
+    If `path` is a link, the link is replaced and its target remains.
 
     Raises:
         OSError: it cannot be written; the old file remains.
     """
-    draft = temporary_name(path)  # beside it: a rename within one disk is atomic
+    draft = temporary_name(path)
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.writelines([text] if isinstance(text, str) else text)
@@ -50,21 +48,21 @@ def replace_text(path: Path, text: str | Iterable[str]) -> None:
 
 
 def read_text(file: str, key: str = "") -> str:
-    """The text of a file, such as a config, which may be a stranger's.
+    """Return the text of a file that may be a stranger's, such as a config.
 
     Args:
-        key: the setting that names the file, for messages.
+        key: the setting that names the file, as the start of messages.
 
     Raises:
-        UserError: it cannot be read, is no regular file, too large or not UTF-8.
+        UserError: it cannot be read, is not a regular file, is too large or is not UTF-8.
     """
     try:
         status = Path(file).stat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if status.st_size > MAX_TEXT_BYTES:
             raise ValueError(f"it has more than {MAX_TEXT_BYTES:,} bytes")
-        # no further than its size: a file of /proc has size 0 and may never end
+        # Read no further than its size: a file of /proc has size 0 and may never end.
         with Path(file).open(encoding="utf-8-sig") as text:
             return text.read(status.st_size)
     except (OSError, ValueError) as error:

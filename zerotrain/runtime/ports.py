@@ -1,4 +1,4 @@
-"""Ports of this host."""
+"""Choose a port of this host."""
 
 import errno
 import random
@@ -6,14 +6,15 @@ import socket
 
 
 def free_port() -> int:
-    """A free port for a rank that listens on it seconds later. It is below 32,768, from where on
-    Linux gives ports to connections, so that none gets it until then.
+    """Return a free port for a rank that listens on it seconds later. It is below 32,768, so Linux
+    hands it to no outgoing connection meanwhile.
 
     Raises:
         OSError: no socket can be opened here.
     """
     while True:
-        port = random.SystemRandom().randrange(21_000, 29_000)  # runs seed `random`
+        # SystemRandom, because runs seed `random`, and two runs must not choose alike
+        port = random.SystemRandom().randrange(21_000, 29_000)
         try:
             with socket.create_server(("", port)):
                 return port

@@ -1,9 +1,8 @@
-"""Preemption: SIGTERM and SIGUSR1 are recorded until the training loop has saved. They are also
-what is left of a launcher that was killed.
+"""Preemption: SIGTERM and SIGUSR1 are recorded until the training loop has saved. A rank whose
+launcher has ended gets SIGTERM too.
 """
 
 import atexit
-import ctypes
 import os
 import signal
 import socket
@@ -18,23 +17,22 @@ import psutil
 from zerotrain.runtime.errors import rank_prefix
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-# for `finally` blocks, of which W&B's takes up to 10 s; DeepSpeed's launcher waits longer
 TIDY_SECONDS = 20.0
+"""Time for `finally` blocks, where W&B takes up to 10 s. DeepSpeed's launcher kills after 30 s."""
 
 
 class PreemptionHandler:
     """Receives SIGTERM and SIGUSR1, with which a scheduler or a launcher preempts a run.
 
-    While `deferred`, the first signal is recorded for the training loop, which saves and exits.
-    Before, there is nothing to save, and the signal ends the process.
+    Within `deferred`, the first signal is recorded for the training loop, which saves and exits.
+    Before that there is nothing to save, and the signal ends the process.
 
-    Python runs signal handlers only in the main thread, and only when that thread is executing
-    Python. A thread that waits in a collective for a failed rank never is. A second thread
-    therefore waits for the first signal too, and ends the process when the grace period is over.
+    Python runs signal handlers only in the main thread, and only while that thread executes Python
+    code. A thread that waits in a collective for a failed rank does not. So a second thread waits
+    for the first signal too, and ends the process after the grace period.
 
     Args:
-        grace_seconds: how long the loop may take to save and exit.
+        grace_seconds: time for the loop to save and exit.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -43,22 +41,22 @@ class PreemptionHandler:
         self._deferred = False
         self._noticed, self._notice = socket.socketpair()
         self._notice.setblocking(False)
-        # CPython's C handler writes the signal's number there at once
+        # CPython's handler in C writes each signal's number there, whatever the main thread does.
         signal.set_wakeup_fd(self._notice.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._receive)
-            # Python restores the default handlers while it shuts down, but not for ignored signals
+            # While it shuts down, Python restores the default handler of a signal that has one.
             atexit.register(signal.signal, number, signal.SIG_IGN)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
     def _receive(self, number: int, frame: object) -> None:
-        """Ctrl-C ends the process even in the loop. What a launcher sends on top of a signal does
-        not interrupt the `finally` blocks.
+        """Record the first signal, or exit. Ctrl-C exits even in the loop. Later signals, which
+        launchers send too, do not interrupt the `finally` blocks.
         """
         is_first = self.signal is None
         self.signal = self.signal or number
         if number == signal.SIGINT or (is_first and not self._deferred):
-            sys.exit(128 + number)  # as a shell reports it; runs every `finally` block
+            sys.exit(128 + number)  # a shell's code for a signal; `finally` blocks run
 
     def _watch(self) -> None:
         number = 0
@@ -67,17 +65,17 @@ class PreemptionHandler:
         seconds = self.grace_seconds if self._deferred else TIDY_SECONDS
         time.sleep(seconds)
         print(
-            f"{rank_prefix()}{signal.Signals(number).name} {seconds:.0f} s ago, and this rank has "
-            "not finished: exiting without another save",
+            f"{rank_prefix()}received {signal.Signals(number).name} {seconds:.0f} s ago and is "
+            "still running: exiting without another save",
             file=sys.stderr,
         )
         os._exit(128 + number)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which the first signal is only recorded. If it ends without an error, so is
-        one that comes later: another rank's signal may have ended the loop before this rank's
-        arrives, and the process exits with the code of the run, or after the grace period.
+        """Return a context in which the first signal is only recorded. After a clean end, later
+        signals are only recorded as well: this rank's signal may arrive after another rank's has
+        ended the loop. The process then exits with the code of the run, or after the grace period.
         """
         self._deferred = True
         yield
@@ -85,32 +83,27 @@ class PreemptionHandler:
 
 
 def follow_launcher() -> None:
-    """End with the launcher, torchrun's or DeepSpeed's, that has started this rank: if it is
-    killed, the rank gets SIGTERM, as at a preemption. And terminate DeepSpeed's launcher when its
-    parent, the runner, has ended.
+    """Send this rank SIGTERM, as at a preemption, when its launcher has ended. Its launcher is
+    torchrun, or DeepSpeed's launcher and the `deepspeed` command above it.
 
-    A user or a scheduler stops the runner. On SIGTERM it exits without stopping the launcher that
-    it started, which would continue to train unattended. The launcher stops its ranks on SIGTERM,
-    and kills them 30 s later.
+    Otherwise the rank would train unattended, with the GPUs and the lock of the run folder. A
+    launcher that is killed leaves its ranks running; so does `deepspeed` on SIGTERM, which a user
+    or a scheduler sends.
     """
-    has_runner = "CROSS_SIZE" in os.environ  # a variable of DeepSpeed's launcher alone
-    if not has_runner and "TORCHELASTIC_RUN_ID" not in os.environ:
+    # CROSS_SIZE is a variable of DeepSpeed's launcher alone.
+    depth = 2 if "CROSS_SIZE" in os.environ else int("TORCHELASTIC_RUN_ID" in os.environ)
+    if not depth:
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    launcher = psutil.Process(os.getppid())
-    runner = launcher.ppid()
-    # Where one was killed before that, its child is init's. In a container init may be a launcher.
-    is_orphan = 1 in (launcher.pid, has_runner and runner)
-    if is_orphan and "python" not in psutil.Process(1).cmdline()[0]:
+    launchers = psutil.Process().parents()[:depth]
+    # If one was killed before this line, init has adopted its child. In a container, init may
+    # itself be a launcher.
+    if launchers[-1].pid == 1 and "python" not in launchers[-1].cmdline()[0]:
         sys.exit(128 + signal.SIGTERM)
 
     def watch() -> None:
-        while launcher.is_running():
-            # not by waiting for the runner: one that has ended may stay a zombie
-            if launcher.ppid() != runner:
-                launcher.terminate()
-                return
+        # Compare parents: a process that has ended may stay as a zombie.
+        while psutil.Process().parents()[:depth] == launchers:
             time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    if has_runner:
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Lines and tables that are printed."""
+"""Print lines and tables."""
 
 import shutil
 import sys
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from zerotrain.runtime.errors import printable
 from zerotrain.runtime.rank_env import rank_variables
 
-LINE_SECONDS = 10.0  # between lines where there is no terminal
+LINE_SECONDS = 10.0
+"""Seconds between progress lines without a terminal."""
 
 
 def print_line(text: str) -> None:
@@ -18,9 +19,9 @@ def print_line(text: str) -> None:
 
 
 def show_rows(rows: Mapping[str, str]) -> None:
-    """Print names and texts in two columns, each row in one line, on a terminal in several."""
+    """Print names and texts in two columns; long texts are wrapped on a terminal only."""
     width = max(map(len, rows))
-    # elsewhere a row stays one line, which can be searched for
+    # in a file, a row stays one line, which can be searched for
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, text in rows.items():
         start = f"  {name:<{width}}  "

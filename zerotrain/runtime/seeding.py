@@ -1,6 +1,9 @@
-"""Seeds and RNG state: train.seed for initialization and the plan, rank_seed for dropout."""
+"""Seeds and random number generators: train.seed seeds the weights and the plan, rank_seed the
+dropout.
+"""
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,8 @@ import xxhash
 
 
 def rank_seed(seed: int, rank: int, global_step: int = 0) -> int:
-    """64-bit seed of a rank's dropout from a step on, a hash of all three: in a sum of them, rank 1
-    of a seed would have the stream of rank 0 of the next one.
+    """Return the 64-bit seed of a rank's dropout from a step on. It is a hash: with a sum, rank 1
+    of one seed would get the random numbers that rank 0 gets with the next seed.
     """
     return xxhash.xxh3_64_intdigest(f"{seed} {rank} {global_step}".encode())
 
@@ -18,41 +21,25 @@ def rank_seed(seed: int, rank: int, global_step: int = 0) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch (CPU and every device)."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # it takes 32 bits
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
-    """RNG states of this process as tensors and plain types, which
-    `torch.load(weights_only=True)` can read.
+    """Return the state of torch's generators of this process, which dropout uses. `cuda` is None in
+    a run on CPU.
     """
-    kind, keys, *rest = np.random.get_state()  # weights_only refuses arrays of numpy
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def set_rng_state(state: dict[str, Any]) -> bool:
-    """Restore what `rng_state` returned, unless it is of a run on the other kind of device, or of
-    other versions of Python, numpy or torch.
-
-    Returns:
-        Whether it was restored.
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned, which may come from an untrusted file. Ignore a state of
+    the other kind of device, or of a version of torch with different generators.
     """
-    try:
-        if (state["cuda"] is not None) != torch.cuda.is_initialized():
-            return False
-        random.setstate(state["python"])
-        # numpy does not check the position, and would read beyond its 624 words
-        if not 0 <= state["numpy"][2] <= 624:
-            return False
-        np.random.set_state(state["numpy"])
+    if (state.get("cuda") is not None) != torch.cuda.is_initialized():
+        return
+    with suppress(Exception):  # torch raises many kinds for a state of another shape
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])
-    except Exception:  # whatever a state of another shape leads to
-        return False
-    return True
