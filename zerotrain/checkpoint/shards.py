@@ -24,6 +24,7 @@ from zerotrain.checkpoint.manifest import read_manifest, stat_inside
 from zerotrain.checkpoint.run_folder import is_shard, shard_name
 from zerotrain.checkpoint.start import Start
 from zerotrain.checkpoint.zero_state import (
+    LOSS_SCALER,
     MOMENTS,
     full_shape,
     local_parts,
@@ -38,8 +39,6 @@ from zerotrain.model.hub import Base, is_same_base, source_of
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, rng_state, seed_everything, set_rng_state
-
-LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from zerotrain.model.partitions import computed_part, partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of fp16's loss scaler that change during a run."""
 
 
 class LocalPart(NamedTuple):

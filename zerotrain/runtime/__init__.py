@@ -1,5 +1,4 @@
 """What every process of a job needs: errors and exit codes, rank variables, the rendezvous and the
-process group, agreement between ranks, preemption, seeding, printed tables, and which
-internals of the libraries are used.
+process group, agreement between ranks, preemption, seeding, and printed tables.
 May import: nothing of this repository.
 """

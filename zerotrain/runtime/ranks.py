@@ -133,7 +133,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0. Every rank returns its result (JSON types) or raises its UserError."""
+        """Run `work` on rank 0. All ranks return its result (JSON types) or raise its UserError."""
         return self.gather_json(self.run_on_all(lambda: work() if self.is_first else None))[0]
 
     def require_same(self, name: str, text: str) -> None:
