@@ -133,7 +133,7 @@ def test_metrics_and_resolved_configs(forks, tiny_config, tmp_path):
     assert [s["loss"] for s in read_metrics(again)] == [s["loss"] for s in steps]
 
     faster = forks.refusal(config, "--train.learning_rate", "1e-2", ranks=2)
-    assert "train.learning_rate (scaled) was 0.003" in faster
+    assert "train.learning_rate (scaled): " in faster
 
 
 # --------------------------------------------------------------------------------------------------

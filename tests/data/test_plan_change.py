@@ -55,7 +55,7 @@ def test_a_run_resumes_with_a_different_global_batch(forks, tiny_config, tmp_pat
     stop_after_one_step(tmp_path / "run")
     forks.finish(config, ranks=2)
     flags = ["--train.global_batch_size", "24"]
-    assert "train.global_batch_size was 12" in forks.refusal(config, *flags, ranks=2)
+    assert "train.global_batch_size: " in forks.refusal(config, *flags, ranks=2)
     flags += ["--checkpoint.allow_plan_change", "true"]
     forks.finish(config, *flags)
     steps = read_metrics(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder; a dead run does not hold it forever."""
+"""Let one run at a time use an output folder, and take the folder over from a dead run."""
 
 import os
 import time
@@ -10,21 +10,22 @@ from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 from zerotrain.checkpoint.run_folder import LOCK
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
 
-LEASE_SECONDS = 20.0  # a shared disk may be slow to show a refreshed lock to another host
-OUT_OF_REACH_SECONDS = 30  # after which a save fails
+# A shared disk may be slow to show a refreshed lock to another host.
+LEASE_SECONDS = 20.0
+OUT_OF_REACH_SECONDS = 30
+"""How long a save waits for a folder that is out of reach, as while a file server restarts."""
 
 
 class RunLock(SoftFileLease):
-    """`folder`/run.lock, held within `with`: a lease that names its process and is refreshed every
-    third of LEASE_SECONDS.
+    """`folder`/run.lock, held within `with`. It names its process, which refreshes it every third
+    of LEASE_SECONDS.
 
-    An existing lock is watched. If it is not refreshed for LEASE_SECONDS, or its process no longer
-    exists on this host, its run is dead and the lock is taken over. The clocks of two hosts are
-    never compared, and the operating system's file locks, which shared disks often lack, are not
-    used.
+    If an existing lock is not refreshed for LEASE_SECONDS, or its process no longer exists on this
+    host, its run is dead and the lock is taken over. The clocks of two hosts are never compared.
+    The operating system's file locks are not used, because many shared disks lack them.
 
-    No lease can tell a dead run from one that is stopped for longer than that, by SIGSTOP or a
-    hanging disk. So a run checks its lock each time before it writes into the folder.
+    A lease cannot tell a dead run from one that is stopped for longer, by SIGSTOP or a hanging
+    disk. So a run checks its lock each time before it writes into the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,9 +33,9 @@ class RunLock(SoftFileLease):
         super().__init__(
             folder / LOCK,
             lease_duration=LEASE_SECONDS,
-            # long enough to see that a dead run's lock is not refreshed
+            # longer than a lease, to see that a dead run's lock is not refreshed
             timeout=1.5 * LEASE_SECONDS,
-            # the thread that refreshes it holds it too
+            # The thread that refreshes the lock holds it too.
             thread_local=False,
             poll_interval=0.2,
         )
@@ -48,36 +49,32 @@ class RunLock(SoftFileLease):
             super().__enter__()
         except (Timeout, LeaseSettingsMismatch, IsADirectoryError) as error:
             if self.owner is None and isinstance(error, Timeout):
-                # empty, as a power cut leaves it: filelock takes over only what names its owner
+                # A power cut leaves an empty file. filelock takes over only a lock with an owner.
                 self.break_lock()
                 return self.__enter__()
             raise UserError(
-                f"output_dir {self.folder} is in use by another run ({self._holder()}); choose "
-                f"another output_dir, or stop that run; if there is none, remove {self.lock_file}"
+                f"output_dir: {self.folder} is in use by another run ({self._holder()}); choose "
+                f"another output_dir, or stop that run; if it has ended, remove {self.lock_file}"
             ) from None
 
     def is_lost(self) -> bool:
-        """Whether another run has taken the lock that this process held. False in a process that
-        has never held it.
-        """
+        """Return whether another run has taken this process's lock; False if it never held one."""
         if self.token is None:
             return False
         owner = self.owner
         if owner is not None:
             return owner.token != self.token
-        with suppress(OSError):  # the folder is out of reach for a moment
-            return self.folder / LOCK not in self.folder.iterdir()  # removed
+        with suppress(OSError):  # the folder may be out of reach for a moment
+            return self.folder / LOCK not in self.folder.iterdir()
         return False
 
     def check(self) -> None:
-        """Raise EnvironmentFailure if the lock is lost. A folder that is out of reach, as while a
-        file server restarts, is waited for.
-        """
+        """Raise EnvironmentFailure if the lock is lost. Wait while the folder is out of reach."""
         for _ in range(OUT_OF_REACH_SECONDS):
             if self.is_lost():
                 raise EnvironmentFailure(
-                    f"output_dir {self.folder} now belongs to another run ({self._holder()}): this "
-                    f"one was stopped for over {LEASE_SECONDS:.0f} s; nothing more is written"
+                    f"output_dir: {self.folder} now belongs to another run ({self._holder()}); "
+                    f"this run was stopped for over {LEASE_SECONDS:.0f} s, and writes nothing more"
                 )
             if self.token is None or os.path.lexists(self.lock_file):
                 return
@@ -87,5 +84,5 @@ class RunLock(SoftFileLease):
         owner = self.owner
         if owner is None:
             return "another process"
-        # filelock appends the namespace of process numbers to the host name after a "?"
+        # filelock appends "?" and the namespace of process numbers to the host name.
         return f"process {owner.pid} on {owner.hostname.split('?')[0]}"

@@ -1,7 +1,7 @@
-"""What a checkpoint consists of, and whether all of it is there.
+"""The list of a checkpoint's files, and a check that all of them are there.
 
-Only files that the manifest names are read, and only regular ones that lie in the checkpoint's own
-folder: a symbolic link in an untrusted checkpoint could lead to any file of the reader.
+Only files that the manifest names are read, and only regular files inside the checkpoint's own
+folder. A symbolic link in an untrusted checkpoint could lead to any file of the reader.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from zerotrain.runtime.errors import UserError, describe
 
 T = TypeVar("T")
 
-MAX_JSON_BYTES = 1 << 26  # a manifest of 100,000 ranks has 10 MB; read whole into memory
+# JSON is read into memory as a whole. The manifest of 100,000 ranks has 10 MB.
+MAX_JSON_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class FileEntry:
 
     bytes: int
     xxh3_64: str
-    """The checksum of its content, in hexadecimal."""
+    """Checksum of the content, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,23 @@ class Manifest:
     """The content of manifest.json."""
 
     save_id: str
-    """Identifies the save: on nodes with disks of their own, the parts of one checkpoint share it.
-    """
+    """Id of the save, the same on all nodes, also where each has a disk of its own."""
     files: dict[str, FileEntry]
-    """The files of all ranks, by their path in the checkpoint."""
+    """All files of all ranks, by their path in the checkpoint."""
 
 
 def stat_inside(folder: Path, name: str, max_bytes: float = math.inf) -> os.stat_result:
-    """The status of a regular file of a folder that may be untrusted.
+    """Return the status of a regular file in a folder that may be untrusted.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is something else, such as a symbolic link, or in a folder that is one; or it
-            is larger.
+        ValueError: it is not a regular file, or is reached by a symbolic link, or is larger than
+            `max_bytes`.
     """
     folder = folder.resolve()
     path = folder / name
     status = path.lstat()
-    # lstat and resolve: neither the file nor a folder on its way may be a link; "../x" leaves it
+    # Neither the file (lstat) nor a folder on its way (resolve) may be a link. "../x" is outside.
     if not stat.S_ISREG(status.st_mode) or path.resolve() != path or folder not in path.parents:
         raise ValueError(f"{name} is not a regular file inside its folder")
     if status.st_size > max_bytes:
@@ -63,32 +63,32 @@ def stat_inside(folder: Path, name: str, max_bytes: float = math.inf) -> os.stat
 
 
 def read_json(checkpoint: Path, name: str, kind: type[T]) -> T:
-    """A JSON file of a checkpoint as an object of `kind`, a dataclass of dataclasses.
+    """Return a JSON file of a checkpoint as an object of `kind`, a dataclass of dataclasses.
 
     Raises:
-        UserError: it cannot be read, or has another shape.
+        UserError: it cannot be read, or does not fit `kind`.
     """
     try:
         stat_inside(checkpoint, name, MAX_JSON_BYTES)
-        # strict: a string of digits is no number, as no save writes one
+        # strict: a string of digits is not a number
         return TypeAdapter(kind).validate_json((checkpoint / name).read_bytes(), strict=True)
-    except (OSError, ValueError) as error:  # pydantic's is a ValueError, too
+    except (OSError, ValueError) as error:  # pydantic raises a ValueError
         raise UserError(
-            f"{checkpoint / name} cannot be read ({describe(error)[:200]}); use another checkpoint"
+            f"{checkpoint / name}: cannot be read: {describe(error)[:200]}; use another checkpoint"
         ) from error
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of `checkpoint`; its files are not checked.
+    """Return the manifest of a checkpoint, without checking the files.
 
     Raises:
-        UserError: it cannot be read, or has another shape.
+        UserError: it cannot be read, or is not a manifest.
     """
     return read_json(checkpoint, MANIFEST, Manifest)
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """The FileEntry of a file that has been written, as JSON."""
+    """Return the FileEntry of a file, as JSON."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_64)
         return {"bytes": file.tell(), "xxh3_64": digest.hexdigest()}
@@ -97,8 +97,10 @@ def measure(path: Path) -> dict[str, Any]:
 def find_problems(
     checkpoint: Path, files: dict[str, FileEntry], checksums: bool = False
 ) -> dict[str, str]:
-    """What is wrong with each file that is missing or is not the manifest's, by its size or, with
-    `checksums`, by its content.
+    """Return the problem of each file that is missing or differs from its entry, by name.
+
+    Args:
+        checksums: compare the content too, not only the size.
     """
     problems = {}
     for name, entry in files.items():
@@ -114,12 +116,12 @@ def find_problems(
 
 
 def inspect(checkpoint: Path) -> tuple[str | None, dict[str, str]]:
-    """The save that a checkpoint is of, and what is wrong with each of its files that is missing or
-    has another size. No checksums are computed.
+    """Return the id of a checkpoint's save, and the problem of each file that is missing or has
+    another size. No checksums are computed.
     """
-    # written last: a copy that was interrupted may have a manifest and lack files
+    # An interrupted copy may have a manifest and lack files. COMPLETE is written last.
     if not (checkpoint / COMPLETE).is_file():
-        return None, {COMPLETE: "is missing: it is no checkpoint, or its save was interrupted"}
+        return None, {COMPLETE: "is missing: not a checkpoint, or its save was interrupted"}
     try:
         manifest = read_manifest(checkpoint)
     except UserError as error:

@@ -4,7 +4,7 @@
         resolved_config.yaml            the run config as it was used
         resolved_ds_config.json         the DeepSpeed config as it was used
         metrics.jsonl                   one line per start, step, evaluation, save, event ...
-        report.html                     drawn from it
+        report.html                     drawn from metrics.jsonl
         run.lock                        held while a run writes here
         stop, save_now, profile_now     touched by a user: save and exit, save, or trace some steps
         profile/                        traces of rank 0
@@ -13,8 +13,8 @@
             step_00001000/              complete if it has COMPLETE, which is written last
             .step_00001000.ID.tmp       being written or removed; ID has 32 hexadecimal digits
 
-Only exactly these names are ever read, renamed or removed: anything else in the folder is the
-user's. A link is removed as a link; what it points to is never touched.
+Only exactly these names are ever read, renamed or removed. Anything else in the folder belongs to
+the user. Removing a link does not touch its target.
 """
 
 import re
@@ -29,12 +29,12 @@ COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 SHARDS = "shards"
-"""Folder in a checkpoint with a file for each rank."""
+"""Folder in a checkpoint, with a file for each rank."""
 STOP = "stop"
 SAVE_NOW = "save_now"
 PROFILE_NOW = "profile_now"
-STEP = "step_[0-9]{8}"  # not \d, which other scripts' digits match too
-"""Regular expression of a checkpoint's name."""
+STEP = "step_[0-9]{8}"
+r"""Regular expression of a checkpoint's name. \d would match the digits of other scripts too."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
@@ -46,33 +46,35 @@ def checkpoint_name(step: int) -> str:
 
 
 def shard_name(rank: int) -> str:
-    """The file of a rank in a checkpoint."""
+    """Return the path of a rank's file in a checkpoint."""
     return f"{SHARDS}/rank_{rank:05d}.pt"
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file of a checkpoint is a rank's file."""
+    """Return whether a file of a checkpoint is a rank's file."""
     return name.startswith(f"{SHARDS}/")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in `folder`, complete or not, oldest first."""
+    """Return the checkpoints in `folder`, complete or not, oldest first."""
     return _matching(folder, STEP)
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """Checkpoints in `folder` that have COMPLETE, oldest first."""
+    """Return the checkpoints in `folder` that have COMPLETE, oldest first."""
     return [path for path in list_checkpoints(folder) if (path / COMPLETE).is_file()]
 
 
 def list_temporary(folder: Path) -> list[Path]:
-    """Checkpoints that are being written or removed, or were when a run was killed."""
-    return _matching(folder, rf"\.?{STEP}\.[0-9a-f]{{32}}\.tmp")  # of files.temporary_name
+    """Return the folders that are being written or removed, or were when a run was killed. Their
+    names come from files.temporary_name.
+    """
+    return _matching(folder, rf"\.?{STEP}\.[0-9a-f]{{32}}\.tmp")
 
 
 def remove(path: Path) -> None:
-    """Remove one of the folders listed above, as far as possible: another process may have one of
-    its files open over NFS. If it is a link, only the link is removed.
+    """Remove one of the folders listed above, or the link in its place. Files that another process
+    has open over NFS may remain.
     """
     if path.is_symlink():
         path.unlink(missing_ok=True)
@@ -81,8 +83,8 @@ def remove(path: Path) -> None:
 
 
 def take_request(output_dir: str | Path, name: str) -> bool:
-    """Whether a user has touched STOP, SAVE_NOW or PROFILE_NOW in OUTPUT_DIR; the file is removed.
-    A file that cannot be read or removed is no request.
+    """Remove a file that a user has touched, STOP, SAVE_NOW or PROFILE_NOW, and return whether it
+    was there. A file that cannot be removed is ignored.
     """
     try:
         Path(output_dir, name).unlink()
@@ -94,5 +96,5 @@ def take_request(output_dir: str | Path, name: str) -> bool:
 def _matching(folder: Path, pattern: str) -> list[Path]:
     if not folder.is_dir():
         return []
-    # glob would take a folder that cannot be read for an empty one
+    # glob would treat a folder that cannot be read as empty.
     return sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))

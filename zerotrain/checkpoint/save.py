@@ -2,17 +2,18 @@
 
     checkpoints/step_00001000/
         shards/rank_00000.pt  one per rank: its weights, optimizer and RNG states (see shards.py)
-        model/                config.json, tokenizer: what export needs besides the weights
-        trainer_state.json    what the run is and how far it has progressed
+        model/                config.json and tokenizer, which export needs besides the weights
+        trainer_state.json    the identity of the run, and its progress
         manifest.json         size and checksum of every file above
         COMPLETE              written last
 
-It is written as .step_00001000.ID.tmp and renamed when complete. Every rank writes its own file and
-computes its checksum: at once, or with checkpoint.async_save from a copy while the loop continues.
+A save writes into .step_00001000.ID.tmp, the draft, and renames it when it is complete. Every rank
+writes its own file and computes its checksum. With checkpoint.async_save it does so from a copy,
+while the loop continues.
 
-Nodes without a shared disk need no setting. On each disk, the rank that has made the folder owns
-it: it writes everything but the other ranks' files, whose entries are in every manifest. So each
-node has the files of its own ranks, and together they are the checkpoint.
+Nodes without a shared disk need no setting. On each disk, the rank that has created the draft owns
+it, and writes everything but the other ranks' files. Every manifest lists the files of all ranks.
+So each node has the files of its own ranks, and together they are the checkpoint.
 """
 
 import json
@@ -58,20 +59,21 @@ T = TypeVar("T")
 
 def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write a rank's file and return its FileEntry, as JSON."""
-    # 4 x as slow as writing; the manifest has a faster checksum of the whole file
+    # torch's checksum takes 4 times as long as writing. The manifest has a faster one.
     torch.serialization.set_crc32_options(False)
-    with path.open("wb") as file:  # whose errors, unlike torch's, say what is wrong with the disk
+    # Errors of a Python file, unlike those of torch's, say what is wrong with the disk.
+    with path.open("wb") as file:
         torch.save(content, file)
-    sync_folder(path)  # other hosts cannot sync what this one has not written yet
+    sync_folder(path)  # no other host can do it for this one
     return measure(path)
 
 
 @dataclass
 class Saver:
-    """Writes checkpoints of one run into its output folder, and removes old ones.
+    """Writes the checkpoints of one run into its output folder, and removes old ones.
 
-    Every method but is_due() is called by all ranks together. Nothing is written or removed once
-    the folder's lock is lost.
+    All ranks call each method together, except is_due(). Once the folder's lock is lost, nothing is
+    written or removed.
     """
 
     engine: DeepSpeedEngine
@@ -86,19 +88,20 @@ class Saver:
     started_from: Path | None
     """The checkpoint that the run starts from, which is never removed."""
     log: Callable[[str, dict[str, Any]], None]
-    """Called with "save" and its values when a checkpoint is complete."""
+    """Called with "save" and its metrics when a checkpoint is complete."""
     _last_began: float = field(default_factory=time.monotonic)
     _blocked_seconds: float = 0.0
     _threads: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)
     _pending: Future[dict[str, Any]] | None = None
-    """The FileEntry of this rank's file, of a save that has begun; the fields below are its own."""
+    """The FileEntry of this rank's file, while a save is unfinished. The fields below belong to the
+    last save.
+    """
     _progress: Progress = field(init=False)
     _target: Path = field(init=False)
     """The checkpoint, once it is complete."""
     _draft: Path = field(init=False)
-    """The folder that becomes it."""
     _owns_disk: bool = False
-    """Whether this rank has created that folder on its disk."""
+    """Whether this rank has created the draft on its disk."""
 
     def __post_init__(self) -> None:
         if self.ranks.local_rank == 0:  # one rank of each disk
@@ -111,16 +114,15 @@ class Saver:
         return checkpoints_folder(self.lock.folder)
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after `step` finished steps. It may depend on the clock of this rank, so
-        only the answer of rank 0 is used.
+        """Return whether to save after `step` finished steps. It may depend on this rank's clock,
+        so only rank 0's answer counts.
         """
         settings = self.settings
         is_time = 0 < settings.every_minutes <= (time.monotonic() - self._last_began) / 60
         return is_time or (settings.every_steps > 0 and step % settings.every_steps == 0)
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint, or with async_save start writing it, after finishing the previous
-        save.
+        """Finish the previous save, then write a checkpoint, or with async_save start to write it.
 
         Raises:
             RunFailed: it cannot be written; its files are removed, and older ones are unchanged.
@@ -129,14 +131,14 @@ class Saver:
         self._last_began = time.monotonic()
         self._progress = progress
         self._target = self.folder / checkpoint_name(progress.step)
-        # rank 0's name for all: the nodes of a shared disk write into one folder
+        # one name for all ranks, because the nodes of a shared disk write into one folder
         self._draft = Path(self.ranks.gather_json(str(temporary_name(self._target)))[0])
         self._owns_disk = False
         is_first = self.ranks.is_first
-        # rank 0 creates the folder, then one rank of every other node that does not see it
+        # Rank 0 creates the draft. Then one rank of each node that does not see it creates one.
         for is_turn in (is_first, not is_first):
             self._run(lambda turn=is_turn: turn and self._create())
-        # In use, or with async_save copies: the next step changes the weights in place.
+        # An asynchronous save needs copies: the next step changes the tensors in place.
         content = vars(collect(self.engine, self._owns_disk, self.base))
         if self.settings.async_save:
             content = tree_map_only(torch.Tensor, lambda t: t.to("cpu", copy=True), content)
@@ -148,46 +150,41 @@ class Saver:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's file of a pending save is on disk, so that finish() would not wait
-        for it.
-        """
+        """Whether this rank's file of an unfinished save is on disk; finish() will not wait."""
         return self._pending is not None and self._pending.done()
 
     def finish(self) -> None:
-        """Wait for the pending save, if any, and make it complete.
+        """Wait for the unfinished save, if any, and complete it.
 
         Raises:
-            RunFailed: as save().
+            RunFailed: as in save().
         """
         if self._pending is None:
             return
         began = time.monotonic()
         entry = self._pending
         self._pending = None
-        wait([entry])  # also if the lock is lost: then the draft is removed
-        # gathered only if all ranks have written: _run raises on every rank otherwise
+        wait([entry])  # also if the lock is lost, because _run then removes the draft
         entries = self.ranks.gather_json(self._run(entry.result))
         self._run(lambda: self._owns_disk and self._seal(entries))
-        # the owners of all disks have sealed theirs; it is usable once all have renamed it
+        # The checkpoint is usable once the owners of all disks have renamed their drafts.
         self._run(lambda: self._owns_disk and self._publish())
         seconds = self._blocked_seconds + time.monotonic() - began
         self.log("save", {"step": self._progress.step, "save_seconds": seconds})
 
-    # The steps of a save
-
     def _run(self, work: Callable[[], T]) -> T:
-        """Run `work` on all ranks and return its result; if it fails on one of them, remove the
-        draft and raise RunFailed on all.
+        """Run a phase of a save on all ranks and return its result. If it fails on one rank, remove
+        the draft and raise RunFailed on all.
         """
 
         def with_lock() -> T:
             try:
-                self.lock.check()  # right before each step: the lock may be lost during any
+                self.lock.check()
                 return work()
             except UserError:
                 raise
             except Exception as error:
-                # torch raises errors of its own where the file's write() has failed
+                # Where the file's write() has failed, torch raises an error of its own.
                 cause = error.__context__ if isinstance(error.__context__, OSError) else error
                 raise UserError(describe(cause)) from error
 
@@ -197,17 +194,16 @@ class Saver:
             if self._owns_disk:
                 remove(self._draft)
             raise RunFailed(
-                f"{self._target.name} could not be saved in {self.folder}: {error}; older "
-                "checkpoints are unchanged"
+                f"{self._target}: could not be saved: {error}; older checkpoints are unchanged"
             ) from error
 
     def _create(self) -> None:
         draft = self._draft
-        if self.ranks.is_first:  # the other ranks create it on a disk of their own
-            # without its parents: an output_dir that is still away is not made a second time
+        if self.ranks.is_first:
+            # without parents, so that an output_dir that is out of reach is not created again
             self.folder.mkdir(exist_ok=True)
         try:
-            (draft / SHARDS).mkdir(parents=True)  # atomic: one rank of a disk succeeds
+            (draft / SHARDS).mkdir(parents=True)  # atomic: one rank per disk succeeds
         except FileExistsError:
             return
         self._owns_disk = True
@@ -227,20 +223,20 @@ class Saver:
     def _seal(self, entries: list[dict[str, Any]]) -> None:
         """Write the manifest and COMPLETE into the draft."""
         draft = self._draft
-        # also of ranks whose files are on other nodes: so a reader knows which are missing
+        # Files on other nodes are listed too, so that a reader knows which are missing.
         files = {shard_name(rank): entry for rank, entry in enumerate(entries)}
         for path in filter(Path.is_file, (draft / TRAINER_STATE, *draft.glob("model/**/*"))):
             files[str(path.relative_to(draft))] = measure(path)
         (draft / MANIFEST).write_text(json.dumps({"save_id": draft.name, "files": files}, indent=1))
         (draft / COMPLETE).write_text("complete\n")
-        sync_tree(draft)  # before the rename, which alone makes it a checkpoint
+        sync_tree(draft)  # before the rename, which makes it a checkpoint
 
     def _publish(self) -> None:
-        """Rename the draft to a checkpoint, and remove those that are no longer kept."""
-        # one of the same step was written before the run was resumed from an earlier step
+        """Rename the draft to a checkpoint, and remove checkpoints that are no longer kept."""
+        # The run may have reached this step before, and resumed from an earlier step.
         self._hide(self._target)
         os.replace(self._draft, self._target)
-        sync_folder(self.folder)  # the new one is on disk before an old one goes
+        sync_folder(self.folder)  # before an old checkpoint goes
         settings = self.settings
         best = self._progress.best
         complete = list_complete(self.folder)
@@ -250,15 +246,14 @@ class Saver:
         for path in sorted({*complete} - kept):
             try:
                 self._hide(path)
-            except OSError as error:  # the new one is complete
+            except OSError as error:  # not fatal, because the new checkpoint is complete
                 print(f"WARNING: {path} cannot be removed: {describe(error)}")
-        # listed now, while the lock is held; removed in threads, since 5 GB take a second
+        # Listed now, while the lock is held. Removed in threads, because 5 GB take a second.
         self._threads.map(remove, list_temporary(self.folder))
 
     def _hide(self, checkpoint: Path) -> None:
-        """Rename a checkpoint before it is removed, so that an interrupted removal does not leave
-        one with COMPLETE and missing files. It may not be there, or no longer: a run that is dead
-        by now may have renamed it.
+        """Rename a checkpoint before its removal: an interrupted removal would leave COMPLETE, and
+        missing files. A missing checkpoint is fine: a dead run may have renamed it.
 
         Raises:
             EnvironmentFailure: the lock of the folder is lost.

@@ -1,4 +1,4 @@
-"""What a run is, and how far it has progressed."""
+"""The identity of a run, and its progress."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,13 @@ from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.training.optimizer import scaled_learning_rate
 from zerotrain.training.setup import Setup
 
+# Keys of the run config that a resumed run must share with the saved one.
 COMPARED = (
     "data.eval_fraction", "train.seed", "train.global_batch_size", "train.global_batch_tokens",
     "train.weight_decay", "train.adam_betas", "train.lr_schedule", "train.lr_schedule_args",
     "train.precision", "model.lora", "model.trainable", "model.quantization",
 )  # fmt: skip
-# What of RunIdentity.settings may change with checkpoint.allow_plan_change
+# Those of RunIdentity.settings that may change with checkpoint.allow_plan_change.
 FOLLOWS_PLAN = (
     "train.global_batch_size", "train.global_batch_tokens",
     "train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args",
@@ -30,18 +31,18 @@ FOLLOWS_PLAN = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run is: constant from start to end, and compared when the run is resumed."""
+    """The facts that stay constant during a run, and are compared when it is resumed."""
 
     plan: PlanRecord
     world_size: int
     zero_stage: int
     precision: Literal["fp32", "bf16", "fp16"]
     settings: dict[str, Any]
-    """What a resumed run has to share with the saved one, by run config key."""
+    """The values that a resumed run must share with the saved one, by run config key."""
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
-        """The identity of a run whose training plan is `plan`."""
+        """Return the identity of a run whose training plan is `plan`."""
         train = setup.config.train
         plain = plain_config(setup.config)
         return cls(
@@ -50,14 +51,14 @@ class RunIdentity:
             zero_stage=zero_stage(setup.ds_config),
             precision=train.precision,
             settings={key: reduce(dict.get, key.split("."), plain) for key in COMPARED}
-            # last: it follows from others, and a refusal names the key that was changed
+            # last, because it is computed from others, and an error names the first difference
             | {"train.learning_rate (scaled)": scaled_learning_rate(train, plan.mean_batch)},
         )
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far: that with the lowest eval_loss."""
+    """The evaluation with the lowest eval_loss so far."""
 
     value: float
     step: int
@@ -65,17 +66,17 @@ class Best:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has progressed. `step` is its position in the data: epochs follow from it."""
+    """How far a run has progressed. `step` determines the position in the data."""
 
     step: NonNegativeInt = 0
     """Finished optimizer steps."""
     examples: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     eval_loss: float | None = None
-    """Loss of the first held-out set after this step; None if there was no evaluation."""
+    """Loss of the first held-out set after this step; None without an evaluation."""
     best: Best | None = None
     skipped_in_a_row: int = 0
-    """How many of the last steps had their update skipped by the guard."""
+    """Number of consecutive steps, up to this one, whose update was skipped."""
     wandb_id: str = ""
     plan_start: PlanStart = field(default_factory=PlanStart)
     """The position in the data at which the steps of the run's plan begin."""
@@ -86,7 +87,7 @@ class Progress:
         return self.best is not None and self.best.step == self.step
 
     def evaluated(self, eval_loss: float) -> "Progress":
-        """The progress after an evaluation. NaN is worse than any loss."""
+        """Return the progress after an evaluation. NaN is worse than any loss."""
         best = self.best
         if best is None or not (best.value <= eval_loss or math.isnan(eval_loss)):
             best = Best(eval_loss, self.step)
@@ -102,9 +103,9 @@ class TrainerState:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The trainer state of a checkpoint.
+    """Return the trainer state of a checkpoint.
 
     Raises:
-        UserError: it cannot be read, or has another shape.
+        UserError: it cannot be read, or is not a trainer state.
     """
     return read_json(checkpoint, TRAINER_STATE, TrainerState)

@@ -42,8 +42,7 @@ def local_parts(engine: DeepSpeedEngine) -> Iterator[LocalPart]:
     stage = engine.zero_optimization_stage()
     names = {p: name for name, p in engine.module.named_parameters()}
     flat_states = [_states(engine, flat) for flat in _flat_weights(engine)]
-    slices = _stage_1_slices(names) if stage in (1, 2) else _slices(engine, len(flat_states))
-    for p, i, offset, start, numel in slices:
+    for p, i, offset, start, numel in _slices(engine, len(flat_states)):
         states = {
             key: flat.view(-1)[offset : offset + numel] for key, flat in flat_states[i].items()
         }
@@ -134,23 +133,19 @@ def _states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch.Tens
     return {key: torch.from_file(path, size=on_nvme.numel()) for key, path in paths}
 
 
-Slices = Iterator[tuple[torch.nn.Parameter, int, int, int, int]]
-"""Parameter, index of its flat tensor, offset there, and (start, numel) in the flattened parameter.
-"""
-
-
-def _stage_1_slices(parameters: dict[torch.nn.Parameter, str]) -> Slices:
-    """At stages 1 and 2 the parameters of a group are concatenated, then partitioned."""
-    for p in parameters:
-        # None where this rank's partition has no element of the parameter
-        if at := getattr(p, "_hp_mapping", None):
-            flat = at.hp_fragment_address
-            yield p, at.param_group_index, flat.start, at.lp_fragment_address.start, flat.numel
-
-
-def _slices(engine: DeepSpeedEngine, flat_tensors: int) -> Slices:
-    """At stage 3 each parameter is partitioned, then concatenated; at stage 0 nothing is."""
-    # param_groups have DeepSpeed's own tensors under ZeRO-3, and at stage 0 in 16 bits
+def _slices(engine: DeepSpeedEngine, flat_tensors: int) -> Iterator[tuple]:
+    """Yield each trained parameter, the index of its flat tensor, its offset there, and (start,
+    numel) of what the flat tensor has of the flattened parameter.
+    """
+    if engine.zero_optimization_stage() in (1, 2):  # a group is concatenated, then partitioned
+        for p in engine.module.parameters():
+            # None where this rank's partition has no element of the parameter
+            if at := getattr(p, "_hp_mapping", None):
+                flat = at.hp_fragment_address
+                yield p, at.param_group_index, flat.start, at.lp_fragment_address.start, flat.numel
+        return
+    # At stage 3 each parameter is partitioned, then a group is concatenated; at stage 0 nothing is.
+    # param_groups have DeepSpeed's own tensors at stage 3, and at stage 0 in 16 bits.
     groups = getattr(engine.optimizer, "fp16_groups", None) or [
         group["params"] for group in engine.basic_optimizer.param_groups
     ]

@@ -1,8 +1,8 @@
-"""The DeepSpeed config file merged with the run config.
+"""Merge the DeepSpeed config file with the run config.
 
 `ds_configs/*.json` set ZeRO stage, offload and communication, and have "auto" where the value comes
-from the run config. The same files work with transformers' Trainer and accelerate, and files made
-for those work here. Where both configs set a value, the values must agree.
+from the run config. The same files work with transformers' Trainer and accelerate, and their files
+work here. Where both configs set a value, the values must agree.
 """
 
 import copy
@@ -20,21 +20,21 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from zerotrain.config.parse import likely
+from zerotrain.config.parse import likely, plain_config
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import Machine
 
-# DeepSpeed's schedulers by the names that transformers' pages give them. The warm-up differs:
-# DeepSpeed's begins with two updates at a rate of 0, and is logarithmic by default.
+# DeepSpeed's schedulers, by the names that transformers' pages give them. DeepSpeed's warm-up
+# differs: it begins with two updates at a rate of 0, and is logarithmic by default.
 SCHEDULERS = {
     "constant_with_warmup": "WarmupLR",
     "linear": "WarmupDecayLR",
     "cosine": "WarmupCosineLR",
 }
-# Supported keys of DeepSpeed 0.19.8, in the blocks where it ignores unknown ones, or where not all
-# are supported here. Other blocks are pydantic models of DeepSpeed, which refuse unknown keys.
+# Supported keys of DeepSpeed 0.19.8, in the blocks where DeepSpeed ignores unknown keys or where
+# this repository does not support all. DeepSpeed itself refuses unknown keys in the other blocks.
 KEYS = {
     "": """
         aio bf16 checkpoint comms_logger communication_data_type compile csv_monitor
@@ -57,13 +57,13 @@ BLOCKS = (
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
 OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-# The only values that train correctly and can be resumed from, and what others would do.
+# The only values that train correctly and can be resumed from, and why others do not.
 SUPPORTED_VALUES = {
     "zero_optimization.compute_grad_norm": (True, "infinite gradients would be applied"),
     "zero_optimization.legacy_stage1": (False, "DeepSpeed has removed it"),
     "zero_optimization.cpu_offload": (False, "offload_optimizer has taken its place"),
     "zero_optimization.cpu_offload_param": (False, "offload_param has taken its place"),
-    "zero_optimization.offload_optimizer.ratio": (1, "what stays on the GPU would not be trained"),
+    "zero_optimization.offload_optimizer.ratio": (1, "the share on the GPU would not be trained"),
     "zero_optimization.offload_optimizer.super_offload": (False, "its moments cannot be saved"),
     "zero_optimization.zero_quantized_weights": (False, "the losses would change"),
     "zero_optimization.zero_quantized_gradients": (False, "the losses would change"),
@@ -76,7 +76,7 @@ SUPPORTED_VALUES = {
     "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
     "fp16.fp16_master_weights_and_grads": (False, "master weights are in fp32"),
 }
-# What DeepSpeed would ignore below stage 3 if it has another value.
+# Keys that DeepSpeed ignores below stage 3, and their values there.
 AT_STAGE_3 = {
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.zero_hpz_partition_size": 1,
@@ -86,34 +86,34 @@ AT_STAGE_3 = {
 def resolve_ds_config(
     config: Config, machine: Machine, hidden_size: int
 ) -> tuple[Config, dict[str, Any]]:
-    """Read the DeepSpeed config file, resolve what it shares with the run config, and check it.
+    """Read the DeepSpeed config file, merge it with the run config, and check the result.
 
     Args:
-        machine: gives the precision where neither config does, and the ranks of a node.
+        machine: gives the precision if neither config does, and the ranks per node.
         hidden_size: of the model; Hugging Face derives ZeRO-3's bucket sizes from it.
 
     Returns:
-        The run config with the precision that train.precision auto stands for, and the merged
-        DeepSpeed config, in which no value is "auto".
+        The run config, whose train.precision and train.lr_schedule are no longer auto, and the
+        merged DeepSpeed config, in which no value is "auto".
 
     Raises:
-        UserError: an unreadable file, a key or value that is not supported, or a value that
-            contradicts the run config; names both.
+        UserError: the file cannot be read, a key or value is not supported, or a value contradicts
+            the run config.
     """
     file = config.ds_config
     merged = read_ds_config(file)
     train = config.train
     chosen = {}
     if train.precision == "auto":
-        stated = [name for name in ("bf16", "fp16") if merged[name].get("enabled") is True]
-        chosen["precision"] = [*stated, machine.precision][0]
+        enabled = (name for name in ("bf16", "fp16") if merged[name].get("enabled") is True)
+        chosen["precision"] = next(enabled, machine.precision)
     scheduler, named = merged["scheduler"], train.lr_schedule
     kind = scheduler.get("type", "auto")
     if named == "auto" or kind in (named, SCHEDULERS.get(named)):
-        # as Trainer, which fills in what is "auto"; the last_batch_iteration -1 is a new run's
+        # make_schedule fills in "auto", as Trainer does. A last_batch_iteration of -1 means none.
         own = {n: value for n, value in scheduler["params"].items() if value not in ("auto", -1)}
-        chosen |= {"lr_schedule": "cosine" if kind == "auto" else kind}
-        chosen |= {"lr_schedule_args": train.lr_schedule_args | own}
+        chosen["lr_schedule"] = "cosine" if kind == "auto" else kind
+        chosen["lr_schedule_args"] = train.lr_schedule_args | own
     try:
         config = replace(config, train=replace(train, **chosen))
     except ValidationError as error:
@@ -123,29 +123,29 @@ def resolve_ds_config(
         ) from error
     _fill_from_run(merged, config)
     merged = _with_defaults(merged, config.output_dir, machine.local_ranks, hidden_size)
-    for problem in _problems(merged, config):
+    if problem := _find_problem(merged, config):
         raise UserError(f"{file}: {problem}")
     return config, merged
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
-    """ZeRO stage, 0 to 3."""
+    """Return the ZeRO stage, 0 to 3."""
     return ds_config["zero_optimization"].get("stage", 0)
 
 
 def group_sizes(ds_config: dict[str, Any]) -> tuple[int, int]:
-    """Ranks that share each linear layer, and ranks that share each row."""
+    """Return the sizes of a tensor-parallel and of a sequence-parallel group."""
     tensor_parallel = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
     return tensor_parallel, ds_config.get("sequence_parallel_size", 1)
 
 
 def secondary_ranks(ds_config: dict[str, Any]) -> int:
-    """Ranks that hold the weights once more together (ZeRO++'s hpZ); 1: nobody does."""
+    """Return the size of hpZ's secondary group (ZeRO++); 1 if hpZ is off."""
     return ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
 
 
 def offload_devices(ds_config: dict[str, Any]) -> dict[str, str]:
-    """Where ZeRO-Offload keeps optimizer and parameters: cpu, nvme, or none, on the GPU."""
+    """Return where ZeRO keeps `optimizer` and `param`: cpu, nvme, or none for the GPU."""
     zero = ds_config["zero_optimization"]
     return {
         what: (zero.get(f"offload_{what}") or {}).get("device", "none")
@@ -154,102 +154,104 @@ def offload_devices(ds_config: dict[str, Any]) -> dict[str, str]:
 
 
 def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
-    """Refuse a number of ranks that is no multiple of those that share something, or with which
-    some have no example.
+    """Check the number of ranks.
+
+    Raises:
+        UserError: the groups of ranks do not divide it, or it exceeds the global batch.
     """
     group = math.prod(group_sizes(ds_config))
     for size in (group, secondary_ranks(ds_config)):
         if ranks % size:
             raise UserError(
-                f"{config.ds_config}: {ranks} ranks cannot be divided into groups of {size}, by "
-                "autotp_size, sequence_parallel_size or zero_hpz_partition_size; change one of them"
+                f"{config.ds_config}: {ranks} ranks cannot be divided into groups of {size}; "
+                "change autotp_size, sequence_parallel_size or zero_hpz_partition_size"
             )
     train = config.train
     if train.global_batch < ranks // group:
         raise UserError(
             f"train.{train.global_batch_key}: {train.global_batch} is smaller than the number of "
-            f"ranks with micro-batches of their own ({ranks // group}); raise it or use fewer ranks"
+            f"micro-batches that run at the same time ({ranks // group}); raise it or use fewer "
+            "ranks"
         )
 
 
 def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -> None:
-    """Refuse what the machine of this process, or so many ranks, cannot run.
+    """Check that this machine can run the config.
 
     Args:
-        ds_config: of resolve_ds_config.
+        ds_config: returned by resolve_ds_config.
 
     Raises:
-        UserError: a key that needs a GPU on a machine without one, fp16 where DeepSpeed has none,
-            NVMe without libaio, or as in check_ranks.
+        UserError: it needs a GPU, fp16 or libaio, which the machine lacks; or as in check_ranks.
     """
     check_ranks(config, ds_config, machine.ranks)
-    # bitsandbytes 0.50 trains on some CPUs only until the first evaluation, which packs the weights
-    # in another way
+    # On some CPUs bitsandbytes 0.50 trains until the first evaluation, which packs the weights
+    # differently.
     if config.model.quantization and machine.device != "cuda":
-        raise UserError("model.quantization needs an NVIDIA GPU; remove it")
+        raise UserError("model.quantization: needs an NVIDIA GPU; remove it")
     if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
         raise UserError(
-            f"{config.ds_config}: DeepSpeed does not compute in fp16 on this machine; set "
-            'train.precision to fp32 or bf16, and fp16.enabled to "auto"'
+            f"{config.ds_config}: fp16.enabled: DeepSpeed cannot compute in fp16 on this machine; "
+            'set it to "auto", and train.precision to fp32 or bf16'
         )
     if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
         raise UserError(
-            f"{config.ds_config}: device nvme needs libaio and a C++ compiler; install the "
-            "packages libaio-dev and g++"
+            f"{config.ds_config}: zero_optimization: device nvme needs libaio and a C++ compiler; "
+            "install the packages libaio-dev and g++"
         )
 
 
 def read_ds_config(file: str) -> dict[str, Any]:
-    """The file's values, with the blocks that are read here.
+    """Return the file's values. BLOCKS that it lacks are added, empty.
 
     Raises:
-        UserError: it cannot be read, or is not a DeepSpeed config.
+        UserError: the file cannot be read, or is not a DeepSpeed config.
     """
     try:
         raw = json.loads(
-            read_text(file, "ds_config, a file such as ds_configs/zero2.json: "),
+            read_text(file, "ds_config: "),
             object_pairs_hook=dict_raise_error_on_duplicate_keys,
         )
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{file}: not JSON, which has neither comments nor commas after the last value: "
             f"{describe(error)}; convert YAML with python -c 'import json, sys, yaml; "
-            f"print(json.dumps(yaml.safe_load(sys.stdin)))' < {file} > ds.json; a recipe is given "
-            "with --config; of a config of accelerate, give the file that its "
-            "deepspeed_config_file names, or the one of ds_configs/ with its zero_stage and "
+            f"print(json.dumps(yaml.safe_load(sys.stdin)))' < {file} > ds.json; give a recipe with "
+            "--config; in place of accelerate's config, give the file that its "
+            "deepspeed_config_file names, or the file of ds_configs/ with the same zero_stage and "
             "offload devices"
         ) from error
     if not isinstance(raw, dict):
-        raise UserError(f"{file}: a DeepSpeed config has to be an object {{...}}")
+        raise UserError(f"{file}: is not a DeepSpeed config, which is an object {{...}}")
     for path in (*BLOCKS, *OPTIONAL_BLOCKS):
         parent, _, name = path.rpartition(".")
         blocks = _at(raw, parent)
         block = blocks.setdefault(name, {}) if path in BLOCKS else blocks.get(name) or {}
         if not isinstance(block, dict):
-            raise UserError(f"{file}: {path} is {json.dumps(block)}, not an object {{...}}")
+            raise UserError(f"{file}: {path}: is {json.dumps(block)}; use an object {{...}}")
     return raw
 
 
 def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
-    """Fill in what the run config sets; the file may have the same values, or "auto".
+    """Fill in the values that the run config sets.
 
     Raises:
-        UserError: the file has another value.
+        UserError: the file has a different value, and not "auto".
     """
     if "type" not in merged["optimizer"]:
         merged["optimizer"]["type"] = "AdamW"
         params = merged["optimizer"]["params"]
-        # DeepSpeed's own Adam would have to be compiled
+        # DeepSpeed's own Adam needs a compiler.
         if params.setdefault("torch_adam", True):
             params.setdefault("fused", True)
-    # Micro-batches are limited by tokens, so their number differs between steps and train.py tells
-    # the engine where a step ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
-    own = "micro-batches follow from data.micro_batch_tokens"
+    # The number of micro-batches differs between steps, and train.py tells the engine where a step
+    # ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
+    own = "data.micro_batch_tokens determines the micro-batches"
     values = [("train_micro_batch_size_per_gpu", 1, own), ("gradient_accumulation_steps", 1, own)]
     precision = config.train.precision
     for name in ("bf16", "fp16"):
-        values.append((f"{name}.enabled", precision == name, f"the run's precision is {precision}"))
-    # train.py sets the scaled and scheduled rate before each step
+        values.append((f"{name}.enabled", precision == name, f"train.precision is {precision}"))
+    # train.py sets the scaled and scheduled rate before each step.
     for path, key in (
         ("scheduler.type", "lr_schedule"),
         ("train_batch_size", config.train.global_batch_key),
@@ -258,35 +260,33 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
         ("optimizer.params.weight_decay", "weight_decay"),
         ("optimizer.params.betas", "adam_betas"),
     ):
-        value = getattr(config.train, key)
-        value = list(value) if isinstance(value, tuple) else value
+        value = plain_config(config)["train"][key]
         values.append((path, value, f"train.{key} is {value}"))
     if merged["tensor_parallel"]:
         path = "tensor_parallel.vocab_parallel_lm_head"
-        values.append((path, False, "the loss is that of all logits"))
+        values.append((path, False, "the loss needs all logits"))
     for path, value, source in values:
         parent, _, name = path.rpartition(".")
         block = _at(merged, parent)
         stated = block.get(name, "auto")
         if stated not in ("auto", value):
             raise UserError(
-                f"{config.ds_config}: {path} is {json.dumps(stated)}, but {source}; set it to "
-                '"auto" in the file, or change one of the two (train.lr_schedule and '
-                "train.precision can be auto, too)"
+                f"{config.ds_config}: {path}: is {json.dumps(stated)}, but {source}; set it to "
+                '"auto", or make the two equal (train.lr_schedule and train.precision may be auto)'
             )
         block[name] = value
-    del merged["scheduler"]  # zerotrain/training/optimizer.py has it
-    del merged["train_batch_size"]  # DeepSpeed would require it to be 1 x 1 x ranks
+    del merged["scheduler"]  # zerotrain/training/optimizer.py makes the schedule
+    del merged["train_batch_size"]  # DeepSpeed would require 1 x 1 x ranks
 
 
 def _with_defaults(
     merged: dict[str, Any], output_dir: str, local_ranks: int, hidden_size: int
 ) -> dict[str, Any]:
-    """Return the config without "auto": Hugging Face's sizes, or DeepSpeed's default. And give the
-    run a folder of its own for NVMe: DeepSpeed's files have the same names in every run.
+    """Return the config with Hugging Face's sizes or DeepSpeed's defaults in place of "auto", and
+    with a folder for NVMe that no other run has: DeepSpeed's files have the same names in all runs.
     """
     defaults = {
-        "stage": "auto",  # refused below: Trainer and accelerate differ
+        "stage": "auto",  # refused by _find_problem, because Trainer and accelerate differ
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
@@ -310,10 +310,9 @@ def _with_defaults(
     )
 
 
-def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
-    """Values that DeepSpeed would silently ignore or train wrongly, alone or together, or that are
-    not supported, and what its own parser refuses. Each relies on types and values that those
-    before it have checked.
+def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
+    """Return the first key that DeepSpeed would ignore, refuse or train wrongly with, or that is
+    not supported here, and why; None if there is none. Later checks rely on earlier ones.
     """
     tensor, sequence = group_sizes(merged)
     stage = zero_stage(merged)
@@ -324,64 +323,64 @@ def _problems(merged: dict[str, Any], config: Config) -> Iterator[str]:
         ("tensor_parallel.autotp_size", tensor, 1),
     ):
         if type(value) is not int or value < least:  # DeepSpeed would convert "3" and true
-            yield f"{path} is {json.dumps(value)}; use a whole number from {least} on"
+            return f"{path}: is {json.dumps(value)}; use a whole number, at least {least}"
     for block, text in KEYS.items():
         for name in _at(merged, block):
             if name not in text.split():
                 path = f"{block}.{name}".removeprefix(".")
                 hint = likely(name, text.split())
-                yield f"{path}: unknown, or not supported here; remove it{hint}"
+                return f"{path}: unknown, or not supported here; remove it{hint}"
     numbers = merged.keys() - {"communication_data_type", "log_level"}
     for path, value in _leaves(merged):
         if path in numbers and isinstance(value, str):
-            yield f"{path} is {json.dumps(value)}; use a number, true or false"
+            return f"{path}: is {json.dumps(value)}; use a number, true or false"
         only, why = SUPPORTED_VALUES.get(path, (value, ""))
         if value != only:
-            yield f"{path} is {json.dumps(value)}: {why}; remove it"
+            return f"{path}: is {json.dumps(value)}, but {why}; remove it"
         if stage < 3 and (value != AT_STAGE_3.get(path, value) or value == "nvme"):
-            yield f"{path} is {json.dumps(value)}: it needs zero_optimization.stage 3; remove it"
+            return f"{path}: {json.dumps(value)} needs zero_optimization.stage 3; remove it"
     kind = merged["optimizer"]["type"]
     if min(tensor, sequence) > 1:
-        yield "sequence_parallel_size and tensor_parallel.autotp_size: set one of them to 1"
+        return "sequence_parallel_size: does not work with autotp_size; set one of them to 1"
     if "zenflow" in merged["zero_optimization"]:
-        yield "zero_optimization.zenflow: it corrupts weights; remove it"
+        return "zero_optimization.zenflow: it corrupts weights; remove it"
     if secondary_ranks(merged) > 1 and set(offload_devices(merged).values()) != {"none"}:
-        yield "zero_optimization.zero_hpz_partition_size does not work with offload; remove one"
+        return "zero_optimization.zero_hpz_partition_size: does not work with offload; remove one"
     if str(kind).lower() not in ("adam", "adamw"):
-        yield f"optimizer.type is {json.dumps(kind)}: use AdamW or Adam"
+        return f"optimizer.type: is {json.dumps(kind)}; use AdamW or Adam"
     if config.train.precision == "fp16" and stage == 0:
-        yield (
-            "fp16 at zero_optimization.stage 0: DeepSpeed divides gradients there by a loss scale "
+        return (
+            "zero_optimization.stage: is 0, where DeepSpeed divides fp16 gradients by a loss scale "
             "that it has not multiplied with; set the stage to 1, or use bf16"
         )
     if config.model.quantization and stage == 3:
-        yield (
-            "zero_optimization.stage is 3, which cannot partition the 4-bit weights of "
+        return (
+            "zero_optimization.stage: is 3, which cannot partition the 4-bit weights of "
             "model.quantization; use a stage from 0 to 2, or LoRA without quantization"
         )
     try:
-        parsed = DeepSpeedConfig(copy.deepcopy(merged))  # it changes what it is given
-        if parsed.monitor_config.tensorboard.enabled:
-            import torch.utils.tensorboard  # noqa: F401 - by DeepSpeed, when the run has begun
+        DeepSpeedConfig(copy.deepcopy(merged))  # it changes its argument
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))  # in its block
+        key = ".".join(map(str, first["loc"]))  # without its block
         path = next((path for path, _ in _leaves(merged) if path.endswith(f".{key}")), key)
         hint = likely(key, [*DeepSpeedZeroConfig.model_fields])
-        yield f"{path}: {first['msg']}, got {json.dumps(first['input'])}; change or remove it{hint}"
-    except Exception as error:  # its own errors and assertions, all of them about `merged`
-        yield f"DeepSpeed refuses it: {describe(error)}; change or remove that key"
+        got = json.dumps(first["input"])
+        return f"{path}: {first['msg']}, got {got}; change or remove it{hint}"
+    except Exception as error:  # DeepSpeed's assertions and errors, all of them about `merged`
+        return f"DeepSpeed refuses it: {describe(error)}; change or remove that key"
+    return None
 
 
 def _at(merged: dict[str, Any], path: str) -> dict[str, Any]:
-    """The block at a dotted path."""
+    """Return the block at a dotted path."""
     for name in path.split(".") if path else ():
         merged = merged[name]
     return merged
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every value that is not itself a block."""
+    """Yield the dotted path and the value of everything that is not itself a block."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")

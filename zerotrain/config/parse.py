@@ -1,4 +1,6 @@
-"""Command line and YAML -> Config: defaults < YAML files < flags; each mistake is one line."""
+"""Parse the command line and YAML files into a Config. Flags override files, and files override
+defaults. Each mistake is one line.
+"""
 
 import dataclasses
 import json
@@ -43,12 +45,12 @@ OTHER_NAMES = """
     warmup_ratio warmup_steps: train.warmup_examples
     weight: data.train_sources [{path: FILE, repeat: 2}]
 """
-"""Names in transformers' Trainer, DeepSpeed and other tools, and the keys that do the same here."""
+"""Names in transformers' Trainer, DeepSpeed and other tools: the key that does the same here."""
 SAID_OF_A_BASE = (
     "model.tokenizer", "model.chat_template", "model.trainable", "data.supervise",
     "data.ignore_keys", "data.as_chat", "tracking.project",
 )  # fmt: skip
-"""Keys that a base should not set unnoticed: they fit its own model and rows, and the start-up
+"""Keys that a base should not set unnoticed. They fit its own model and rows, and the start-up
 table does not show them.
 """
 PLAIN_WORDS = {
@@ -62,7 +64,7 @@ PLAIN_WORDS = {
     "list_type": "it has to be a list, as in [PATH]",
     "string_pattern_mismatch": "use letters, digits, _, . and - only",
 }
-"""Kinds of pydantic's errors, and the sentences that take the place of its own."""
+"""Kinds of pydantic's errors: the text that replaces pydantic's own."""
 USAGE = """usage: {} --config FILE [--section.key VALUE ...] [--dry_run]
 
 --dry_run prints the start-up table and stops before any weights are loaded; nothing is written.
@@ -78,9 +80,7 @@ class CommandLine(NamedTuple):
 
 
 class _Loader(yaml.BaseLoader):
-    """YAML in which every scalar but null is text, which pydantic converts to the type of its
-    setting: off and 1e-5 mean what they look like.
-    """
+    """Loads every scalar but null as text; pydantic, not YAML, decides what `off` and `1e-5` are."""
 
 
 _Loader.add_implicit_resolver(NULL, re.compile(r"(~|null|)$"), None)
@@ -90,8 +90,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     """Parse `--config FILE --section.key value ... [--dry_run]`.
 
     Raises:
-        UserError: unknown key, wrong type, unreadable file or contradicting values; names file and
-            key.
+        UserError: a key is unknown, a value has the wrong type or contradicts another, or a file
+            cannot be read.
         SystemExit: 0, after `--help`.
     """
     if "--help" in argv or "-h" in argv:
@@ -103,12 +103,13 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     files = [value for name, value in flags if name == "config"]
     if len(files) != 1:
         raise UserError(
-            f"--config FILE has to be given once, such as --config recipes/demo.yaml, and is given "
-            f"{len(files)} times; a file can name another one as its base"
+            f"{COMMAND_LINE}: --config: is given {len(files)} times; give it once, as in --config "
+            "recipes/demo.yaml (a file can name another file as its `base`)"
         )
     [file] = files
     settings = {}
-    places = {"": file}  # where each key was given last
+    places = {"": file}
+    """FILE:LINE of each key, where it was given last."""
     for values, own_places in _with_bases(file):
         settings = _merge(settings, values, Config)
         places |= own_places
@@ -118,14 +119,14 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
             if text == "null" or text.startswith(("[", "{")):
                 value, lines = read_yaml(text, f"{COMMAND_LINE}: {key}")
                 places |= {f"{key}.{name}": COMMAND_LINE for name in lines}
-            while key:  # also of its sections, which may be wrong as a whole
+            while key:  # errors about a section name the place of the section
                 places[key] = COMMAND_LINE
                 key, _, part = key.rpartition(".")
                 value = {part: value}
             settings = _merge(settings, value, Config)
     try:
         config = TypeAdapter(Config).validate_python(settings)
-    except ValidationError as error:  # its own text has several lines, and a link
+    except ValidationError as error:
         raise UserError(_first_mistake(error, places)) from None
     trust = "model.trust_remote_code"
     if config.model.trust_remote_code and places[trust] != COMMAND_LINE:
@@ -145,7 +146,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
 
 
 def settings_table() -> str:
-    """Of each setting a line with key and default, and its meaning below."""
+    """Return a line with key and default for each setting, and its meaning below."""
     lines = []
     for section, name, key in settings_of(Config):
         field = section.__pydantic_fields__[name]
@@ -158,12 +159,12 @@ def settings_table() -> str:
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """The config in values of JSON: dictionaries and lists."""
+    """Return the config as dictionaries and lists, as in JSON."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def dump_config(config: Config) -> str:
-    """YAML text that parse_command_line reads back as an equal Config, but for
+    """Return YAML text that parse_command_line reads back as an equal Config, except
     model.trust_remote_code, which only a command line can set.
     """
     plain = plain_config(config)
@@ -172,11 +173,10 @@ def dump_config(config: Config) -> str:
 
 
 def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
-    """The value of a YAML text, of mappings, lists, texts and None; and the line of each dotted
-    key.
+    """Return the value of a YAML text (mappings, lists, texts, None), and each dotted key's line.
 
     Raises:
-        UserError: not YAML, an alias, or a key that occurs twice.
+        UserError: it is not YAML, has an alias, or has a key twice.
     """
     lines = {}
 
@@ -187,45 +187,38 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
             return None if node is None or node.tag == NULL else node.value
         values = {}
         for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if ":" in key.value:
-                raise yaml.YAMLError(f"{name}, in line {line}: write a space after the colon")
+            name = str(key.value)
             if name in values:
-                raise yaml.YAMLError(f"{name}: occurs twice, in line {line} again; remove one")
-            lines[prefix + name] = line
+                raise yaml.YAMLError(f"{prefix}{name} occurs twice; remove one")
+            lines[prefix + name] = key.start_mark.line + 1
             values[name] = value_of(value, f"{prefix}{name}.")
         return values
 
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise yaml.YAMLError("an alias (*): write the value out instead")
+            raise yaml.YAMLError("it has an alias (*); write the value out")
         return value_of(yaml.compose(text, _Loader), ""), lines
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{place}: not YAML: {describe(error)}") from error
 
 
 def check_start(config: Config) -> None:
-    """Check before anything is loaded that the output folder can be written, and that the folder to
-    resume from exists.
+    """Check, before anything is loaded, that the output folder can be written.
 
     Raises:
-        UserError: one of these is not so.
+        UserError: it cannot.
     """
-    resume = config.checkpoint.resume
     if config.output_dir.startswith("~") or "$" in config.output_dir:
-        meant = os.path.expandvars(Path(config.output_dir).expanduser())
         raise UserError(
-            f"output_dir: {config.output_dir}: ~ and variables are not expanded here; write the "
-            f"folder itself (they stand for {meant}, if they are set)"
+            f"output_dir: ~ and variables are not expanded in {config.output_dir}; write the "
+            "folder itself"
         )
-    if resume != "auto" and not Path(resume).is_dir():
-        raise UserError(f"checkpoint.resume: no such folder: {resume}")
     folder = Path(config.output_dir).absolute()
     while not folder.exists() and not folder.is_symlink():
         folder = folder.parent
     try:
         with TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 16))  # a full disk still takes an empty file
+            file.write(bytes(1 << 16))  # a full disk accepts an empty file
     except OSError as error:
         raise disk_error(error)(
             f"output_dir: cannot write {config.output_dir}: {folder}: {error.strerror}; choose "
@@ -234,54 +227,56 @@ def check_start(config: Config) -> None:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, value) of every flag but --dry_run and DeepSpeed's --local_rank."""
+    """Yield name and value of every flag except --dry_run and DeepSpeed's --local_rank."""
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if not (argument.startswith("--") and name):
-            raise UserError(f"{COMMAND_LINE}: {argument}: expected --section.key VALUE")
+            raise UserError(f"{COMMAND_LINE}: {argument}: write --section.key VALUE")
         if argument == DRY_RUN:
             continue
         if not equals:
             value = next(arguments, "--")
             if value.startswith("--"):
                 raise UserError(
-                    f"{COMMAND_LINE}: --{name} needs a value{likely(name, config_keys())}"
+                    f"{COMMAND_LINE}: --{name}: needs a value{likely(name, config_keys())}"
                 )
         if name != "local_rank":
             yield name, value
 
 
 def _with_bases(file: str, *derived: str) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """The values of a file and the place of each key, after those of the file that its key `base`
-    names, if it has one.
+    """Yield the values and the keys' places of each file that a file is based on, through its key
+    `base`, and last those of the file itself.
     """
     values, lines = read_yaml(read_text(file, f"{derived[0]}: base: " if derived else ""), file)
     if not isinstance(values, dict) or "zero_optimization" in values:
         raise UserError(
-            f"{file}: not a run config, which is a mapping like recipes/demo.yaml; a DeepSpeed "
-            "config is given with --ds_config"
+            f"{file}: not a run config, which is a mapping like recipes/demo.yaml; give a "
+            "DeepSpeed config with --ds_config"
         )
     places = {key: f"{file}:{line}" for key, line in lines.items()}
     base = values.pop("base", None)
     if base is not None:
         path = os.path.normpath(Path(file).parent / str(base))
         if path in derived:
-            raise UserError(f"{places['base']}: base: {base} is based on this file; remove one")
+            raise UserError(
+                f"{places['base']}: base: {base} is itself based on this file; remove one base"
+            )
         yield from _with_bases(path, os.path.normpath(file), *derived)
     yield values, places
 
 
 def _merge(settings: Any, values: dict[str, Any], section: type) -> dict[str, Any]:
-    """The settings of a section with other values in their place. null takes back what was set
-    before; pydantic refuses it for a section.
+    """Return the settings of a section, updated by `values`. null removes an inherited value;
+    pydantic rejects null for a section.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
     merged = dict(settings) if isinstance(settings, dict) else {}
     if values.get("name_or_path", model := merged.get("name_or_path")) != model:
-        merged.pop("from_config", None)  # it was said of another model
+        merged.pop("from_config", None)  # it was meant for a different model
     for name, value in values.items():
-        # sections are merged key by key; other mappings, such as data.eval_sources, are replaced
+        # Sections are merged key by key. Other mappings, such as data.eval_sources, are replaced.
         nested = section_of(kinds.get(name))
         if nested and isinstance(value, dict):
             merged[name] = _merge(merged.get(name), value, nested)
@@ -293,9 +288,10 @@ def _merge(settings: Any, values: dict[str, Any], section: type) -> dict[str, An
 
 
 def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
-    """The first error of pydantic as `FILE: key: problem`."""
-    first = min(error.errors(), key=lambda e: e["type"] == "missing")  # an unknown key first
-    # without pydantic's names of the types that a key takes
+    """Return pydantic's first error as `FILE:LINE: KEY: problem`; its own text has several lines."""
+    # A missing key comes last, because an unknown key may be its misspelling.
+    first = min(error.errors(), key=lambda e: e["type"] == "missing")
+    # A part with a bracket is pydantic's name for one of the types that a key takes.
     parts = [str(part) for part in first["loc"] if "[" not in str(part)]
     path = key = ".".join(parts)
     while key not in places:
@@ -312,8 +308,8 @@ def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
 
 
 def likely(name: str, names: Sequence[str]) -> str:
-    """Return what the user may have meant by an unknown key, for a message: the same word in a
-    section, or the most similar key or section; "" for a name that is known.
+    """Return a question for a message about an unknown key: it names the same word in a section,
+    or the most similar key or section. Return "" for a known name.
     """
     if name in names:
         return ""

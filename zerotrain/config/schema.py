@@ -1,4 +1,4 @@
-"""Every setting of a run, with its default, bounds and meaning, as frozen dataclasses."""
+"""Every setting of a run, with its default, bounds and meaning, in frozen dataclasses."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-MAX_INT = 2**40  # what is larger would overflow somewhere
+MAX_INT = 2**40
+"""Larger integers would overflow somewhere."""
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -23,32 +24,32 @@ RowFormat = Literal[
     "text",
 ]  # fmt: skip
 HELD_OUT = "held_out"
-"""Name of the held-out set where there is only one, without a name."""
+"""Name of the only held-out set, if it has no name."""
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "data" / "chat_templates"
 
 
 def chat_template_file(name: str) -> Path:
-    """The file that model.chat_template refers to, by path or by name in data/chat_templates."""
+    """Return the file that model.chat_template names, by path or by name in data/chat_templates."""
     named = CHAT_TEMPLATES / f"{name}.jinja"
     return named if named.is_file() and not Path(name).is_file() else Path(name)
 
 
 class Section:
-    """A part of the config. pydantic refuses other keys and types than those of its fields; values
-    that contradict each other are refused by __post_init__.
+    """A part of the config. pydantic rejects unknown keys and wrong types. __post_init__ rejects
+    values that contradict each other.
     """
 
     __pydantic_config__ = ConfigDict(
         extra="forbid",
         allow_inf_nan=False,
-        use_attribute_docstrings=True,  # as the descriptions of fields, for --help
+        use_attribute_docstrings=True,  # for --help
     )
 
 
 @dataclass(frozen=True)
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv:2106.09685), by peft: for a frozen matrix W, W + alpha / r * B A is
-    used, with A and B of rank r trained.
+    """Low-rank adapters (arXiv:2106.09685), by peft. In place of a frozen matrix W, the model uses
+    W + alpha / r * B A, where A and B have rank r and are trained.
     """
 
     r: PositiveInt = 16
@@ -59,10 +60,10 @@ class LoraConfig(Section):
     """Dropout of the adapter's input."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules with adapters, by the ends of their names, such as [q_proj, v_proj]; all-linear:
-    every linear layer but the output head, and neither experts nor routers.
+    every linear layer except the output head, experts and routers.
     """
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules that are trained as a whole instead, such as [embed_tokens, lm_head]."""
+    """Modules to train as a whole, without adapters, such as [embed_tokens, lm_head]."""
 
 
 @dataclass(frozen=True)
@@ -76,32 +77,32 @@ class ModelConfig(Section):
     from_config: bool = False
     """Initialize the weights randomly, with train.seed, instead of loading pretrained ones."""
     tokenizer: str | None = None
-    """Hub id, also as ID@REVISION, or folder of the tokenizer; default: model.name_or_path."""
+    """Hub id (also ID@REVISION) or folder of the tokenizer; default: model.name_or_path."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or the name of one in
     data/chat_templates, such as chatml or llama3.
     """
     attn_implementation: str | None = None
-    """sdpa, eager, flash_attention_2 ...; default: chosen by transformers, or packed_examples, of
-    zerotrain/model/packing.py, for packed examples.
+    """sdpa, eager, flash_attention_2 ...; default: chosen by transformers; for packed examples
+    packed_examples, from zerotrain/model/packing.py.
     """
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about 1/3 more compute, far less memory."""
     compile: bool = False
     """torch.compile each block: faster after minutes of compilation; needs a C++ compiler on CPU.
-    Experts are compiled too, whichever ones the tokens choose, but not those with adapters.
+    Experts are compiled too, except experts with adapters.
     """
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read; only on the
-    command line.
+    """Run Python code that comes with the model; settable only on the command line. Read that code
+    first.
     """
     lora: LoraConfig | None = None
-    """Train adapters and freeze the weights. Learning rates are about ten times those of training
-    all weights (Schulman et al. 2025, "LoRA Without Regret"), often 1e-4 to 2e-4.
+    """Train adapters and freeze the weights. They need about ten times the learning rate of full
+    training (Schulman et al. 2025, "LoRA Without Regret"), often 1e-4 to 2e-4.
     """
     trainable: list[str] = field(default_factory=list)
-    """Regular expressions: train the parameters with a match in their name, and freeze the others;
-    default: all are trained.
+    """Regular expressions: train the parameters whose names have a match, and freeze the others;
+    default: train all.
     """
     quantization: Literal["nf4"] | None = None
     """nf4: freeze the linear layers in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes, on GPUs;
@@ -122,7 +123,7 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class Source(Section):
-    """Where rows come from: a path or a data set of the hub."""
+    """Rows of a path or of a data set on the hub."""
 
     path: str | None = None
     """File, folder or glob: JSONL, JSON, CSV, Parquet, Arrow, also with .gz, .zst, .bz2."""
@@ -146,8 +147,8 @@ class Source(Section):
     list it in a file that the start-up table names.
     """
     repeat: Annotated[float, Field(gt=0, le=10_000)] = 1.0
-    """How many times an epoch passes over a training source; 0.3: each epoch has another three
-    tenths of its examples.
+    """How many times an epoch passes over a training source; 0.3: each epoch uses a different 30%
+    of its examples.
     """
 
     def __post_init__(self) -> None:
@@ -157,16 +158,16 @@ class Source(Section):
             raise ValueError("subset and revision are only for hub data sets")
 
 
-# pydantic checks what the two functions below return; so they pass on what they do not know.
+# The two functions below return unknown input unchanged, and pydantic rejects it.
 
 
 def _as_source(given: Any) -> Any:
-    """A text is the path of a source."""
+    """Return a text as the path of a source."""
     return {"path": given} if isinstance(given, str) else given
 
 
 def _as_sets(given: Any) -> Any:
-    """A list of sources is one held-out set without a name; an empty one is none."""
+    """Return a list of sources as one held-out set, and an empty list as no set."""
     return {HELD_OUT: given} if given and not isinstance(given, dict) else given or {}
 
 
@@ -178,14 +179,14 @@ class DataConfig(Section):
     """The data sets, how rows are tokenized, and the size of micro-batches."""
 
     train_sources: Sources
-    """Paths, or {path or hub: ..., repeat: 0.3} objects. An epoch has every row once, or as often
-    as `repeat` of its source says.
+    """Paths, or {path or hub: ..., repeat: 0.3} objects. An epoch has every row once, or `repeat`
+    times.
     """
     eval_sources: Annotated[dict[SetName, Sources], BeforeValidator(_as_sets)] = field(
         default_factory=dict
     )
-    """Sources of held-out rows, given in the same way; or several sets, {name: sources}. The first
-    one's loss is eval_loss.
+    """Sources of held-out rows, given in the same way; or several sets, {name: sources}. eval_loss
+    is the loss of the first set.
     """
     eval_fraction: Fraction = 0.0
     """Hold out this share of the training rows instead of eval_sources; drawn with train.seed."""
@@ -195,21 +196,20 @@ class DataConfig(Section):
     """Render prompt/completion and instruction rows as one user and one assistant turn."""
     supervise: Literal["answers", "last", "all"] = "answers"
     """Which tokens are supervised. answers: all assistant turns, or the completion; last: only the
-    last of them; all: every token.
+    last turn; all: every token.
     """
     max_length: Annotated[int, Field(ge=2, le=MAX_INT)] = 2048
     """Longest example, in tokens."""
     on_too_long: Literal["truncate", "split", "drop"] = "truncate"
-    """truncate, split or drop a row of more than max_length tokens; such rows are counted and
-    reported.
+    """truncate, split or drop a row of more than max_length tokens, and count it.
     """
     batching: Literal["auto", "bucketed", "packed"] = "auto"
-    """bucketed: a micro-batch is padded examples of similar length; packed: examples concatenated
-    without padding; auto: packed if the model can attend within each example alone, on CUDA in bf16
-    or fp16 by torch's varlen kernel.
+    """bucketed: a micro-batch has padded examples of similar length; packed: it has concatenated
+    examples without padding; auto: packed if the model can attend within each example alone, on
+    CUDA in bf16 or fp16 by torch's varlen kernel.
     """
     micro_batch_tokens: PositiveInt = 16384
-    """Memory budget: most tokens, including padding, in one micro-batch of one rank."""
+    """Memory budget: the most tokens, including padding, in one micro-batch of one rank."""
     cache_dir: str = ".cache/tokenized"
     """Tokenized examples, one folder per (files, tokenizer, options)."""
 
@@ -229,12 +229,12 @@ class TrainConfig(Section):
     learning_rate: PositiveFloat
     """Peak learning rate at the reference global batch, before scaling."""
     global_batch_size: PositiveInt | None = None
-    """Most examples per optimizer step, over all ranks; an epoch is split into steps of equal size.
-    The number of micro-steps follows from it.
+    """The most examples per optimizer step, over all ranks; an epoch is split into steps of equal
+    size. The number of micro-steps is computed from it.
     """
     global_batch_tokens: PositiveInt | None = None
-    """Tokens per optimizer step, over all ranks, instead of global_batch_size; steps have nearly
-    equal token counts.
+    """Tokens per optimizer step, over all ranks, instead of global_batch_size. Steps have nearly
+    equal numbers of tokens.
     """
     epochs: PositiveInt | None = None
     """Passes over the data. Give epochs or steps."""
@@ -245,8 +245,8 @@ class TrainConfig(Section):
     linear: 1.
     """
     reference_global_batch: PositiveInt | None = None
-    """The global batch that learning_rate was tuned for, in the unit of the global batch; needed by
-    sqrt and linear.
+    """The global batch that learning_rate was tuned for, in the same unit; required by sqrt and
+    linear.
     """
     lr_schedule: Literal[
         "auto",
@@ -268,7 +268,7 @@ class TrainConfig(Section):
     cosine_with_min_lr, warmup_stable_decay. Of DeepSpeed: WarmupLR, WarmupDecayLR, WarmupCosineLR.
     """
     lr_schedule_args: dict[str, ScheduleArgument] = field(default_factory=dict)
-    """Further arguments of that schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
+    """Further arguments of the schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""
     warmup_examples: NonNegativeInt = 0
     """The learning rate rises linearly over this many examples, whatever the global batch."""
     weight_decay: NonNegativeFloat = 0.0
@@ -302,13 +302,13 @@ class TrainConfig(Section):
 
     @property
     def global_batch_key(self) -> str:
-        """The one of global_batch_size and global_batch_tokens that is set."""
+        """global_batch_size or global_batch_tokens, whichever is set."""
         by_size = self.global_batch_tokens is None
         return "global_batch_size" if by_size else "global_batch_tokens"
 
     @property
     def global_batch(self) -> int:
-        """Examples or tokens per optimizer step, according to global_batch_key."""
+        """Examples or tokens per optimizer step; global_batch_key is the unit."""
         return getattr(self, self.global_batch_key)
 
 
@@ -333,14 +333,13 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 0
     """Save every this many steps and at the end; 0: only at the end."""
     every_minutes: NonNegativeInt = 0
-    """Save every this many minutes, also beside every_steps; 0: never. A good interval is the root
-    of 2 x the minutes of a save x the minutes between failures.
+    """Save every this many minutes, in addition to every_steps; 0: never. A good interval is the
+    square root of 2 x the minutes of a save x the minutes between failures.
     """
     keep_last: PositiveInt = 2
-    """Complete checkpoints to keep; older ones are deleted once a newer one is complete."""
+    """Number of complete checkpoints to keep; older ones are deleted once a new one is complete."""
     keep_best: bool = False
-    """Also keep the checkpoint of the evaluation with the best eval_loss; one that is better than
-    all before is followed by a save.
+    """Also keep the checkpoint with the best eval_loss. A new best evaluation triggers a save.
     """
     async_save: bool = False
     """Write from a copy in CPU memory while training continues; needs memory for that copy."""
@@ -349,12 +348,12 @@ class CheckpointConfig(Section):
     epoch comes first, in steps of the new global batch.
     """
     resume: str = "auto"
-    """auto: resume from the newest complete checkpoint in output_dir, if any; or the checkpoint
-    folder, outside of output_dir, to resume from as long as output_dir has none.
+    """auto: resume from the newest complete checkpoint in output_dir, if any. Or a checkpoint
+    folder outside output_dir, which is used only while output_dir has no checkpoint.
     """
     weights_only: bool = False
-    """Start at step 0 with the weights of the checkpoint folder given by resume, from any run of
-    the same model; once output_dir has checkpoints, resume from those.
+    """Start at step 0 with the weights of the checkpoint folder that `resume` names, from any run
+    of the same model; once output_dir has checkpoints, resume from those.
     """
 
     def __post_init__(self) -> None:
@@ -364,7 +363,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class TrackingConfig(Section):
-    """Weights & Biases; metrics.jsonl in output_dir is written in any case."""
+    """Weights & Biases. metrics.jsonl in output_dir is always written."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
     """online, offline (a folder that `wandb sync` uploads later) or disabled; WANDB_MODE=disabled
@@ -379,14 +378,13 @@ class DistributedConfig(Section):
     """The process group."""
 
     timeout_seconds: Seconds = 1800
-    """Timeout of collectives, ZeRO's own included; one that takes longer ends the run with an
-    error.
+    """Timeout of collectives, including ZeRO's own; a longer wait ends the run with an error.
     """
     world_size: PositiveInt | None = None
-    """Refuse to run with another number of ranks."""
+    """Refuse to run with a different number of ranks."""
     preempt_grace_seconds: Seconds = 120
-    """A preempted rank that has not saved and exited after this time exits at once. DeepSpeed's own
-    launcher kills its ranks after 30 s, whatever this is.
+    """Time for a preempted rank to save and exit; after it, the rank exits without saving.
+    DeepSpeed's own launcher always kills its ranks after 30 s.
     """
 
 
@@ -414,13 +412,13 @@ class Config(Section):
 
 
 def section_of(kind: Any) -> type | None:
-    """The class of a section, which may be `| None`; None for the types of other keys."""
+    """Return the class of a section, also for `SECTION | None`; None for other types."""
     kinds = (kind, *get_args(kind))
     return next((k for k in kinds if Section in getattr(k, "__mro__", ())), None)
 
 
 def settings_of(section: type, prefix: str = "") -> Iterator[tuple[type, str, str]]:
-    """(section, name, dotted key) of each setting of a section and of those in it."""
+    """Yield (section, name, dotted key) of each setting in a section and its subsections."""
     for f in fields(section):
         if nested := section_of(f.type):
             yield from settings_of(nested, f"{prefix}{f.name}.")
@@ -429,5 +427,5 @@ def settings_of(section: type, prefix: str = "") -> Iterator[tuple[type, str, st
 
 
 def config_keys(section: type = Config) -> list[str]:
-    """The dotted keys of a section."""
+    """Return the dotted keys of a section."""
     return [key for _, _, key in settings_of(section)]

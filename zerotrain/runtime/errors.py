@@ -34,29 +34,24 @@ EXIT_INTERRUPTED = 130
 WHERE = re.compile(
     r"(?:\[rank .*?\] )?(?:error: )?"
     r"(?:(?P<place>command line|\S*(?:/|:\d|\.json|\.yaml)\S*): )?"
-    r"(?:(?P<key>[\w.-]+): )?"
+    r"(?:(?P<key>[\w.-]+)(?: \(\w+\))?: )?"
 )
 
 
 class UserError(Exception):
     """Bad input. `str(error)` is the one line that the user sees, in the form
     `PLACE: KEY: what is wrong; what to do`.
+
+    Attributes:
+        place: FILE:LINE, FILE or `command line`, as the message names it, or None.
+        key: the setting that is wrong, such as train.seed, as the message names it, or None.
     """
 
     exit_code = EXIT_USER_MISTAKE
 
-    def __str__(self) -> str:
-        return printable(super().__str__())
-
-    @property
-    def place(self) -> str | None:
-        """FILE:LINE, FILE or `command line`, as the message names it."""
-        return WHERE.match(str(self))["place"]
-
-    @property
-    def key(self) -> str | None:
-        """The setting that is wrong, such as train.seed, as the message names it."""
-        return WHERE.match(str(self))["key"]
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+        self.place, self.key = WHERE.match(message).groups()
 
 
 class EnvironmentFailure(UserError):

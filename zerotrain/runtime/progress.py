@@ -15,7 +15,7 @@ LINE_SECONDS = 10.0
 def print_line(text: str) -> None:
     """Print a line on standard error if this is rank 0."""
     if rank_variables()["RANK"] == "0":
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
 
 def show_rows(rows: Mapping[str, str]) -> None:
