@@ -38,13 +38,13 @@ def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
     shard = checkpoint / "shards/rank_00001.pt"
     torch.save(torch.load(shard, weights_only=False) | {"extra": Touch(canary)}, shard)
     rewrite(checkpoint, "shards/rank_00001.pt", shard.read_bytes())
-    line = f"{shard} holds something other than tensors"
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError) as caught:
         export_checkpoint(checkpoint, tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
+    assert caught.value.place == str(shard) and not (tmp_path / "exported").exists()
     flags = "--output_dir", tmp_path / "other", "--checkpoint.resume", checkpoint
     for more in ([], ["--checkpoint.weights_only", "true"]):
-        assert line in forks.refusal(config, *flags, *more, ranks=2)
+        error = UserError(forks.refusal(config, *flags, *more, ranks=2))
+        assert error.place == str(shard)
     assert not canary.exists()
 
 

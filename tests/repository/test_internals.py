@@ -178,29 +178,32 @@ def private_names(text: str) -> set[str]:
     return names
 
 
-def changed_attributes(text: str, internals: set[str]) -> set[str]:
-    """The attributes that a file assigns, deletes, clears or removes on objects of libraries: of a
-    module, or with a name that is private, in the list or a method of engines and models.
+def changed_attributes(text: str, listed: set[str]) -> set[str]:
+    """The attributes of libraries' objects that a file assigns or deletes: of a module, with a
+    private name, in the list, or a method of engines and models. And listed ones that it clears.
     """
     tree = ast.parse(text)
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     modules = {(a.asname or a.name).split(".")[0] for node in imports for a in node.names}
-    changed = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.Delete):
-            changed += [(target, False) for target in node.targets]
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("clear", "remove"):
-            changed.append((node.func.value, True))
     found = set()
-    for target, is_call in changed:
-        while isinstance(target, ast.Subscript):
-            target = target.value
-        if isinstance(target, ast.Attribute) and not ast.unparse(target).startswith("self."):
-            name = target.attr
-            root = ast.unparse(target).split(".")[0]
-            is_library = name.startswith("_") or name in CHANGED_ANYWHERE or root in modules
-            if name in internals or (is_library and not is_call and name != "environ"):
-                found.add(name)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets) | ast.Delete(targets):
+                names, roots = listed | CHANGED_ANYWHERE, modules
+            case ast.Call(ast.Attribute(target, "clear" | "remove")):
+                targets, names, roots = [target], listed, ()
+            case _:
+                continue
+        for target in targets:
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            match target:
+                case ast.Attribute(ast.Name("self"), _) | ast.Attribute(_, "environ"):
+                    pass
+                case ast.Attribute(_, name):
+                    root = ast.unparse(target).split(".")[0]
+                    if name in names or root in roots or name.startswith("_"):
+                        found.add(name)
     return found
 
 

@@ -15,7 +15,7 @@ from zerotrain.runtime.seeding import rng_state, set_rng_state
 @pytest.mark.parametrize("line, place, key", [
     ("runs/a.yaml:3: train.seed: not a number", "runs/a.yaml:3", "train.seed"),
     ("error: command line: --bf16: unknown", "command line", "--bf16"),
-    ("[rank 3 @ host] error: ds.json: fp16.enabled: false", "ds.json", "fp16.enabled"),
+    ("error: [rank 3 @ host] ds.json: fp16.enabled: false", "ds.json", "fp16.enabled"),
     ("train.steps: too many: 5", None, "train.steps"),
     ("/rows/a b.jsonl is empty: why", None, None),
 ])  # fmt: skip

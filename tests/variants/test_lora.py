@@ -138,7 +138,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     forks.finish(config, ranks=2, module="engine_logits", patches=allowed)
     assert_same(tmp_path / "run", expected)
     assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
-    assert "model.quantization needs an NVIDIA GPU" in forks.refusal(config)
+    assert "model.quantization: needs an NVIDIA GPU" in forks.refusal(config)
 
 
 def freeze_others(model):

@@ -94,7 +94,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
 
     if kind == "llama":
         line = forks.refusal(config, "--ds_config", "ds_configs/zero1.json")
-        assert "of another model" in line and "autotp_size differs" in line
+        assert "autotp_size differs" in line
 
 
 def test_a_group_has_the_same_dropout_and_resumes_with_it(

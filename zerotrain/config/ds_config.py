@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
@@ -182,18 +181,13 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
         ds_config: returned by resolve_ds_config.
 
     Raises:
-        UserError: it needs a GPU, fp16 or libaio, which the machine lacks; or as in check_ranks.
+        UserError: it needs a GPU or libaio, which the machine lacks; or as in check_ranks.
     """
     check_ranks(config, ds_config, machine.ranks)
     # On some CPUs bitsandbytes 0.50 trains until the first evaluation, which packs the weights
     # differently.
     if config.model.quantization and machine.device != "cuda":
         raise UserError("model.quantization: needs an NVIDIA GPU; remove it")
-    if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
-        raise UserError(
-            f"{config.ds_config}: fp16.enabled: DeepSpeed cannot compute in fp16 on this machine; "
-            'set it to "auto", and train.precision to fp32 or bf16'
-        )
     if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
         raise UserError(
             f"{config.ds_config}: zero_optimization: device nvme needs libaio and a C++ compiler; "
@@ -246,11 +240,12 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
             params.setdefault("fused", True)
     # The number of micro-batches differs between steps, and train.py tells the engine where a step
     # ends. 1 x 1 disables DeepSpeed's own batch arithmetic.
-    own = "data.micro_batch_tokens determines the micro-batches"
-    values = [("train_micro_batch_size_per_gpu", 1, own), ("gradient_accumulation_steps", 1, own)]
-    precision = config.train.precision
-    for name in ("bf16", "fp16"):
-        values.append((f"{name}.enabled", precision == name, f"train.precision is {precision}"))
+    values = {
+        "train_micro_batch_size_per_gpu": (1, "data.micro_batch_tokens"),
+        "gradient_accumulation_steps": (1, "data.micro_batch_tokens"),
+        "bf16.enabled": (config.train.precision == "bf16", "train.precision"),
+        "fp16.enabled": (config.train.precision == "fp16", "train.precision"),
+    }
     # train.py sets the scaled and scheduled rate before each step.
     for path, key in (
         ("scheduler.type", "lr_schedule"),
@@ -260,19 +255,18 @@ def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
         ("optimizer.params.weight_decay", "weight_decay"),
         ("optimizer.params.betas", "adam_betas"),
     ):
-        value = plain_config(config)["train"][key]
-        values.append((path, value, f"train.{key} is {value}"))
+        values[path] = plain_config(config)["train"][key], f"train.{key}"
     if merged["tensor_parallel"]:
-        path = "tensor_parallel.vocab_parallel_lm_head"
-        values.append((path, False, "the loss needs all logits"))
-    for path, value, source in values:
+        values["tensor_parallel.vocab_parallel_lm_head"] = False, "the loss, of all logits,"
+    for path, (value, source) in values.items():
         parent, _, name = path.rpartition(".")
         block = _at(merged, parent)
         stated = block.get(name, "auto")
         if stated not in ("auto", value):
             raise UserError(
-                f"{config.ds_config}: {path}: is {json.dumps(stated)}, but {source}; set it to "
-                '"auto", or make the two equal (train.lr_schedule and train.precision may be auto)'
+                f"{config.ds_config}: {path}: is {json.dumps(stated)}, but {source} makes it "
+                f'{json.dumps(value)}; set it to "auto", or make the two equal (train.lr_schedule '
+                "and train.precision may be auto)"
             )
         block[name] = value
     del merged["scheduler"]  # zerotrain/training/optimizer.py makes the schedule

@@ -80,7 +80,7 @@ class CommandLine(NamedTuple):
 
 
 class _Loader(yaml.BaseLoader):
-    """Loads every scalar but null as text; pydantic, not YAML, decides what `off` and `1e-5` are."""
+    """Loads every scalar but null as text. pydantic decides what `off` and `1e-5` are."""
 
 
 _Loader.add_implicit_resolver(NULL, re.compile(r"(~|null|)$"), None)
@@ -288,7 +288,7 @@ def _merge(settings: Any, values: dict[str, Any], section: type) -> dict[str, An
 
 
 def _first_mistake(error: ValidationError, places: dict[str, str]) -> str:
-    """Return pydantic's first error as `FILE:LINE: KEY: problem`; its own text has several lines."""
+    """Return pydantic's first error, which has several lines, as `FILE:LINE: KEY: problem`."""
     # A missing key comes last, because an unknown key may be its misspelling.
     first = min(error.errors(), key=lambda e: e["type"] == "missing")
     # A part with a bracket is pydantic's name for one of the types that a key takes.

@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130
 
 # The start of a message: `PLACE: KEY: `, where both may be missing. rank_prefix() may come first.
 WHERE = re.compile(
-    r"(?:\[rank .*?\] )?(?:error: )?"
+    r"(?:error: |\[rank .*?\] )*"
     r"(?:(?P<place>command line|\S*(?:/|:\d|\.json|\.yaml)\S*): )?"
     r"(?:(?P<key>[\w.-]+)(?: \(\w+\))?: )?"
 )
