@@ -41,8 +41,8 @@ CHAINS = {
 def test_other_world_sizes_stages_and_offload_continue_the_curve(
     forks, tiny_config, tmp_path, precision
 ):
-    """One step with each, then on to the end. Two parameter groups, with and without weight decay;
-    no size is divisible by 3 ranks.
+    """The run takes one step with each layout, and the rest with the last. It has two parameter
+    groups, with and without weight decay. No parameter's size is divisible by 3 ranks.
     """
     config = tiny_config(train__precision=precision, train__steps=7)
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
@@ -60,8 +60,8 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
 
 
 def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
-    """A run of another layout and precision starts with the weights, and resumes from its own
-    checkpoints; other refusals are one line each.
+    """A run with a different layout and precision starts with the weights, and resumes from its
+    own checkpoints.
     """
     first = tiny_config(name="first.yaml", train__steps=2)
     flags = "--output_dir", tmp_path / "first", "--train.precision", "bf16"
@@ -104,8 +104,8 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
 
 @pytest.mark.timeout(400)
 def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_model_with_dropout):
-    """The run saves after every step; ranks are killed at a random moment around a save, blocking
-    and asynchronous saves alternate.    KILLS=100 pytest test_checkpoints.py -k again
+    """The run saves after every step. Both ranks are killed at a random moment around a save.
+    Blocking and asynchronous saves alternate.    KILLS=100 pytest test_checkpoints.py -k again
     """
     kills = int(os.environ.get("KILLS", "4"))
     steps = max(40, kills + kills // 2)  # each attempt completes at least one
@@ -134,7 +134,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
     forks.finish(config, "--checkpoint.async_save", "true", ranks=2)
     assert curve(run_folder) == curve(tmp_path / "whole"), "each step once, bit for bit"
     assert names(run_folder)[-2:] == [f"step_{step:08d}" for step in (steps - 1, steps)]
-    # an asynchronous save has the state of its step
+    # An asynchronous save has the state of its own step.
     last = f"checkpoints/step_{steps:08d}/shards/rank_00001.pt"
     shards = [torch.load(f / last, weights_only=True) for f in (run_folder, tmp_path / "whole")]
     ours, expected = (shard["parts"] for shard in shards)
@@ -148,7 +148,7 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
 
 @NEEDS_ROOT
 def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
-    """A failed save is no success: not in a line, not in the metrics, not in the exit code."""
+    """A failed save counts as failed in the output, the metrics and the exit code."""
     disk = tmp_path / "run" / "checkpoints"
     disk.mkdir(parents=True)
     with mounted(disk, "-t", "tmpfs", "-o", "size=1m", "none"):
@@ -168,7 +168,7 @@ def test_a_full_disk_costs_no_older_checkpoint(forks, tiny_config, tmp_path):
 
 
 def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
-    """The learning rate rises until the loss does, so that the best is none of the last."""
+    """The learning rate rises until the loss rises too, so the best checkpoint is an early one."""
     config = tiny_config(
         train__steps=9, eval__every_steps=2, train__learning_rate=0.25,
         train__warmup_examples=120,
@@ -207,7 +207,7 @@ DAMAGE = {
 
 
 def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny_config, tmp_path):
-    """The newest is damaged in different ways; a stale `latest` file is ignored."""
+    """The newest checkpoint is damaged in several ways. A stale `latest` file is ignored."""
     config = tiny_config(train__steps=4, checkpoint={"every_steps": 2})
     forks.finish(config)
     intact, run_folder = tmp_path / "intact", tmp_path / "run"
@@ -239,9 +239,9 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
 
 
 @pytest.mark.parametrize("ranks, name", [(2, "zero2"), (3, "zero3")])
-def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ranks, name):
-    """In a shard of any rank, and in trainer_state.json: an older checkpoint is used, by a run of
-    the same layout and of another one.
+def test_checkpoints_with_a_flipped_bit_are_skipped(forks, tiny_config, tmp_path, ranks, name):
+    """The bit is in a shard of either rank or in another file. The run uses an older checkpoint, in
+    the same layout and in a different one.
     """
     config = tiny_config(
         train__steps=5,
@@ -267,7 +267,7 @@ def test_a_flipped_bit_is_found_by_who_reads_it(forks, tiny_config, tmp_path, ra
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     forks, tiny_config, tmp_path
 ):
-    """It is a mount point, which cannot be renamed."""
+    """The checkpoint is a mount point, which cannot be renamed."""
     config = tiny_config(train__steps=4)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
@@ -289,7 +289,7 @@ def test_a_run_folder_that_is_out_of_reach_for_two_seconds_is_waited_for(
     run_folder = tmp_path / "run"
     checkpoints = run_folder / "checkpoints"
     run = forks.start(config, ranks=2)
-    # between two saves: one that has begun needs its folder
+    # between two saves, because a save that has begun needs its folder
     run.until(lambda: list_complete(checkpoints) and read_metrics(run_folder, "save"))
     run_folder.rename(tmp_path / "away")
     time.sleep(2)

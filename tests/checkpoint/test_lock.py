@@ -21,7 +21,7 @@ def short_lease(monkeypatch):
 
 
 def of_another_host(path, lease_seconds=LEASE_SECONDS):
-    """A lock as a process of another host writes it, about which nobody can know here."""
+    """Write a lock as a process of another host does, which cannot be looked up here."""
     lines = ("pid=77", "host=elsewhere", "mode=lease", "token=ab", f"duration={lease_seconds}")
     path.write_text("\n".join(("filelock/2", *lines, "")))
 
@@ -46,8 +46,8 @@ def test_a_live_run_keeps_its_lock_and_is_named(tmp_path):
     assert path.read_text().startswith("filelock/2\npid=77\n"), "left as it was"
 
 
-def test_an_empty_lock_is_taken_over_and_what_is_none_is_one_line(tmp_path):
-    """A power cut leaves an empty one. Another version of this program has another lease."""
+def test_an_empty_lock_is_taken_over_and_an_unknown_one_is_rejected(tmp_path):
+    """A power cut leaves an empty lock. Another version of this program has a different lease."""
     path = tmp_path / "run.lock"
     path.touch()
     with lock.RunLock(tmp_path):
@@ -76,7 +76,7 @@ def test_a_run_that_has_lost_its_lock_fails_so_that_it_is_started_again(tmp_path
     assert path.read_text().startswith("filelock/2\npid=77\n"), "left as it was"
 
 
-def test_a_run_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
+def test_a_run_that_was_stopped_does_not_write_after_another_has_started(
     forks, tiny_config, tmp_path
 ):
     """Rank 0 is stopped for longer than the lease, and continues after another run has started."""

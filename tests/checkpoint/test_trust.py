@@ -1,5 +1,5 @@
-"""What others have written is only read: no code of a checkpoint runs, nothing of a user's is
-touched, and a file of the wrong shape is one line.    pytest tests/checkpoint/test_trust.py
+"""No code of a checkpoint runs, and no file of a user is touched.
+pytest tests/checkpoint/test_trust.py
 """
 
 import os
@@ -27,11 +27,11 @@ class Touch:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading runs nothing
+# Reading runs no code
 
 
 def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
-    """Its entry in the manifest is right, as an attacker would write it."""
+    """The shard's entry in the manifest is right, as an attacker would write it."""
     config = tiny_config(train__steps=2)
     forks.finish(config, ranks=2)
     canary, checkpoint = tmp_path / "canary", tmp_path / "run/checkpoints/step_00000002"
@@ -49,7 +49,7 @@ def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Nothing of a user's is touched
+# Files of a user are not touched
 
 
 def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
@@ -76,20 +76,20 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     shutil.copytree(kept_elsewhere, folder / "step_lowlr_ok", dirs_exist_ok=True)
     (folder / ".step_00000009.tmp").symlink_to(kept_elsewhere)
     draft = folder / f".step_00000009.{'a' * 32}.tmp"
-    draft.symlink_to(kept_elsewhere)  # a draft of a run by its name, a link by its kind
+    draft.symlink_to(kept_elsewhere)  # a link with the name of a run's draft
     finished = forks.finish(config)
     assert f"resuming from {folder}/step_00000002: step 2" in finished.output
     steps = [int(path.name[-1]) for path in list_complete(folder)]
-    assert steps == [2, 4, 5], "that of step 2 was resumed from"
+    assert steps == [2, 4, 5], "the run resumed from step 2"
     assert all(file.read_text() == "mine" for file in [*mine, target])
     assert (kept_elsewhere / "COMPLETE").exists() and (folder / ".step_00000009.tmp").is_symlink()
     assert not draft.is_symlink() and not (folder / "step_00000001").is_symlink()
-    draft.mkdir()  # of a killed save: it goes although the next run has nothing to save
+    draft.mkdir()  # as a killed save leaves it; it goes although the next run has nothing to save
     forks.finish(config)
     assert not draft.exists()
 
 
-def test_a_new_folder_deletes_nothing_and_is_whole_or_missing(tmp_path, monkeypatch):
+def test_a_new_folder_is_whole_or_missing_and_replaces_no_file(tmp_path, monkeypatch):
     out = tmp_path / "out"
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "mine").touch()

@@ -80,7 +80,9 @@ def test_a_file_may_have_a_base(tiny_config, tmp_path):
         assert error.place.startswith(f"{tmp_path}/middle.yaml") and error.key == "base"
 
 
-def test_what_a_base_says_is_reported_and_not_of_another_model(tiny_config, tmp_path, capsys):
+def test_keys_of_a_base_are_reported_and_from_config_goes_with_its_model(
+    tiny_config, tmp_path, capsys
+):
     tiny_config("base.yaml", model__from_config=True, data__supervise="last", train__seed=1)
     top = tmp_path / "top.yaml"
     top.write_text("base: base.yaml\ntrain: {seed: 2}")
@@ -91,7 +93,7 @@ def test_what_a_base_says_is_reported_and_not_of_another_model(tiny_config, tmp_
     assert parse(top, "--model.from_config", "true", "--model.name_or_path", "b").model.from_config
 
 
-MISTAKES = (  # a key, its value, and the key that the message names, if that is another one
+MISTAKES = (  # a key, its value, and the key that the message names, if it differs
     ("train.learning_rat", 1, ""),
     ("model.torch_dtype", "bfloat16", ""),
     ("train.stepz", None, ""),
@@ -145,7 +147,7 @@ def test_a_mistake_on_the_command_line_names_its_key(tiny_config, flags, key):
     assert (error.place, error.key) == ("command line", key)
 
 
-def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
+def test_the_output_folder_and_the_ranks_are_checked_before_the_data(tiny_config, tmp_path):
     (tmp_path / "file").touch()
     for output_dir in (tmp_path / "file" / "run", "$HOME/run", "~/run"):
         config = parse(tiny_config(output_dir=str(output_dir)))
@@ -159,7 +161,7 @@ def test_what_is_checked_before_the_data_is_read(tiny_config, tmp_path):
     assert "data.eval_fraction" in str(refused(path))
 
 
-def test_files_of_others_run_nothing_and_end(tiny_config, tmp_path):
+def test_a_strangers_file_runs_no_code_and_ends(tiny_config, tmp_path):
     path = tmp_path / "broken.yaml"
     for text, key in {
         "": None,
@@ -262,7 +264,7 @@ def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
     assert len(folders) == 4 and sum(folder.startswith("/disk/") for folder in folders) == 2
 
 
-def test_trainers_auto_is_taken_over(resolved):
+def test_files_of_trainer_with_auto_are_accepted(resolved):
     offload = {"device": "auto", "buffer_size": 1e8, "max_in_cpu": 1e9}
     gather = {"stage3_gather_16bit_weights_on_model_save": True, "sub_group_size": 1e9}
     values = {
@@ -289,7 +291,7 @@ def test_either_config_sets_the_precision(resolved):
         assert error.key == key
 
 
-def test_files_that_are_no_ds_config(tiny_config, tmp_path):
+def test_other_files_are_rejected_as_ds_config(tiny_config, tmp_path):
     file = tmp_path / "zero2"
     config = parse(tiny_config(ds_config=str(file)))
     assert refused(config, Machine(1, 1), 32, by=resolve_ds_config).key == "ds_config"
@@ -340,7 +342,7 @@ REFUSED = (  # a key, its value, and other values of the file
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]} {case[1]}")
-def test_what_would_train_wrongly_is_one_line(resolved, case):
+def test_a_ds_config_that_would_train_wrongly_is_rejected(resolved, case):
     key, value, *others = case
     error = refused({**dict(*others), key: value}, by=resolved)
     assert error.place.endswith("/ds.json") and error.key == key

@@ -1,4 +1,6 @@
-"""Preemption at any moment, by a signal to one rank.    pytest tests/runtime/test_preemption.py"""
+"""Preempt a run at any moment, by a signal to one rank.
+pytest tests/runtime/test_preemption.py
+"""
 
 import os
 import signal
@@ -64,7 +66,7 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
             assert saved[-1].name == f"step_{steps:08d}" and checkpoint_problem(saved[-1]) is None
             assert f"preempted: step {steps}, " in finished.output
         if moment == "in an evaluation":
-            assert (steps, evals) == (6, 1)  # it is interrupted and followed by no step
+            assert (steps, evals) == (6, 1)  # it is interrupted, and no step follows
         else:
             assert steps < 6, moment
         forks.finish(config, "--output_dir", folder, ranks=2)
@@ -93,7 +95,7 @@ def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_conf
     "number, seconds, code", [(15, 0, 75), (10, 0, 75), (2, 0, 75), (15, 99, 143)]
 )
 def test_no_signal_after_the_loop_changes_the_code_unless_the_rank_hangs(number, seconds, code):
-    """Another rank's has ended the loop, and this rank has saved. Python's own shutdown is long."""
+    """Another rank's signal has ended the loop, and this rank has saved. Its shutdown is slow."""
     program = (
         "import sys, time; from zerotrain.runtime.preemption import PreemptionHandler\n"
         "class Slow:\n    def __del__(self): sleep(1)\n"
@@ -120,8 +122,8 @@ def is_waiting(pid):
 
 @pytest.mark.parametrize("name, is_async", [("zero2_offload", "false"), ("zero3", "true")])
 def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropout, name, is_async):
-    """In mid-epoch and mid-schedule, with dropout. test_training.py covers fp32 with ZeRO 0
-    and 3, and bf16 with 0, 1 and 3 with offload; test_checkpoints.py fp32 with ZeRO 2.
+    """The run stops within an epoch and a schedule, and has dropout. test_training.py covers fp32
+    with ZeRO 0 and 3, and bf16 with 0, 1 and 3 with offload; test_checkpoints.py covers ZeRO 2.
     """
     config = tiny_config(
         model=tiny_model_with_dropout, ds_config=strategy(tmp_path, name),
@@ -142,7 +144,7 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
 
 
 def ranks_in(processes):
-    """The processes that a launcher has given a rank."""
+    """Return the processes to which a launcher has given a rank."""
     ranks = []
     for process in processes:
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What every process needs: errors, the process group.    pytest tests/runtime/test_runtime.py"""
+"""Errors, random numbers and the process group.    pytest tests/runtime/test_runtime.py"""
 
 import socket
 import time
@@ -25,7 +25,7 @@ def test_an_error_knows_the_place_and_the_key_that_its_message_names(line, place
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):
-    """NCCL's shutdown would, until the timeout, and the traceback would not be printed before."""
+    """NCCL's shutdown would wait until the timeout, and print the traceback only then."""
     began = time.monotonic()
     options = {"ranks": 2, "module": "nccl_shutdown"}
     alone = forks.train(tiny_config(), FAILS="alone", code=1, **options)
@@ -51,8 +51,8 @@ def test_random_numbers_continue_unless_the_state_has_another_shape_or_device():
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(forks, tiny_config, taken):
-    """A busy port, or a first rank that does not come: exit code 1, so that it is started again."""
+def test_a_rendezvous_that_fails_exits_with_1(forks, tiny_config, taken):
+    """The port is busy, or the first rank does not come. A launcher may start the run again."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -65,7 +65,7 @@ def test_a_rendezvous_that_fails_is_a_failure_and_no_mistake(forks, tiny_config,
 
 
 def test_a_shell_of_slurm_is_one_rank_or_names_the_ranks_that_it_waits_for(forks, tiny_config):
-    """As `salloc` opens it, and `srun --pty --ntasks 16`, where nobody starts the other ranks."""
+    """`salloc` opens a shell of one rank. In `srun --pty --ntasks 16`, nobody starts the others."""
     shell = {"RANK": "", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
     forks.finish(tiny_config(), "--dry_run", SLURM_STEP_NUM_TASKS="1", **shell)
     waiting = forks.start(tiny_config(), SLURM_STEP_NUM_TASKS="16", **shell)

@@ -61,7 +61,7 @@ def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write a rank's file and return its FileEntry, as JSON."""
     # torch's checksum takes 4 times as long as writing. The manifest has a faster one.
     torch.serialization.set_crc32_options(False)
-    # Errors of a Python file, unlike those of torch's, say what is wrong with the disk.
+    # A Python file's error says what is wrong with the disk; torch's own error does not.
     with path.open("wb") as file:
         torch.save(content, file)
     sync_folder(path)  # no other host can do it for this one

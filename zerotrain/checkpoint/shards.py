@@ -143,8 +143,8 @@ class Shards:
         own = shard_name(rank)
         self.has_own = own in here
         tensor = self._shard(here[0]).tensor
-        # Only one rank of each tensor-parallel group has the same pieces of split parameters. The
-        # other ranks count too: ZeRO-3 partitions what is not split among all ranks.
+        # In each tensor-parallel group, one rank has the same pieces of split parameters. Other
+        # ranks are searched too, because ZeRO-3 partitions unsplit parameters over all ranks.
         self._same = names[rank % tensor :: tensor]
         self._names = sorted(here, key=lambda name: (name != own, name not in self._same, name))
         self.first = self._shard(self._names[0])

@@ -22,7 +22,7 @@ COMPARED = (
     "train.weight_decay", "train.adam_betas", "train.lr_schedule", "train.lr_schedule_args",
     "train.precision", "model.lora", "model.trainable", "model.quantization",
 )  # fmt: skip
-# Those of RunIdentity.settings that may change with checkpoint.allow_plan_change.
+# Keys of RunIdentity.settings that may change with checkpoint.allow_plan_change.
 FOLLOWS_PLAN = (
     "train.global_batch_size", "train.global_batch_tokens",
     "train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args",

@@ -246,8 +246,8 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _with_bases(file: str, *derived: str) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """Yield the values and the keys' places of each file that a file is based on, through its key
-    `base`, and last those of the file itself.
+    """Yield the values of a file, and the place of each of its keys. Before that, yield the same
+    for the file that its key `base` names.
     """
     values, lines = read_yaml(read_text(file, f"{derived[0]}: base: " if derived else ""), file)
     if not isinstance(values, dict) or "zero_optimization" in values:

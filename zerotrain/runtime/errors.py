@@ -140,8 +140,8 @@ def _report(mistake: UserError) -> None:
     """Print the line of a UserError: once per run if all ranks have agreed on it, otherwise from
     the first rank of each node and, 3 s later, from its other ranks.
 
-    A launcher stops all processes as soon as one has failed. So the other processes exit later than
-    the one that prints. If they still run after 3 s, they have an error of their own.
+    A launcher stops all processes as soon as one has failed, so the others must not exit before the
+    line is printed. A process that still runs after 3 s has an error of its own.
     """
     ranks = rank_variables()
     line = f"error: {mistake}"
