@@ -93,8 +93,7 @@ INTERNALS = {
         transformers.generation.configuration_utils: _from_model_config _original_object_hash
     """,
     "zerotrain/model/packing.py": """
-        transformers.modeling_utils: _is_stateful _supports_attention_backend _supports_sdpa
-        transformers.configuration_utils: _attn_implementation
+        transformers.modeling_utils: _supports_attention_backend _supports_sdpa
         transformers.masking_utils: eager_mask
         transformers.integrations.sdpa_attention: sdpa_attention_forward
         deepspeed.sequence.layer: DistributedAttention
@@ -123,7 +122,7 @@ INTERNALS = {
 
 DESCRIBED = """
     can_generate dequantize device dtype enable_input_require_grads from_pretrained get_decoder
-    get_input_embeddings get_output_embeddings gradient_checkpointing_enable save_pretrained
+    activation_checkpointing_enable get_input_embeddings get_output_embeddings save_pretrained
     set_attn_implementation tie_weights
 """
 """Methods of models that transformers' pages describe."""
