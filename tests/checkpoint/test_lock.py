@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 from harness.runs import assert_each_step_once
@@ -46,6 +49,21 @@ def test_a_live_run_keeps_its_lock_and_is_named(tmp_path):
     assert path.read_text().startswith("filelock/2\npid=77\n"), "left as it was"
 
 
+def test_a_process_that_no_longer_exists_on_this_host_is_not_waited_for(tmp_path):
+    hold = (
+        "import os, sys; from filelock import SoftFileLease\n"
+        f"lease = SoftFileLease(sys.argv[1], lease_duration={LEASE_SECONDS})\n"
+        "lease.acquire(); os._exit(9)"
+    )
+    path = tmp_path / "run.lock"
+    assert subprocess.run([sys.executable, "-c", hold, path]).returncode == 9
+    began = time.monotonic()
+    with lock.RunLock(tmp_path):
+        assert f"pid={os.getpid()}\n" in path.read_text()
+        assert time.monotonic() - began < LEASE_SECONDS
+    assert not path.exists()
+
+
 def test_an_empty_lock_is_taken_over_and_an_unknown_one_is_rejected(tmp_path):
     """A power cut leaves an empty lock. Another version of this program has a different lease."""
     path = tmp_path / "run.lock"
@@ -56,6 +74,27 @@ def test_an_empty_lock_is_taken_over_and_an_unknown_one_is_rejected(tmp_path):
         make()
         with pytest.raises(UserError, match=f"remove {path}"), lock.RunLock(tmp_path):
             pass
+
+
+HOLD = """
+import pathlib, sys, threading
+from zerotrain.checkpoint.lock import RunLock
+folder = pathlib.Path(sys.argv[1])
+lock = RunLock(folder)
+with lock:
+    folder.chmod(0)
+    threading.Timer(2, folder.chmod, [0o700]).start()
+    assert not lock.is_lost()
+    lock.check()
+    (folder / "written").touch()
+"""
+
+
+def test_a_folder_that_cannot_be_searched_for_two_seconds_is_waited_for(tmp_path):
+    as_user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root may search it
+    command = [*as_user * (not os.geteuid()), sys.executable, "-c", HOLD, tmp_path]
+    subprocess.run(command, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["written"]
 
 
 def test_a_run_that_has_lost_its_lock_fails_so_that_it_is_started_again(tmp_path):

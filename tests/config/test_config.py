@@ -10,6 +10,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import yaml
+from deepspeed.accelerator import get_accelerator
 from harness.inputs import set_value
 from harness.processes import run
 from harness.repository import REPO
@@ -17,6 +18,7 @@ from harness.repository import REPO
 from zerotrain.config.ds_config import (
     KEYS,
     SUPPORTED_VALUES,
+    check_machine,
     check_ranks,
     resolve_ds_config,
 )
@@ -291,6 +293,14 @@ def test_either_config_sets_the_precision(resolved):
         assert error.key == key
 
 
+def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)  # as on older CPUs
+    config, merged = resolved({"fp16.enabled": True}, train__precision="fp16")
+    assert refused(config, merged, Machine(1, 1), by=check_machine).key == "fp16.enabled"
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
+    assert "tensorboard" in str(refused({"tensorboard.enabled": True}, by=resolved))
+
+
 def test_other_files_are_rejected_as_ds_config(tiny_config, tmp_path):
     file = tmp_path / "zero2"
     config = parse(tiny_config(ds_config=str(file)))
@@ -314,6 +324,8 @@ REFUSED = (  # a key, its value, and other values of the file
     ("scheduler.type", "WarmupLR"),
     # unknown or wrong at every level
     ("optimizer.params.foo", 1),
+    ("optimizer.params.bias_correction", True),
+    (f"{ZERO}.legacy_stage1", True),
     (f"{ZERO}.offload_optimizer.devise", 1),
     ("fp16.loss_scal", 1),
     ("checkpoint.load_universal", 1),

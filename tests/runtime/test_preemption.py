@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 import pytest
 from harness.inputs import strategy, write_rows
-from harness.processes import environment, start, wait_until
+from harness.processes import environment, run, start, wait_until
 from harness.runs import determined, is_saving, logged, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -175,3 +175,27 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     assert checkpoint_problem(saved) is None
     assert saved.name == f"step_{len(logged(folder, 'train')):08d}"
     assert not (folder / "run.lock").exists()
+
+
+def test_a_shell_that_has_the_name_of_a_launcher_is_none(tmp_path):
+    program = (
+        "import pathlib, time; from zerotrain.runtime.preemption import *\n"
+        "follow_launcher(); PreemptionHandler(1); time.sleep(4)\n"
+        f"pathlib.Path('{tmp_path}/on').touch()"
+    )
+    run(["bash", "-c", f'{sys.executable} -c "{program}" & sleep 3; : torchrun'])
+    assert (tmp_path / "on").exists()
+
+
+@pytest.mark.launch
+def test_torchrun_gets_75_however_many_signals_a_rank_gets(left_running, tiny_config, tmp_path):
+    log = tmp_path / "log"
+    config = tiny_config(train__steps=100_000)
+    started = start(config, ranks=2, launcher="torchrun", stdout=log.open("w"))
+    wait_until(lambda: logged(tmp_path / "run", "train"), started)
+    rank = ranks_in(left_running())[0]
+    while started.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            rank.terminate()
+        time.sleep(0.02)
+    assert "exitcode  : 75 " in log.read_text()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
@@ -181,13 +182,18 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
         ds_config: returned by resolve_ds_config.
 
     Raises:
-        UserError: it needs a GPU or libaio, which the machine lacks; or as in check_ranks.
+        UserError: it needs a GPU, fp16 or libaio, which the machine lacks; or as in check_ranks.
     """
     check_ranks(config, ds_config, machine.ranks)
     # On some CPUs bitsandbytes 0.50 trains until the first evaluation, which packs the weights
     # differently.
     if config.model.quantization and machine.device != "cuda":
         raise UserError("model.quantization: needs an NVIDIA GPU; remove it")
+    if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"{config.ds_config}: fp16.enabled: DeepSpeed does not compute in fp16 on this machine; "
+            'set train.precision to fp32 or bf16, and fp16.enabled to "auto"'
+        )
     if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
         raise UserError(
             f"{config.ds_config}: zero_optimization: device nvme needs libaio and a C++ compiler; "
@@ -353,7 +359,9 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
             "model.quantization; use a stage from 0 to 2, or LoRA without quantization"
         )
     try:
-        DeepSpeedConfig(copy.deepcopy(merged))  # it changes its argument
+        parsed = DeepSpeedConfig(copy.deepcopy(merged))  # it changes its argument
+        if parsed.monitor_config.tensorboard.enabled:
+            import torch.utils.tensorboard  # noqa: F401  DeepSpeed imports it after the start
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))  # without its block
