@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_does_not_write_after_another_has_started(
     second.until(lambda: list_complete(checkpoints)[-1] > newest)
     first.kill(0, signal.SIGCONT)
     ended = first.wait(1)
-    assert UserError(ended.error).key == "output_dir"
+    assert "output_dir" in ended.error
     before = list_complete(checkpoints)[-1]
     second.until(lambda: list_complete(checkpoints)[-1] > before)
     second.kill(0, signal.SIGTERM)

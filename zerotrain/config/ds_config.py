@@ -191,7 +191,7 @@ def check_machine(config: Config, ds_config: dict[str, Any], machine: Machine) -
         raise UserError("model.quantization: needs an NVIDIA GPU; remove it")
     if ds_config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
         raise UserError(
-            f"{config.ds_config}: fp16.enabled: DeepSpeed does not compute in fp16 on this machine; "
+            f"{config.ds_config}: fp16.enabled: this machine has no fp16 in DeepSpeed; "
             'set train.precision to fp32 or bf16, and fp16.enabled to "auto"'
         )
     if "nvme" in offload_devices(ds_config).values() and not AsyncIOBuilder().is_compatible():
