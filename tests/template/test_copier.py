@@ -89,12 +89,14 @@ def test_a_copy_names_only_files_that_it_has(copies, name):
     here, gone = files_in(copies / name), left_out(copies / name)
     names = {Path(f).name for f in gone if re.match(r"(docs|scripts)/[^/]+$|[^/]+$", f)}
     names |= gone | {f"{Path(f).parent}/" for f in gone if "/" in f}
-    names |= {f[:-3].replace("/", ".") for f in gone if f.endswith(".py")}
+    modules = {f[:-3].replace("/", ".") for f in gone if f.endswith(".py")}
     names = {n for n in names if not any(f.startswith(n) for f in here)}
     for file in sorted(here):
         if not file.endswith((".lock", ".jsonl", ".jinja")) and not file.startswith(".copier"):
-            words = re.findall(r"\w[\w./-]*[\w/]", (copies / name / file).read_text())
-            assert names.isdisjoint(words), f"{file} names {names.intersection(words)}"
+            text = (copies / name / file).read_text()
+            words = set(re.findall(r"\w[\w./-]*[\w/]", text))
+            used = modules.intersection(re.findall(r"(?:import|from|-m) +([\w.]+)", text))
+            assert not (found := names & words | used), f"{file} names {found}"
 
 
 def test_the_recipe_of_a_copy_follows_the_answers(copies):

@@ -5,7 +5,7 @@
 It runs on every rank. SECONDS is the time for the ranks to meet, HOST the name of each rank's host.
 Rank 0 prints the results, with a warning for each host, pair of hosts or GPU that is slower than
 the others. Unless FILE is empty, rank 0 writes the bandwidths of the slowest host and of all ranks
-there, for scripts/plan.py.
+there, for the planner.
 """
 
 import json

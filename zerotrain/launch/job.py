@@ -36,7 +36,7 @@ class Job:
     """The ssh command with its options."""
     master_addr: str | None = None
     config: Config | None = None
-    """The run config if the script is train.py or scripts/rehearse.py."""
+    """The run config if the script is train.py or the rehearsal of a run."""
 
 
 def ssh_command(ssh_args: str) -> list[str]:
