@@ -1,4 +1,4 @@
-"""What is saved of an engine and loaded into another one.
+"""An engine that is saved and loaded continues bit for bit.
 pytest tests/checkpoint/test_shards.py"""
 
 import threading

@@ -421,7 +421,7 @@ def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
 
 
 def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
-    """That of earlier turns is one too, also if another source ends otherwise."""
+    """A token that ends earlier turns is one of them, although another source ends differently."""
     tokenizer = copy.deepcopy(sample_tokenizer)
     tokenizer.eos_token = "<|tool|>"
     sources = [

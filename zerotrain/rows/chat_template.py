@@ -1,4 +1,4 @@
-"""The chat template with which rows are rendered, and which exports have."""
+"""Choose the chat template that renders rows. Exports have the same template."""
 
 import contextlib
 import re
@@ -12,10 +12,12 @@ from zerotrain.runtime.errors import UserError, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.progress import print_line
 
+# Appended to a template: writes eos after the last answer.
 WRITTEN_LAST = (
     "{% if not add_generation_prompt and messages[-1]['role'] == 'assistant' %}{{ eos_token }}"
     "{% endif %}"
 )
+# Put before a template: adds eos to the content of each answer.
 WRITTEN_ALWAYS = (
     "{% set ended = namespace(messages=[]) %}{% for m in messages %}{% set ended.messages = "
     "ended.messages + [dict(m, content=m['content'] ~ eos_token) if m['role'] == 'assistant' and "
@@ -43,7 +45,7 @@ def _read_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if not file.is_file():
         names = sorted(path.stem for path in CHAT_TEMPLATES.glob("*.jinja"))
         raise UserError(
-            f"model.chat_template: {name} is no file, and no template of data/chat_templates: "
+            f"model.chat_template: {name} is not a file; the templates in data/chat_templates are "
             f"{', '.join(names)}{similar(name, names)}"
         )
     template = read_text(str(file), "model.chat_template: ")
@@ -52,27 +54,27 @@ def _read_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
-    """If the chat template ends answers with nothing (GLM, Alpaca), or only those within a row
-    (Qwen1.5, Apertus), extend it to write the eos token there, also in the exported tokenizer.
+    """Extend a chat template that writes no end-of-turn text after answers (GLM, Alpaca), or none
+    after the last answer (Qwen1.5, Apertus): it then writes the eos token there.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or tokenizer.eos_token is None:
         return
     chat = [{"role": role, "content": f"({role})"} for role in ("user", "assistant") * 2]
-    # as it is; with an end after the last answer; with an end after each answer
+    # Unchanged; with eos after the last answer; with eos after each answer.
     for changed in (template, template.rstrip("\n") + WRITTEN_LAST, WRITTEN_ALWAYS + template):
         tokenizer.chat_template = changed
         with contextlib.suppress(BadRow, UserError):
             locate(chat, None, tokenizer, [1, 3])
             if changed != template:
-                print_line("the chat template ends answers with no token: eos is added to it")
+                print_line("the chat template ends answers without a token; it gets the eos token")
             return
     tokenizer.chat_template = template
 
 
 def fit_template(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Adapt one of data/chat_templates to a tokenizer: if it lacks the template's end mark, the eos
-    token takes its place, since only a token can stop generation.
+    """Adapt a template in data/chat_templates to a tokenizer. If the tokenizer lacks the template's
+    end-of-turn token, use eos instead, because only a token can stop generation.
     """
     found = re.match(r"\{%- set end_mark = '([^']+)' -%\}", template)
     if not found or found[1] in tokenizer.get_vocab():

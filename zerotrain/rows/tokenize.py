@@ -29,7 +29,7 @@ from zerotrain.data.cache import CACHE_VERSION, SCHEMA, Meta, open_cache
 from zerotrain.data.caches import NOT_OF_TOKENS, cache_of, link_of, sets_of, tokenizer_key
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.chat_template import set_chat_template
-from zerotrain.rows.end_marks import describe_examples
+from zerotrain.rows.describe import describe_examples
 from zerotrain.rows.messages import detect_format
 from zerotrain.rows.render import cut_to_length, tokenize_row
 from zerotrain.rows.sources import (
@@ -328,7 +328,7 @@ def _batches(source: Source, numbers: Iterator[int]) -> Iterator[RowBatch]:
 
 
 def _format_of(source: Source, config: DataConfig) -> str:
-    """Return the row format of a source: if it is auto, that of the first row that parses."""
+    """Return the row format of a source. If it is auto, the first row that parses decides."""
     if source.format != "auto":
         return source.format
     # Later rows of another format are then bad rows.

@@ -1,7 +1,4 @@
-"""Find the tokens that end answers, and extend chat templates that write none.
-
-Without such a token after its answers, a model does not learn to stop.
-"""
+"""Describe the examples of a cache: which tokens end answers, and a hash of the content."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,30 +12,32 @@ from zerotrain.rows.sources import JsonObject
 def describe_examples(
     rows: pa.Table, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> JsonObject:
-    """Entries of a cache's meta.json: `masks`, a description for the start-up table; `content`, a
-    hash of tokens and masks; and `end_tokens`, the sorted ids of the special and added tokens that
-    end runs of supervised tokens, except ones that are within such runs too, if there are others.
+    """Return entries of a cache's meta.json.
+
+    `masks` says what is supervised. `content` is a hash of tokens and masks. `end_tokens` are the
+    sorted ids of special and added tokens that end runs of supervised tokens. Tokens that also
+    occur inside such runs are left out if any others remain.
 
     Args:
         rows: the examples, with input_ids list<int32> and loss_mask list<bool>.
     """
     content = xxhash.xxh3_64()
     is_last, is_inner = np.zeros((2, max(tokenizer.get_vocab().values()) + 1), bool)
-    # a batch at a time: the examples may be larger than the memory
+    # One batch at a time: the examples may be larger than the memory.
     for batch in rows.to_batches():
         ids, mask = (
-            batch[name].flatten().to_numpy(zero_copy_only=False)  # Arrow's booleans are bits
+            batch[name].flatten().to_numpy(zero_copy_only=False)  # Arrow's booleans are bits.
             for name in ("input_ids", "loss_mask")
         )
         lengths = batch["length"].to_numpy()
         for values in (lengths, ids, mask):
             content.update(values)
-        ends_run = mask & ~np.append(mask[1:], False)  # the first token of an example is no target
+        ends_run = mask & ~np.append(mask[1:], False)  # The first token is never a target.
         is_inner[ids[mask & ~ends_run]] = True
-        ends_run[np.cumsum(lengths)[lengths >= config.max_length] - 1] = False  # may have been cut
+        ends_run[np.cumsum(lengths)[lengths >= config.max_length] - 1] = False  # Maybe cut.
         is_last[ids[ends_run]] = True
     ends = sorted(token for token in tokenizer.added_tokens_decoder if is_last[token])
-    # with gpt-oss, <|end|> also follows the reasoning before an answer
+    # With gpt-oss, <|end|> also follows the reasoning before an answer.
     ends = [token for token in ends if not is_inner[token]] or ends
     shown = tokenizer.convert_ids_to_tokens(ends) or "no token: generate() needs stop_strings"
     return {
