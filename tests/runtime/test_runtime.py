@@ -1,11 +1,12 @@
 """Errors, random numbers and the process group.    pytest tests/runtime/test_runtime.py"""
 
 import socket
+import sys
 import time
 
 import pytest
 import torch
-from harness.processes import free_port
+from harness.processes import free_port, run
 
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
 from zerotrain.runtime.process_group import check_devices
@@ -22,6 +23,15 @@ from zerotrain.runtime.seeding import rng_state, set_rng_state
 def test_an_error_knows_the_place_and_the_key_that_its_message_names(line, place, key):
     error = UserError(line)
     assert (error.place, error.key) == (place, key)
+
+
+def test_a_reader_that_ends_early_is_no_traceback():
+    program = (
+        "from zerotrain.runtime.errors import exit_on_error; "
+        "exit_on_error(lambda: [print(i) for i in range(10**6)])"
+    )
+    piped = run(["bash", "-c", f"{sys.executable} -c '{program}' | head -1"])
+    assert piped.output == "0\n"
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(forks, tiny_config):

@@ -11,6 +11,7 @@ Exit codes:
 """
 
 import difflib
+import os
 import re
 import socket
 import sys
@@ -129,6 +130,8 @@ def exit_on_error(work: Callable[[], T]) -> T:
         sys.exit(mistake.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # The reader has ended, as `| head` does.
+        os._exit(EXIT_FAILURE)
     except Exception:
         # bool: indent empty lines too
         text = textwrap.indent(traceback.format_exc(), rank_prefix(), bool)
