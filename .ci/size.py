@@ -12,15 +12,17 @@ import tempfile
 import tokenize
 from pathlib import Path
 
-# What each is today, rounded up. CONTRIBUTING.md has the aims, and says when a limit rises.
+# One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 48_900,
-    "all but tests": 94_700,
-    "tests": 90_000,
-    "smallest copy, all but tests": 57_800,
-    "smallest copy, tests": 28_900,
+    "train.py and its imports": 40_000,
+    "the program for rows": 12_200,
+    "all but tests": 94_900,
+    "tests": 88_000,
+    "smallest copy, all but tests": 60_900,
+    "smallest copy, tests": 21_700,
     "settings": 59,
 }
+ROWS = ("zerotrain/rows/", "scripts/tokenize/")
 LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
@@ -90,11 +92,13 @@ def measure_smallest_copy(files: list[str]) -> tuple[int, int]:
 def main() -> int:
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True)
     files = listed.stdout.splitlines()
-    path, rest, tests = measure_folder(Path(), [name for name in files if name.endswith(".py")])
-    found = {"train.py and its imports": path, "all but tests": rest, "tests": tests}
+    names = [name for name in files if name.endswith(".py")]
+    path, rest, tests = measure_folder(Path(), names)
+    rows = sum(count_tokens(name) for name in names if name.startswith(ROWS))
+    found = dict(zip(LIMITS, (path, rows, rest, tests), strict=False))
     try:
         smallest = measure_smallest_copy(files)
-        found |= zip(list(LIMITS)[3:5], smallest, strict=True)
+        found |= zip(list(LIMITS)[4:6], smallest, strict=True)
     except ImportError:
         print("copier is not installed: the smallest copy is not measured")
     found["settings"] = count_settings()
