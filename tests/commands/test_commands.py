@@ -43,6 +43,23 @@ def test_a_mistake_exits_2_with_one_line(forks, left_running, tiny_config, tmp_p
     assert not left_running()
 
 
+FIXES = {  # a mistake -> the value in its message, and the flag that the message tells to set
+    "--data.max_length=2048": (r"at most (\d+)", "--data.max_length={}"),
+    "--data.micro_batch_tokens=9": (r"has (\d+) tokens", "--data.micro_batch_tokens={}"),
+    "--train.global_batch_size=71": (r"epoch \((\d+)", "--train.global_batch_size={}"),
+    "--model.lora={target_modules: [q_prj]}": (
+        r"mean (\w+)\?", "--model.lora={{target_modules: [{}]}}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", FIXES)
+def test_a_run_starts_with_what_a_message_tells_to_set(forks, tiny_config, mistake):
+    value, flag = FIXES[mistake]
+    config = tiny_config()
+    refusal = forks.refusal(config, mistake)
+    forks.finish(config, flag.format(re.search(value, refusal)[1]), "--dry_run")
+
+
 def test_a_python_without_the_packages_is_told_where_they_are():
     commands = [["-m", f"scripts.{file.stem}"] for file in (REPO / "scripts").glob("[a-z]*.py")]
     for command in (["train.py"], *commands):
