@@ -141,7 +141,7 @@ def entries(file: str) -> dict[str, list[str]]:
     return {module: names.split() for module, names in zip(parts[::2], parts[1::2], strict=True)}
 
 
-@pytest.mark.parametrize("file", INTERNALS)
+@pytest.mark.parametrize("file", [f for f in INTERNALS if (REPO / f).exists()])
 def test_every_listed_name_is_used_here_and_exists_in_the_library(file):
     here = (REPO / file).read_text()
     for module, names in entries(file).items():
