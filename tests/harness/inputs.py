@@ -116,12 +116,20 @@ def set_value(tree, path, value):
 def write_tiny_config(tmp_path, chat_rows, model, name, **changes):
     """Write tiny.yaml with paths and changes, for 2 epochs if no steps are given; return its path.
     `a__b=value` sets the key a.b, to its default if the value is None.
+
+    All tests of a process share the rows and their token caches.
     """
+    for file, rows in (("train.jsonl", chat_rows), ("eval.jsonl", chat_rows[:9])):
+        shared = tmp_path.parent / file
+        if not shared.exists():
+            write_rows(shared, rows)
+        if not (tmp_path / file).exists():
+            (tmp_path / file).symlink_to(shared)
     values = {
         "output_dir": str(tmp_path / "run"), "model__name_or_path": str(model),
-        "data__train_sources": [str(write_rows(tmp_path / "train.jsonl", chat_rows))],
-        "data__eval_sources": [str(write_rows(tmp_path / "eval.jsonl", chat_rows[:9]))],
-        "data__cache_dir": str(tmp_path / "cache"),
+        "data__train_sources": [str(tmp_path / "train.jsonl")],
+        "data__eval_sources": [str(tmp_path / "eval.jsonl")],
+        "data__cache_dir": str(tmp_path.parent / "cache"),
         "train__epochs": None if "train__steps" in changes else 2,
     }  # fmt: skip
     config = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text())

@@ -65,14 +65,17 @@ def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
         tokenizer: tokenizer_key before the run's chat template is set.
     """
     data = config.data
-    files = {*map(os.path.realpath, (f for s in sources if s.path for f in files_of(s.path)))}
-    files = sorted(filter(os.path.exists, files))  # A link may lead to nothing.
+    given = []
+    for source in sources:
+        options = {k: v for k, v in asdict(source).items() if k not in ("path", "repeat")}
+        files = {*map(os.path.realpath, files_of(source.path) if source.path else ())}
+        files = sorted(filter(os.path.exists, files))  # A link may lead to nothing.
+        given += [options, [[file, *STATUS(os.stat(file))] for file in files]]  # noqa: PTH116
     template = chat_template_file(config.model.chat_template or "")
     key = json.dumps(
         [
             CACHE_VERSION,
-            [asdict(replace(source, repeat=1)) for source in sources],
-            [[file, *STATUS(os.stat(file))] for file in files],  # noqa: PTH116
+            given,
             {key: value for key, value in asdict(data).items() if key not in NOT_OF_TOKENS},
             template.read_text() if template.is_file() else None,
             tokenizer,
