@@ -200,6 +200,9 @@ def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenize
 
 
 def test_a_rank_starts_the_program_if_a_cache_is_missing(tmp_path, sample_tokenizer, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "__init__.py").touch()  # another package of this name
+    monkeypatch.chdir(tmp_path)
     config = config_of(data_config(tmp_path, [SHORT]), sample_tokenizer)
     tokenizer = load_tokenizer(config.model)
     make_missing_caches(config, tokenizer)

@@ -112,7 +112,8 @@ def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> N
         file.write(dump_config(config))
         file.flush()
         program = subprocess.Popen(
-            [sys.executable, "-m", "scripts.tokenize", "--config", file.name, *trust],
+            # -P: the working folder may have another package of this name.
+            [sys.executable, "-P", "-m", "scripts.tokenize", "--config", file.name, *trust],
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.DEVNULL,  # Its summary: the start-up table says the same.
             stderr=subprocess.PIPE,
