@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from itertools import cycle
 from pathlib import Path
 
@@ -119,17 +120,18 @@ def write_tiny_config(tmp_path, chat_rows, model, name, **changes):
 
     All tests of a process share the rows and their token caches.
     """
+    shared = tmp_path.parent / f"rows_{zlib.crc32(json.dumps(chat_rows).encode())}"
+    shared.mkdir(exist_ok=True)
     for file, rows in (("train.jsonl", chat_rows), ("eval.jsonl", chat_rows[:9])):
-        shared = tmp_path.parent / file
-        if not shared.exists():
-            write_rows(shared, rows)
+        if not (shared / file).exists():
+            write_rows(shared / file, rows)
         if not (tmp_path / file).exists():
-            (tmp_path / file).symlink_to(shared)
+            (tmp_path / file).symlink_to(shared / file)
     values = {
         "output_dir": str(tmp_path / "run"), "model__name_or_path": str(model),
         "data__train_sources": [str(tmp_path / "train.jsonl")],
         "data__eval_sources": [str(tmp_path / "eval.jsonl")],
-        "data__cache_dir": str(tmp_path.parent / "cache"),
+        "data__cache_dir": str(shared / "cache"),
         "train__epochs": None if "train__steps" in changes else 2,
     }  # fmt: skip
     config = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text())

@@ -432,7 +432,7 @@ def test_named_templates(name):
 
 
 def test_an_unknown_name_of_a_template_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"mistrall is no .*alpaca, .*, or did you mean mistral\?"):
+    with pytest.raises(UserError, match=r"mistrall is not .*alpaca, .*mean mistral\?"):
         set_chat_template(copy.deepcopy(WORDS), "mistrall")
 
 
