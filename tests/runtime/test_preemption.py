@@ -177,6 +177,20 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     assert not (folder / "run.lock").exists()
 
 
+@pytest.mark.launch
+def test_a_rank_that_is_stopped_while_rows_are_tokenized_leaves_no_process(
+    left_running, tiny_config, tmp_path
+):
+    rows = write_rows(tmp_path / "many.jsonl", [{"text": f"row {i} " * 200} for i in range(30_000)])
+    config = tiny_config(data__train_sources=[str(rows)], data__on_too_long="split")
+    started = start(config, ranks=1, launcher="torchrun")
+    # the launcher, the rank, the program and its pool
+    wait_until(lambda: len(left_running()) > 3, started)
+    ranks_in(left_running())[0].terminate()
+    assert started.wait(120) != 0
+    assert not left_running()
+
+
 def test_a_shell_that_has_the_name_of_a_launcher_is_none(tmp_path):
     program = (
         "import pathlib, time; from zerotrain.runtime.preemption import *\n"

@@ -5,6 +5,7 @@ import json
 import operator
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,6 +23,7 @@ from zerotrain.runtime.errors import EnvironmentFailure, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMIT = re.compile("[0-9a-f]{40}")
+ERROR_LINE = re.compile(r"(?:\[rank .*?\] )?error: (.*)")  # exit_on_error prints it.
 # tar, rsync and container images keep size and time of a file that they replace, but not the rest.
 STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 NOT_OF_TOKENS = {
@@ -118,17 +120,20 @@ def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> N
             stdout=subprocess.DEVNULL,  # Its summary: the start-up table says the same.
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
+            process_group=0,  # It ends with all processes of its pool.
         )
         error = ""
         try:
             for line in program.stderr:
-                _, is_error, message = line.partition("error: ")
-                error = message.strip() if is_error else error
-                if not is_error:
+                if found := ERROR_LINE.match(line):
+                    error = found[1]
+                else:
                     print(line, end="", file=sys.stderr)
             code = program.wait()
         finally:
-            program.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
     if code:
         kind = UserError if code == UserError.exit_code else EnvironmentFailure
         raise kind(error or f"python -m scripts.tokenize ended with exit code {code}; see above")

@@ -161,6 +161,11 @@ def require_distinct(sources: Iterable["Source"]) -> None:
             seen[rows] = file
 
 
+def is_cache(source: "Source") -> bool:
+    """Whether a source is a token cache, which is used as it is."""
+    return source.path is not None and Path(source.path, "examples.arrow").is_file()
+
+
 def name_of(source: "Source") -> str:
     """Return the name of a source for tables and messages."""
     if source.path is not None:

@@ -37,6 +37,7 @@ from zerotrain.rows.sources import (
     RawRow,
     check_split,
     fingerprint,
+    is_cache,
     loaded_commit,
     name_of,
     parse_row,
@@ -151,7 +152,7 @@ def _given_cache(
     Raises:
         UserError: it is not the only source, or its examples cannot be trained on.
     """
-    folders = [Path(s.path) for s in sources if s.path and Path(s.path, "examples.arrow").is_file()]
+    folders = [Path(source.path) for source in sources if is_cache(source)]
     if not folders:
         return None
     folder = folders[0]

@@ -26,7 +26,7 @@ from zerotrain.data.cache import TokenizedRows
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.load import DTYPES
 from zerotrain.rows.messages import canonical_row
-from zerotrain.rows.sources import BadRow, parse_row, read_rows
+from zerotrain.rows.sources import BadRow, is_cache, parse_row, read_rows
 from zerotrain.rows.turns import FIXED_DATE, with_arguments_as_text
 from zerotrain.tools import ask_export
 
@@ -196,9 +196,11 @@ def canonical_rows(
     sources: Sequence[Source], data: TokenizedRows, config: Config
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (FILE:LINE, row) for all rows of the sources from which `data` was tokenized. A
-    rejected row is empty.
+    rejected row is empty. A source that is a token cache has no rows.
     """
     for source, kind in zip(sources, data.meta.formats, strict=True):
+        if is_cache(source):
+            continue
         for raw in read_rows(source):
             row = {}
             with contextlib.suppress(BadRow):
