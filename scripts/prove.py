@@ -121,8 +121,8 @@ def prove_data(config: Config) -> bool:
     compared, problems = map(sum, zip(*counts, strict=True))
     if compared == 0:
         raise UserError(
-            "no row could be compared: all are plain text, cut or split, or data.supervise is all; "
-            "python -m scripts.inspect_data shows them with their masks"
+            "no row could be compared: all are plain text, cut, split or in a token cache, or "
+            "data.supervise is all; python -m scripts.inspect_data shows them with their masks"
         )
     return problems == 0
 

@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from harness.inputs import write_rows
+from harness.inputs import read_config, write_rows
 
 import zerotrain.data.cache
 import zerotrain.data.loader
 import zerotrain.rows.readers
+from zerotrain.rows.tokenize import make_caches
 from zerotrain.runtime.errors import UserError
 
 
@@ -123,8 +124,10 @@ def test_nulls_that_a_table_adds_are_not_trained_as_arguments(
 
 
 def test_rows_that_cannot_be_compared_prove_nothing(prove, tiny_config, capsys):
-    with pytest.raises(UserError, match="no row could be compared"):
-        prove("data", tiny_config(data__supervise="all"))
+    cache, *_ = make_caches(read_config(tiny_config()))
+    for changes in ({"data__supervise": "all"}, {"data__train_sources": [str(cache)]}):
+        with pytest.raises(UserError, match="no row could be compared"):
+            prove("data", tiny_config(data__eval_sources=None, **changes))
     assert "proved" not in capsys.readouterr().out
 
 

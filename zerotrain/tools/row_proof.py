@@ -150,7 +150,7 @@ def prove_rows(
         The numbers of compared rows and of problems.
     """
     row_of = data.column("row")
-    compared = compared_answers = 0
+    rows = compared = compared_answers = 0
     ends = Counter()
     problems = []
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
