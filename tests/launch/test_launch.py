@@ -20,6 +20,7 @@ from harness.runs import assert_each_step_once, curve, read_metrics
 from namespaces import left_on, needs_hosts, start
 
 from zerotrain.launch.hostfile import read_hosts
+from zerotrain.launch.node import EVENT
 from zerotrain.runtime.errors import UserError
 
 pytest_plugins = ["namespaces"]
@@ -168,11 +169,12 @@ def launch_here(tmp_path, code, slots):
 @pytest.mark.parametrize(
     "code, expected, line",
     [
+        (f"for x in ('x', '[]', '{{}}', '[' * 9000): print('{EVENT}' + x)", 0, f"here: {EVENT}[]"),
         ("for _ in range(300): os.write(1, b'x' * (1 << 20))", 0, "here: xxx"),
         ("os.kill(os.getppid(), 9)", 1, "launch: here is lost"),
     ],
 )
-def test_long_output_does_not_fill_memory_and_a_killed_ssh_is_a_lost_host(
+def test_output_of_ranks_is_harmless_and_a_killed_ssh_is_a_lost_host(
     tmp_path, code, expected, line
 ):
     done = launch_here(tmp_path, f"import os\n{code}\n", "here slots=1\n")

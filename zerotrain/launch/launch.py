@@ -84,6 +84,19 @@ class Connection:
             self.process.stdin.close()
 
 
+def event_of(line: str) -> dict | None:
+    """Return what a node wrapper says in a line. None for other lines: a rank may print EVENT."""
+    if line.startswith(EVENT):
+        with suppress(ValueError, RecursionError):
+            match json.loads(line.removeprefix(EVENT)):
+                case (
+                    {"failed": str(), "code": int()}
+                    | {"client": str(), "server": str(), "port": int()}
+                ) as event:
+                    return event
+    return None
+
+
 class Attempt:
     """One attempt at a job: connects to its hosts, runs it, and ends it on all of them.
 
@@ -195,8 +208,8 @@ class Attempt:
             return
         if line is None:
             self.handle_end_of(source)
-        elif line.startswith(EVENT):
-            self.handle_event(source, json.loads(line.removeprefix(EVENT)))
+        elif event := event_of(line):
+            self.handle_event(source, event)
         elif line:
             source.last_line = line
             if error := ERROR.match(line):
