@@ -1,6 +1,7 @@
 """Packed examples equal the same examples alone.    pytest tests/model/test_packing.py"""
 
 import copy
+import inspect
 import re
 
 import numpy as np
@@ -125,6 +126,30 @@ def test_the_varlen_kernel_equals_attention_per_example(window, dtype, size, mon
     assert len(calls) == 1
     for one, other in zip(found, attend(window, "cpu", torch.float32, size), strict=True):
         assert (one.cpu().float() - other).norm() < 2e-2 * other.norm()
+
+
+@pytest.mark.parametrize("names", ["", "enable_gqa seqused_k block_table num_splits"])
+def test_varlen_kernels_of_torch_2_11_and_newer_accept_the_call(names, monkeypatch):
+    """Their keyword parameters differ."""
+    parameter = inspect.Parameter
+    signature = inspect.Signature([
+        *(parameter(x, parameter.POSITIONAL_ONLY) for x in "qkvabcd"),
+        *(parameter(x, parameter.KEYWORD_ONLY, default=None)
+          for x in f"return_aux scale window_size {names}".split()),
+    ])  # fmt: skip
+
+    def kernel(*args, **kwargs):
+        assert signature.bind(*args, **kwargs).arguments["window_size"] == (4, 0)
+        assert args[3:] == (ends, ends, 7, 7) and ends.dtype == torch.int32
+        return args[0]  # [tokens, heads, size]
+
+    kernel.__signature__ = signature
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    ends = torch.tensor([0, 3, 10], dtype=torch.int32)
+    query, *keys = (torch.randn(1, heads, 10, 16) for heads in (4, 2, 2))
+    examples = packing.Examples([3, 7], ends, None, 5)
+    output = packing._varlen_attention(query, *keys, examples, 0.5)
+    assert torch.equal(output, query.transpose(1, 2))
 
 
 # --------------------------------------------------------------------------------------------------

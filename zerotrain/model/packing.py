@@ -16,6 +16,7 @@ With sequence parallelism a rank has a slice of each sequence. Before attention 
 slices of the sequence for heads, and afterwards back: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -260,13 +261,16 @@ def _varlen_attention(
 ) -> torch.Tensor:
     """Compute packed_attention with one call of torch's kernel for all examples."""
     longest = max(examples.lengths)
+    grouped = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 always groups
+        grouped = {}
     output = varlen_attn(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
         examples.ends, examples.ends, longest, longest,
         scale=scale,
         # The numbers of tokens before and after the query's own; -1 means all of them.
         window_size=(examples.window - 1, 0),
-        enable_gqa=True,
+        **grouped,
     )  # fmt: skip
     return output[None]
 
