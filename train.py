@@ -331,7 +331,7 @@ def agree_on_requests(run: Training, step: int) -> tuple[str, bool]:
     stop = save = False
     if ranks.is_first and not is_lost:
         stop = take_request(lock.folder, STOP)
-        # Rank 0 decides for all: whether a save is due may depend on its clock.
+        # Rank 0 decides for all, because a save may be due by its clock.
         save = take_request(lock.folder, SAVE_NOW) or saver.is_due(step)
     preempted = ranks.stop.signal is not None
     # One collective for all: stopping and saving take every rank, at the same step.

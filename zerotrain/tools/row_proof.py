@@ -123,7 +123,7 @@ def check_tokens(row: dict[str, Any], ids: np.ndarray, mask: np.ndarray) -> list
     masks.append([label != -100 for label in row.get("labels", row["input_ids"])])
     problems = []
     if ids.tolist() != [row["input_ids"][i] for i in kept]:
-        problems.append("its tokens are not those of the row")
+        problems.append("its tokens differ from the row's")
     # The first token of an example is only context.
     elif mask[1:].tolist() != [all(values[i] for values in masks) for i in kept[1:]]:
         problems.append("its mask is not what the labels and masks of the row say")
