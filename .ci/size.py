@@ -15,7 +15,7 @@ from pathlib import Path
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
     "train.py and its imports": 40_000,
-    "the program for rows": 12_200,
+    "the program for rows": 12_400,
     "all but tests": 94_900,
     "tests": 88_900,
     "smallest copy, all but tests": 60_900,

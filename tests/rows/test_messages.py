@@ -205,6 +205,10 @@ REFUSED = {
         {"messages": [user("a"), assistant(None, tool_calls=[called("f")])]},
         "'function'",
     ),
+    "arguments that no tool can read": (
+        {"messages": [user("a"), assistant("", tool_calls=[called({**CALL, "arguments": '{"a'})])]},
+        "arguments of add",
+    ),
     "a tool of no object": (
         {"messages": [user("a"), assistant("b")], "tools": [{"function": '{"name": "f"}'}]},
         "tool",
@@ -286,6 +290,16 @@ def test_no_message_tells_to_ignore_a_key_that_may_exclude_rows(key):
     ):
         message = refused(row)
         assert key in message and "ignore_keys" not in message
+
+
+def test_a_key_that_may_be_a_judgment_is_not_only_to_be_ignored():
+    for key, value in (("is_correct", False), ("status", "rejected"), ("skip", 1)):
+        for row in (
+            {"text": "a", key: value},
+            {"messages": [user("a"), assistant("b") | {key: value}]},
+        ):
+            assert refused(row).index("VALUE TO TRAIN ON") < refused(row).index("ignore_keys")
+    assert "jq" not in refused({"text": "a", "annotation": "a longer text"})
 
 
 def test_every_key_is_used_or_refused():

@@ -20,6 +20,7 @@ from zerotrain.rows import readers
 from zerotrain.rows.sources import (
     BadRow,
     RawRow,
+    fingerprints,
     local_files,
     parse_row,
     read_rows,
@@ -175,6 +176,16 @@ def test_files_of_several_splits_are_refused(tmp_path, files):
     assert all(name in refusal(tmp_path) for name in names)
     assert "several splits" in refusal(tmp_path / "**/*")
     assert local_files(str(tmp_path / names[0])) == [str(tmp_path / names[0])]
+
+
+def test_no_content_is_given_twice(tmp_path):
+    """Empty files, as Spark writes them, are no copies."""
+    for name, text in (("a", "{}"), ("b", ""), ("c", ""), ("d", "[]")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    assert [len(files) for files in fingerprints([Source(str(tmp_path))])] == [4]
+    (tmp_path / "d.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"d\.jsonl: has the same content as .*a\.jsonl"):
+        fingerprints([Source(str(tmp_path / f"{name}.jsonl")) for name in "abcd"])
 
 
 def test_no_file_is_given_twice(tmp_path):

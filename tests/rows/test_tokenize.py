@@ -236,15 +236,15 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, tokens, sample_tokeniz
         tokenize(config, sample_tokenizer)
     # made of two sources, and then the one source of a run
     several = data_config(tmp_path, [SHORT], train_sources=[
-        str(write_rows(tmp_path / f"{i}.jsonl", [SHORT])) for i in range(2)
+        str(write_rows(tmp_path / f"{i}.jsonl", [SHORT] * i)) for i in (1, 2)
     ])  # fmt: skip
     folder = path_of(several, sample_tokenizer)
     config = config_of(data_config(tmp_path, [], train_sources=[str(folder)]), sample_tokenizer)
     make_caches(config)
     [rows] = open_caches(config, sample_tokenizer)
-    assert rows.meta.source_examples == [2] and rows.meta.formats == ["token cache"]
+    assert rows.meta.source_examples == [3] and rows.meta.formats == ["token cache"]
     with pytest.raises(UserError, match="only source"):
-        sources = ["tokens", str(tmp_path / "0.jsonl")]
+        sources = ["tokens", str(tmp_path / "1.jsonl")]
         tokenize(data_config(tmp_path, [], train_sources=sources), sample_tokenizer)
 
 
@@ -286,8 +286,11 @@ def test_rows_that_change_while_they_are_read_are_not_cached(
 
 def test_rows_of_other_splits_are_bad_rows(tmp_path, sample_tokenizer):
     splits = ["train", "test", None, "train_sft", "validation", "test"]
-    rows = [{"text": "a", "Split": split} for split in splits]
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: its split is test"):
+    keys = ["Split", "Split", "Split", "data_split", "subset", "split"]
+    rows = [{"text": "a", key: split} for key, split in zip(keys, splits, strict=True)]
+    rows[5] = {"text": "a", "meta": rows[5]}
+    rows += [{"text": "a", "subset": "test of arithmetic"}, {"text": "a", "dataset": "eval"}]
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: its Split is test"):
         build(tmp_path, sample_tokenizer, rows)
     data = build(tmp_path, sample_tokenizer, rows, on_bad_row="skip")
     assert data.meta.rejected == {"other split": 3}

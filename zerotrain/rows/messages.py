@@ -45,7 +45,8 @@ METADATA_KEYS = """
     id _id idx index uid uuid guid row_id sample_id example_id prompt_id question_id message_id
     conversation_id conversation_hash dialogue_id session_id user_id hash sha sha256 md5
     source sources src source_id source_dataset data_source dataset dataset_name dataset_id origin
-    subset split config url urls file_path file_name filename path repo_name dump
+    subset split data_split dataset_split partition set fold phase
+    config url urls file_path file_name filename path repo_name dump
     category categories subcategory domain subdomain topic topics subject task task_type task_name
     task_id tag tags type subtype difficulty level language lang language_code locale license
     title author annotator created created_at created_date updated_at timestamp datetime date time
@@ -93,14 +94,14 @@ CHOSEN = (
     'elif $it | IN(null, true) then . elif has("instruction") then .output = $it '
     'else .completion = $it end | with_entries(select(.key | test("chosen|reject") | not))'
 )
+# A jq program that keeps the rows with some value of a key.
+KEEP = 'select(KEY | IN("VALUE TO TRAIN ON")) | del(KEY)'
 # Patterns of other keys that may exclude a row from training, each with a jq program that keeps the
 # rows to train on.
 MARKS = {
     "chosen|rejected_response|rejected_messages": CHOSEN,
     "|".join([*WEIGHT_KEYS, "label", "kto_tag"]): "select(KEY | IN(1, true)) | del(KEY)",
-    "(.*_|.*(?=[A-Z])|)(?i:loss|train|mask|weight|supervi|ignore|label|kto|chosen|reject).*": (
-        'select(KEY | IN("VALUE TO TRAIN ON")) | del(KEY)'
-    ),
+    "(.*_|.*(?=[A-Z])|)(?i:loss|train|mask|weight|supervi|ignore|label|kto|chosen|reject).*": KEEP,
 }
 # A jq program that turns such a key of turns into their weight.
 AS_WEIGHT = (
@@ -134,7 +135,7 @@ def detect_format(row: JsonObject) -> str:
         "no row format",
         f"unknown row format: it has the keys {', '.join(sorted(row))}, but needs input_ids, "
         "messages, conversations, prompt and completion, instruction and output, or text; "
-        + (_fix(["chosen"], set(), is_row=True) if "chosen" in row else fix),
+        + (_fix({"chosen": row["chosen"]}, set(), is_row=True) if "chosen" in row else fix),
     )
 
 
@@ -299,7 +300,14 @@ def _tool_call(call: JsonObject, config: DataConfig) -> JsonObject:
             raise BadRow("wrong type", "'function' of a call is not an object")
         return {**call, "function": _tool_call(function, config)}
     _string({"name": None, **call}, "name")  # None: a call without a name is rejected
-    return {**call, "arguments": parsed(call.get("arguments", {}))}
+    arguments = parsed(call.get("arguments", {}))
+    if not isinstance(arguments, dict):
+        raise BadRow(
+            "wrong type",
+            f"the arguments of {call['name']} are not an object or its JSON, so no tool could read "
+            "them; correct them, or write a single value as {NAME: VALUE}",
+        )
+    return {**call, "arguments": arguments}
 
 
 def parsed(value: Any) -> Any:
@@ -328,12 +336,18 @@ def _known(
         and (key in known or key.lower() not in METADATA)
     }
     if extra := sorted(mapping.keys() - known):
-        raise BadRow("unknown key", _fix(extra, known, is_row))
+        raise BadRow("unknown key", _fix({key: mapping[key] for key in extra}, known, is_row))
     return mapping
 
 
-def _fix(extra: list[str], known: set[str], is_row: bool) -> str:
+def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
     """Return what to do about unknown keys."""
+
+    def select(key: str, program: str) -> str:
+        """Return the jq command that leaves out rows, or turns, by a key."""
+        program = (program if is_row else AS_WEIGHT).replace("KEY", f".{_jq(key)}")
+        return f"jq -c '{program}' OLD.jsonl > NEW.jsonl"
+
     for key in extra:
         for mark, command in MARKS.items():
             # The label of a text is its class, not a judgment.
@@ -343,15 +357,16 @@ def _fix(extra: list[str], known: set[str], is_row: bool) -> str:
                         f"{key} may exclude tokens from training; if it has 0 or 1 for each token, "
                         f"columns: {{loss_mask: {key}}} of the source reads it"
                     )
-                command = (command if is_row else AS_WEIGHT).replace("KEY", f".{_jq(key)}")
                 return (
                     f"{key} may exclude rows or turns from training; keep the rows to train on, or "
-                    f"give turns a weight, 0 or 1: jq -c '{command}' OLD.jsonl > NEW.jsonl"
+                    f"give turns a weight, 0 or 1: {select(key, command)}"
                 )
     names = ", ".join(extra)
-    fix = (
-        f"unknown: {names}; find out what it means; data.ignore_keys: [{names}] trains on the rest"
-    )
+    fix = f"unknown: {names}; find out what it means"
+    # A number or a word may be a judgment, such as is_correct or status.
+    if mark := next((k for k, v in extra.items() if re.fullmatch(r"[\w.-]+", str(v))), None):
+        fix += f"; if {mark} excludes rows or turns from training: {select(mark, KEEP)}; if not"
+    fix += f"; data.ignore_keys: [{names}] trains on the rest"
     if is_row:
         fix += ", columns: {our key: key in the file} of the source renames keys"
     if {"system", "tools"} & {*extra}:

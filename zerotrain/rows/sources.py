@@ -7,8 +7,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -44,6 +45,8 @@ SPLIT = re.compile(
     r"(?<![a-z])(?=(?:train(?:ing)?|val|valid|validation|dev|devtest|test|eval|h[eo]ld[-_ ]?out"
     r"|(?:testing|evaluation)(?![-_ ]+[a-z]))(?:s|set|data|[ab])?(?![a-z])|[0-9a-f]{40}/)(..)"
 )
+# Keys whose value names a split: the first in any words, the second in a single word.
+SPLIT_KEYS = re.compile("(.*[_ -])?split"), re.compile("(.*[_ -])?(sub)?set|partition|fold|phase")
 
 # Patterns of texts that are not JSON, with the fix for each. The last one matches every text.
 NOT_JSON = {
@@ -127,18 +130,22 @@ def split_of(name: str) -> str:
 
 
 def check_split(row: JsonObject, source: "Source") -> None:
-    """Reject a row whose `split` key names a held-out split that is not its source's.
+    """Reject a row that names a held-out split which is not its source's. The name may be in one of
+    SPLIT_KEYS, also within an object such as `meta`.
 
     Raises:
         BadRow: the splits differ.
     """
-    split = " ".join(str(value) for key, value in row.items() if key.lower() == "split")
-    if split_of(split) not in ("tr", split_of(source.split)):
-        raise BadRow(
-            "other split",
-            f"its split is {split}, but its source's is {source.split}; give held-out rows in "
-            f"data.eval_sources: {{path: FILE, split: {split}}}",
-        )
+    objects = [row, *(value for value in row.values() if isinstance(value, dict))]
+    for key, value in chain(*map(dict.items, objects)):
+        in_words, in_a_word = (pattern.fullmatch(key.lower()) for pattern in SPLIT_KEYS)
+        names_split = in_words or (in_a_word and str(value).isalpha())
+        if names_split and split_of(str(value)) not in ("tr", split_of(source.split)):
+            raise BadRow(
+                "other split",
+                f"its {key} is {value}, but its source's split is {source.split}; give held-out "
+                f"rows in data.eval_sources: {{path: FILE, split: {value}}}",
+            )
 
 
 def require_distinct(sources: Iterable["Source"]) -> None:
@@ -173,24 +180,34 @@ def name_of(source: "Source") -> str:
     return ":".join(filter(None, [source.hub, source.subset, source.split]))
 
 
-def fingerprint(source: "Source") -> list[Any]:
-    """Changes whenever the source's rows have changed: its files and a hash of their content; for a
-    hub data set, the fingerprint of `datasets`.
+def fingerprints(sources: Iterable["Source"]) -> list[dict[str, str]]:
+    """Return each file of each source with a hash of its content; for a hub data set, its name and
+    the fingerprint of `datasets`. They change whenever the rows have changed.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or two have the same content.
     """
-    if source.hub is not None:
-        return [name_of(source), _from_hub(source)._fingerprint]
-    files = [os.path.realpath(file) for file in local_files(source.path)]
-    content = xxhash.xxh3_128()
-    try:
-        for file in files:
-            with Path(file).open("rb") as stream:
-                content.update(hashlib.file_digest(stream, xxhash.xxh3_128).digest())
-    except OSError as error:
-        raise UserError(f"{name_of(source)}: cannot be read: {describe(error)}") from error
-    return [files, content.hexdigest()]
+    found = []
+    seen = {}
+    for source in sources:
+        found.append({})
+        if source.hub is not None:
+            found[-1][name_of(source)] = _from_hub(source)._fingerprint
+            continue
+        for file in local_files(source.path):
+            try:
+                with Path(file).open("rb") as stream:
+                    digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+                    is_empty = not stream.tell()
+            except OSError as error:
+                raise UserError(f"{name_of(source)}: cannot be read: {describe(error)}") from error
+            found[-1][os.path.realpath(file)] = digest
+            if seen.setdefault(digest, file) != file and not is_empty:
+                raise UserError(
+                    f"{file}: has the same content as {seen[digest]}; give it once (a source's "
+                    "repeat trains on rows more often)"
+                )
+    return found
 
 
 def _from_hub(source: "Source") -> "Dataset":

@@ -36,7 +36,7 @@ from zerotrain.rows.sources import (
     BadRow,
     RawRow,
     check_split,
-    fingerprint,
+    fingerprints,
     is_cache,
     loaded_commit,
     name_of,
@@ -197,7 +197,8 @@ def _content_key(
     """Return the name of a cache: a hash of everything that its content depends on."""
     key = [
         CACHE_VERSION,
-        [[fingerprint(s), s.split, s.format, s.columns, s.on_bad_row] for s in sources],
+        fingerprints(sources),
+        [[s.split, s.format, s.columns, s.on_bad_row] for s in sources],
         {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
         tokenizer_key(tokenizer),
     ]
