@@ -362,11 +362,13 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
                     f"give turns a weight, 0 or 1: {select(key, command)}"
                 )
     names = ", ".join(extra)
-    fix = f"unknown: {names}; find out what it means"
+    fix = f"unknown: {names}; find out what it means; "
     # A number or a word may be a judgment, such as is_correct or status.
     if mark := next((k for k, v in extra.items() if re.fullmatch(r"[\w.-]+", str(v))), None):
-        fix += f"; if {mark} excludes rows or turns from training: {select(mark, KEEP)}; if not"
-    fix += f"; data.ignore_keys: [{names}] trains on the rest"
+        fix += (
+            f"if {mark} excludes some from training, keep others: {select(mark, KEEP)}; else "
+        )
+    fix += f"data.ignore_keys: [{names}] trains on the rest"
     if is_row:
         fix += ", columns: {our key: key in the file} of the source renames keys"
     if {"system", "tools"} & {*extra}:
