@@ -332,6 +332,7 @@ REFUSED = (  # a key, its value, and other values of the file
     ("quux", 1),
     (f"{ZERO}.stage", "auto"),
     ("steps_per_print", "abc"),
+    ("optimizer.params.eps", "1e-6"),
     ("tensor_parallel.preset_model", "llama"),
     ("checkpoint", None),
     (f"{ZERO}.offload_param", "cpu"),

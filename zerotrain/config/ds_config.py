@@ -332,7 +332,8 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
                 return f"{path}: unknown, or not supported here; remove it{hint}"
     numbers = merged.keys() - {"communication_data_type", "log_level"}
     for path, value in _leaves(merged):
-        if path in numbers and isinstance(value, str):
+        is_number = path in numbers or path.startswith("optimizer.params.")
+        if is_number and isinstance(value, str):
             return f"{path}: is {json.dumps(value)}; use a number, true or false"
         only, why = SUPPORTED_VALUES.get(path, (value, ""))
         if value != only:
