@@ -56,7 +56,10 @@ BLOCKS = (
     "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
-OPTIONAL_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+OPTIONAL_BLOCKS = (
+    "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "aio", "comms_logger",
+    "compile", "flops_profiler", "timers",
+)  # fmt: skip
 # The only values that train correctly and can be resumed from, and why others do not.
 SUPPORTED_VALUES = {
     "zero_optimization.compute_grad_norm": (True, "infinite gradients would be applied"),
@@ -352,7 +355,8 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
     if config.train.precision == "fp16" and stage == 0:
         return (
             "zero_optimization.stage: is 0, where DeepSpeed divides fp16 gradients by a loss scale "
-            "that it has not multiplied with; set the stage to 1, or use bf16"
+            "that it has not multiplied with; set the stage to 1, or set train.precision to bf16, "
+            'and fp16.enabled to "auto"'
         )
     if config.model.quantization and stage == 3:
         return (
@@ -367,7 +371,7 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))  # without its block
         path = next((path for path, _ in _leaves(merged) if path.endswith(f".{key}")), key)
-        hint = likely(key, [*DeepSpeedZeroConfig.model_fields])
+        hint = likely(key.rpartition(".")[2], [*DeepSpeedZeroConfig.model_fields])
         got = json.dumps(first["input"])
         return f"{path}: {first['msg']}, got {got}; change or remove it{hint}"
     except Exception as error:  # DeepSpeed's assertions and errors, all of them about `merged`

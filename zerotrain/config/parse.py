@@ -33,7 +33,7 @@ OTHER_NAMES = """
     comet report_to wandb: tracking.wandb
     cutoff_len max_seq_length sequence_len: data.max_length
     deepspeed: ds_config
-    dry-run dryrun: dry_run
+    dry-run dryrun: --dry_run
     gradient_accumulation_steps train_batch_size: train.global_batch_size
     lr: train.learning_rate
     lr_scheduler lr_scheduler_type: train.lr_schedule
