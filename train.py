@@ -259,8 +259,9 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
             run.saver.finish()
             raise RunFailed(
                 f"step {progress.step:,}: {problem.reason}; {in_a_row} steps in a row were "
-                f"skipped. Check the rows listed in {METRICS}, lower train.learning_rate, or start "
-                "in another output_dir with checkpoint.resume at an earlier checkpoint"
+                f"skipped. Check the rows listed in {METRICS}. Start in another output_dir with a "
+                "lower train.learning_rate. To begin there at an earlier checkpoint, name it in "
+                "checkpoint.resume, and set checkpoint.allow_plan_change to true"
             )
     return progress
 

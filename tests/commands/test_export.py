@@ -307,6 +307,10 @@ def test_mistakes_and_strangers_folders_are_one_line(trained, forks, tmp_path, b
 
     refuse(r"embed_tokens\.weight has infinite .* --dtype float32 or bfloat16", "float16")
     export_checkpoint(checkpoint, tmp_path / "bf16", "bfloat16")
+    for folder in (tmp_path / "run", checkpoint):
+        with pytest.raises(UserError, match="give what python -m"):
+            load_model_config(ModelConfig(str(folder)))
+    load_model_config(ModelConfig(str(tmp_path / "bf16")))
     refuse("step_7 is not a usable checkpoint", at=tmp_path / "step_7")
     # A link could copy a file of the user who exports.
     secret = tmp_path / "token"

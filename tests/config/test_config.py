@@ -346,7 +346,7 @@ def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
         "fp16.enabled: true -> fp16.enabled: auto, train.precision: fp32",
         "fp16.enabled: true -> fp16.enabled: auto, train.precision: bf16",
         "model.quantization: nf4, model.lora: {} -> model.quantization: null",
-        "tensorboard.enabled: true -> tensorboard.enabled: null",
+        "tensorboard.enabled: true -> tensorboard: {}",
     ):
         mistake, cures = read_case(case)
         error = refused(mistake, by=check)
@@ -398,7 +398,7 @@ steps_per_print: abc -> steps_per_print: 10 -> steps_per_print: true
 optimizer.params.eps: "1e-6" -> optimizer.params.eps: 0.000001
 tensor_parallel.preset_model: llama
 checkpoint: null -> checkpoint: {}
-aio: 3 -> aio: {}
+compile: true -> compile: {}
 ZERO.offload_param: cpu -> ZERO.offload_param: {}
 ZERO.zenflow: {}
 ZERO.zero_hpz_partition_size: 2, ZERO.stage: 3, ZERO.offload_param.device: cpu \

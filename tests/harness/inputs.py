@@ -99,7 +99,10 @@ def save_tiny_llama(folder, tokenizer, dropout=0.0, **sizes):
 def copy_with_code(model, folder, ran):
     """Copy a model, and add code that its config.json names. The code creates the file `ran`."""
     shutil.copytree(model, folder)
-    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: ...\n")
+    code = (
+        "from transformers import LlamaConfig\nclass Evil(LlamaConfig):\n    model_type = 'evil'\n"
+    )
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n{code}")
     architecture = json.loads((folder / "config.json").read_text())
     architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
     (folder / "config.json").write_text(json.dumps(architecture))

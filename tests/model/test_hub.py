@@ -45,12 +45,14 @@ def hub(tmp_path, tiny_model, chat_rows):
     return {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
 
 
-def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, tiny_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for name in ("models/typo", "./typo"):
         with pytest.raises(UserError, match=r"^model.name_or_path: .* no such folder in "):
             load_pretrained(pytest.fail, name, "model.name_or_path")
+        shutil.copytree(tiny_model, name)
+        load_pretrained(AutoTokenizer.from_pretrained, name)
 
 
 def test_a_tokenizer_in_which_rust_panics_is_one_line(tiny_model, tmp_path):
@@ -128,7 +130,10 @@ def test_code_that_comes_with_a_model_never_runs_nor_asks(
     """transformers would ask if standard input were a terminal."""
     folder = copy_with_code(tiny_model, tmp_path / "evil", tmp_path / "ran")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
-    config = read_config(tiny_config(model=folder))
+    path = tiny_config(model=folder)
+    config = read_config(path)
     with pytest.raises(UserError, match=f"cannot load {folder}: .*model.trust_remote_code") as said:
         load_model_config(config.model)
     assert "\n" not in str(said.value) and not (tmp_path / "ran").exists()
+    load_model_config(read_config(path, "--model.trust_remote_code", "true").model)
+    assert (tmp_path / "ran").exists()

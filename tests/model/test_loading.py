@@ -4,11 +4,20 @@ pytest tests/model/test_loading.py
 
 import json
 
+import peft
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Mxfp4Config,
+)
 
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model.load import load_model, load_model_config
@@ -30,6 +39,12 @@ def save_model(folder, config=None, **options):
     return folder
 
 
+def edit_config(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return folder
+
+
 def edit_weights(folder, change):
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -42,8 +57,8 @@ def edit_weights(folder, change):
 def check(tiny_config):
     """A function that loads the model of a folder."""
 
-    def of(folder):
-        config = read_config(tiny_config(model=folder, train__precision="fp32"))
+    def of(folder, *flags):
+        config = read_config(tiny_config(model=folder, train__precision="fp32"), *flags)
         ds_config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
         load_model(config.model, config.train, load_model_config(config.model), ds_config)
 
@@ -68,9 +83,10 @@ WRONG = {
 def test_weights_that_do_not_fit_are_refused_by_name(name, check, tmp_path):
     folder = save_model(tmp_path / "model")
     check(folder)
-    assert f"for 1 of the model's tensors: {name};" in refusal(
-        check, edit_weights(folder, WRONG[name])
-    )
+    line = refusal(check, edit_weights(folder, WRONG[name]))
+    assert f"for 1 of the model's tensors: {name};" in line
+    assert "model.from_config to true" in line
+    check(folder, "--model.from_config", "true")
 
 
 def test_weights_that_are_not_numbers_are_refused(check, tmp_path):
@@ -80,22 +96,43 @@ def test_weights_that_are_not_numbers_are_refused(check, tmp_path):
 
 def test_a_config_with_fewer_layers_than_the_files_is_refused(check, tmp_path):
     folder, smaller = save_model(tmp_path / "model"), tmp_path / "smaller"
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    edit_config(folder, num_hidden_layers=1)
     assert "has 2 layers in its files, but 1 in its config" in refusal(check, folder)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(smaller)
     check(smaller)
+    check(edit_config(folder, num_hidden_layers=2))
 
 
-def test_a_folder_without_weights_or_tokenizer_says_what_it_lacks(check, tmp_path):
+def test_adapters_beside_the_weights_are_refused(check, tmp_path):
+    folder = save_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(folder)
+    assert "adapter_config.json" in refusal(check, folder)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check(tmp_path / "merged")
+    (folder / "adapter_config.json").unlink()
+    check(folder)
+
+
+def test_a_folder_without_weights_or_tokenizer_says_what_it_lacks(
+    check, tmp_path, tiny_model, sample_tokenizer
+):
     folder = save_model(tmp_path / "model")
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 8\n"
     (folder / "model.safetensors").write_text(pointer)
     assert "model.safetensors is a pointer of Git LFS" in refusal(check, folder)
-    for model in ("llama", "qwen2"):  # transformers makes no tokenizer, and an empty one
+    bytes_of_words = {"vocab.json": '{"a": 0}', "merges.txt": "#version: 0.2\n"}
+    # transformers makes no tokenizer, an empty one, and one in Python.
+    for model, files in {"llama": {}, "qwen2": {}, "ctrl": bytes_of_words}.items():
         folder = tmp_path / model
         AutoConfig.for_model(model).save_pretrained(folder)
+        for name, text in files.items():
+            (folder / name).write_text(text)
         assert "model.tokenizer" in refusal(lambda f: load_tokenizer(ModelConfig(str(f))), folder)
+        load_tokenizer(ModelConfig(str(folder), tokenizer=str(tiny_model)))
+        sample_tokenizer.save_pretrained(folder)
+        load_tokenizer(ModelConfig(str(folder)))
 
 
 def test_unused_weights_are_one_line(check, tmp_path, capsys):
@@ -125,14 +162,38 @@ def test_a_different_head_contradicts_a_tie(check, tmp_path):
     folder = save_model(tmp_path / "tied", TIED)
     edit_weights(folder, lambda t: t.update({HEAD: t[EMBEDDINGS] + 1}))
     assert f"ties {HEAD} to {EMBEDDINGS}" in refusal(check, folder)
+    check(edit_config(folder, tie_word_embeddings=False))
+    edit_config(folder, tie_word_embeddings=True)
+    check(edit_weights(folder, lambda t: t.pop(HEAD)))
 
 
-def test_quantized_weights_are_refused(check, tmp_path):
-    folder = save_model(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "quantized" in refusal(check, folder)
+def to_fp8(tensors):
+    for name in [name for name in tensors if "proj" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+
+def to_mxfp4(tensors):
+    for name in [name for name in tensors if name.endswith("proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = torch.ones(*shape, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.ones(shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("model, change, how", [
+    (LlamaConfig(**SIZES), to_fp8, FineGrainedFP8Config(dequantize=True)),
+    (GptOssConfig(**{**SIZES, "intermediate_size": 64}, num_local_experts=4), to_mxfp4,
+     Mxfp4Config(dequantize=True)),
+])  # fmt: skip
+def test_quantized_weights_are_refused(check, tmp_path, model, change, how):
+    folder = edit_weights(save_model(tmp_path / "model", model), change)
+    edit_config(folder, quantization_config={"quant_method": how.quant_method})
+    line = refusal(check, folder)
+    assert "dequantize=True" in line and "save_original_format=False" in line
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how)
+    loaded.save_pretrained(tmp_path / "wide", save_original_format=False)
+    check(tmp_path / "wide")
 
 
 def test_an_encoder_decoder_is_refused(check, tmp_path):

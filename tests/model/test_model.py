@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import (
     check_model_fits,
     count_flops,
@@ -26,8 +27,10 @@ from zerotrain.model.architecture import (
 from zerotrain.model.load import load_model_config
 from zerotrain.model.packing import resolve_batching
 from zerotrain.model.probes import check_causal, check_end_tokens
+from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
+from zerotrain.training.engine import change_blocks
 
 torch.set_num_threads(1)
 SIZES = {**SMALL_SIZES, "max_position_embeddings": 64}
@@ -40,7 +43,6 @@ BERT = {**SMALL_SIZES, "max_position_embeddings": 300}
 CAUSAL = {
     "llama": LlamaConfig(**SIZES),
     "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-    "bert, decoder": BertConfig(**BERT, is_decoder=True),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "mamba": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
 }  # fmt: skip
@@ -62,6 +64,8 @@ def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
     else:
         with pytest.raises(UserError, match=rf"{type(model).__name__} is not causal .*is_decoder"):
             check_causal(model, range(5, 64))
+        decoder = type(architecture)(**BERT, is_decoder=True)
+        check_causal(AutoModelForCausalLM.from_config(decoder, dtype=dtype), range(5, 64))
     assert model.training
 
 
@@ -71,16 +75,23 @@ def test_the_attention_of_a_models_config_is_kept():
 
 
 def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tokenizer):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     end = sample_tokenizer.eos_token_id
-    head = model.get_output_embeddings().requires_grad_(False)
-    check_end_tokens(model, sample_tokenizer, [end])
-    head.weight[7] = head.weight[end]
-    with pytest.raises(UserError, match="the token of id 7: the model would never learn to stop"):
+    head_too = ["embed_tokens", "lm_head"]
+    for settings in (
+        {}, {"lora": LoraConfig(modules_to_save=head_too)}, {"trainable": head_too},
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+        head = model.get_output_embeddings().requires_grad_(False)
         check_end_tokens(model, sample_tokenizer, [end])
-    head.requires_grad_(True)
-    check_end_tokens(model, sample_tokenizer, [end])
+        head.weight[7] = head.weight[end]
+        with pytest.raises(
+            UserError, match=r"of id 7: .*lora\.modules_to_save or model\.trainable"
+        ):
+            check_end_tokens(model, sample_tokenizer, [end])
+        head.requires_grad_(True)
+        freeze_and_adapt(model, ModelConfig("", **settings))
+        check_end_tokens(model, sample_tokenizer, [end])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,6 +125,26 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
 ):
     larger = copy.deepcopy(sample_tokenizer)
     larger.add_tokens([f"<|{i}|>" for i in range(400 - len(larger))])
-    config = read_config(tiny_config())
+    architecture = load_model_config(read_config(tiny_config()).model)
+    skeleton = meta_model(architecture, False)
     with pytest.raises(UserError, match=r"has 400 token ids, .* 320; .*rows for its new tokens"):
-        check_model_fits(meta_model(load_model_config(config.model), False), larger, 64)
+        check_model_fits(skeleton, larger, 64)
+    check_model_fits(skeleton, sample_tokenizer, 64)
+    architecture.vocab_size = 400
+    check_model_fits(meta_model(architecture, False), larger, 64)
+
+
+def test_experts_that_are_modules_are_refused(sample_tokenizer):
+    skeleton = meta_model(MixtralConfig(**SIZES, num_local_experts=2), False)
+    check_model_fits(skeleton, sample_tokenizer, 64)
+    skeleton.model.layers[0].mlp.experts = torch.nn.ModuleList()
+    with pytest.raises(UserError, match="use a model whose experts are packed"):
+        check_model_fits(skeleton, sample_tokenizer, 64)
+
+
+def test_blocks_that_cannot_be_changed_are_refused():
+    model = meta_model(AutoConfig.for_model("ctrl"), False)
+    for setting in ("compile", "activation_checkpointing"):
+        with pytest.raises(UserError, match=f"model.{setting}: CTRLLMHeadModel"):
+            change_blocks(model, ModelConfig("", **{setting: True}), 2)
+    change_blocks(model, ModelConfig(""), 2)

@@ -185,9 +185,10 @@ def test_auto_packs_where_no_score_between_examples_is_computed(resolve):
 def test_the_attention_of_the_config_stays(resolve):
     eager = {"model__attn_implementation": "eager"}
     assert resolve(LLAMA, **eager)[:2] == ("bucketed", "eager")
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="use bucketed"):
         resolve(LLAMA, data__batching="packed", **eager)
-    with pytest.raises(UserError, match=r"sequence_parallel_size 2 .* eager"):
+    assert resolve(LLAMA, data__batching="bucketed", **eager)[:2] == ("bucketed", "eager")
+    with pytest.raises(UserError, match=r"sequence_parallel_size 2 .* eager; remove it"):
         resolve(LLAMA, sequence=2, **eager)
 
 
@@ -214,8 +215,9 @@ BUCKETED = {
 def test_an_architecture_that_cannot_be_packed_is_bucketed_or_refused(problem, resolve):
     batching, attention, why = resolve(BUCKETED[problem])
     assert (batching, attention) == ("bucketed", None) and re.match(problem, why)
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(UserError, match=f"{problem}.*; use bucketed"):
         resolve(BUCKETED[problem], data__batching="packed")
+    resolve(BUCKETED[problem], data__batching="bucketed")
 
 
 NOT_REPORTED = {
@@ -226,8 +228,10 @@ NOT_REPORTED = {
 
 
 @pytest.mark.parametrize("kind", NOT_REPORTED)
-def test_a_model_whose_packed_examples_differ_is_refused(kind):
+def test_a_model_whose_packed_examples_differ_is_refused(kind, resolve):
     model = make(NOT_REPORTED[kind], PACKED_EXAMPLES if kind != "falcon" else None).train()
     with pytest.raises(UserError, match=f"{type(model).__name__} .*bucketed"):
         check_packing(model, range(64))
     assert model.training
+    bucketed = resolve(NOT_REPORTED[kind], data__batching="bucketed")
+    assert bucketed[:2] == ("bucketed", None)  # and packed examples are not checked

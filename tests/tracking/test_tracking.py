@@ -168,11 +168,17 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
     assert_no_secret_in(folder)
 
 
-def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path):
-    config = read_config(tiny_config(tracking={"wandb": "offline", "project": "a/b"}))
+def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path, monkeypatch):
+    path = tiny_config(tracking={"wandb": "offline"})
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match=r"^tracking: .*$"):
-        WandbSink(config, "id")
+        WandbSink(read_config(path, "--tracking.project", "a/b"), "id")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # a user without an entry in /etc/passwd
+    with pytest.raises(UserError, match="set HOME to a folder"):
+        WandbSink(read_config(path), "id")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    WandbSink(read_config(path), "id").close(0)
 
 
 @NEEDS_ROOT

@@ -94,3 +94,10 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(
     )
     assert [event["step"] for event in read_metrics(tmp_path / "run", "event")] == [2, 3, 4]
     assert json.loads((tmp_path / "run" / "changed_1.json").read_text()) == [1]
+    again = tmp_path / "again"
+    forks.finish(config, "--train.learning_rate", "1e-3", "--output_dir", again, ranks=2)
+    options = re.findall(r"checkpoint\.\w+", finished.error)
+    assert options == ["checkpoint.resume", "checkpoint.allow_plan_change"]
+    resume, allow = (f"--{option}" for option in options)
+    flags = [resume, checkpoints(again)[0], allow, "true", "--train.learning_rate", "1e-4"]
+    forks.finish(config, *flags, "--output_dir", tmp_path / "third", ranks=2)

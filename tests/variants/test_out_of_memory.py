@@ -1,5 +1,6 @@
 """Errors of runs that are out of memory.    pytest tests/variants/test_out_of_memory.py"""
 
+import re
 import shutil
 
 import numpy as np
@@ -27,6 +28,12 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
         assert f"{name}.jsonl:8 (199 tokens)" in line, line
         assert "micro_batch_tokens is 8,192: set it to 4,096," in line
     assert not (tmp_path / "run" / "checkpoints").exists()
+    tokens, code = "8192", 2
+    while code:
+        flags = ["--data.micro_batch_tokens", tokens, "--train.epochs", 1]
+        finished = forks.train(config, *flags, module="little_memory")
+        code = finished.code
+        tokens = code and re.search("set it to ([^ ]*),", finished.error)[1].replace(",", "")
 
 
 def test_the_suggested_budget_is_half_but_holds_the_longest_example(tiny_config):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from harness.cures import cured, read_case
 from harness.forks import SMALL_CHUNKS
 from harness.inputs import read_config
 from harness.runs import (
@@ -132,29 +133,35 @@ def test_every_listed_architecture_is_split_right(forks, tiny_config):
         assert float(of_logits) < 1e-5 and float(of_norm) < 2e-6, kind
 
 
-REFUSED = {
-    "stage 0": {"zero": {"stage": 0}},
-    "hpz": {"zero": {"stage": 3, "zero_hpz_partition_size": 2}},
-    "nvme": {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
-    "model.compile": {"model__compile": True},
-    "model.lora": {"model__lora": {"r": 2}},
-    "heads": {"size": 3},
-    "GPT2LMHeadModel": {"kind": "gpt2"},
-    "MixtralForCausalLM": {"kind": "mixtral"},
-    "GptOssForCausalLM": {"kind": "gpt_oss"},  # its plan splits the output head only
-}
+REFUSED = """
+stage: 0 -> stage: 1
+zero_hpz_partition_size: 2 -> zero_hpz_partition_size: 1 -> autotp_size: 1
+offload_optimizer: {device: nvme} -> offload_optimizer: null -> autotp_size: 1
+model.compile: true -> model.compile: false -> autotp_size: 1
+model.lora: {r: 2} -> model.lora: null -> autotp_size: 1
+model.trainable: [norm] -> model.trainable: null -> autotp_size: 1
+autotp_size: 3 -> autotp_size: 2
+kind: gpt2 -> autotp_size: 1
+kind: mixtral -> autotp_size: 1
+kind: gpt_oss -> autotp_size: 1
+"""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_split_is_one_line(tiny_config, case):
-    changes = dict(REFUSED[case])
-    kind = changes.pop("kind", "llama")
-    size = changes.pop("size", 2)
-    ds_config = {"zero_optimization": changes.pop("zero", {"stage": 1})}
-    config = read_config(tiny_config(**changes))
-    skeleton = skeleton_to_train(AutoConfig.for_model(kind, **SIZES), config.model)
-    counts = count_parameters(skeleton)
+@pytest.mark.parametrize("case", REFUSED.split("\n")[1:-1])
+def test_what_cannot_be_split_is_one_line_and_its_cure_works(tiny_config, case):
+    def check(values):
+        zero = {"stage": 3, "autotp_size": 2, "kind": "llama", **values}
+        config = {name: zero.pop(name) for name in values if name.startswith("model.")}
+        config = read_config(tiny_config(**config))
+        architecture = AutoConfig.for_model(zero.pop("kind"), **SIZES)
+        size = zero.pop("autotp_size")
+        skeleton = skeleton_to_train(architecture, config.model)
+        counts = count_parameters(skeleton)
+        check_tensor_parallel(config, {"zero_optimization": zero}, skeleton, counts, size)
+
+    mistake, cures = read_case(case)
     with pytest.raises(UserError) as refused:
-        check_tensor_parallel(config, ds_config, skeleton, counts, size)
-    assert case in str(refused.value) and "\n" not in str(refused.value)
-    check_tensor_parallel(config, ds_config, skeleton, counts, 1)
+        check(mistake)
+    assert "\n" not in str(refused.value)
+    for values in cured(refused.value, mistake, cures):
+        check(values)

@@ -57,8 +57,8 @@ BLOCKS = (
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
 )  # fmt: skip
 OPTIONAL_BLOCKS = (
-    "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "aio", "comms_logger",
-    "compile", "flops_profiler", "timers",
+    "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "comms_logger",
+    "compile",
 )  # fmt: skip
 # The only values that train correctly and can be resumed from, and why others do not.
 SUPPORTED_VALUES = {
@@ -354,9 +354,8 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
         return f"optimizer.type: is {json.dumps(kind)}; use AdamW or Adam"
     if config.train.precision == "fp16" and stage == 0:
         return (
-            "zero_optimization.stage: is 0, where DeepSpeed divides fp16 gradients by a loss scale "
-            "that it has not multiplied with; set the stage to 1, or set train.precision to bf16, "
-            'and fp16.enabled to "auto"'
+            "zero_optimization.stage: is 0, where DeepSpeed scales fp16 gradients wrongly; set the "
+            'stage to 1, or train.precision to bf16 and fp16.enabled to "auto"'
         )
     if config.model.quantization and stage == 3:
         return (
@@ -375,7 +374,7 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
         got = json.dumps(first["input"])
         return f"{path}: {first['msg']}, got {got}; change or remove it{hint}"
     except Exception as error:  # DeepSpeed's assertions and errors, all of them about `merged`
-        return f"DeepSpeed refuses it: {describe(error)}; change or remove that key"
+        return f"DeepSpeed refuses it: {describe(error)}"
     return None
 
 

@@ -137,7 +137,7 @@ def check_tensor_parallel(
     elif config.model.compile:
         problem = "is not supported together with model.compile; remove one of them"
     elif secondary_ranks(ds_config) > 1:
-        problem = "is not supported together with zero_optimization.zero_hpz_partition_size"
+        problem = "is not supported together with zero_hpz_partition_size; remove one of them"
     elif "nvme" in offload_devices(ds_config).values():
         problem = "is not supported together with offload to nvme; remove one of them"
     elif counts.trained < counts.total:
@@ -145,7 +145,7 @@ def check_tensor_parallel(
     elif skeleton.config.model_type not in SUPPORTED_TYPES.split():
         problem = f"has not been tried with {name}; remove it"
     elif not heads_divide(skeleton, size):
-        problem = f"does not divide the heads of keys and values of {name}; change it"
+        problem = f"does not divide the heads of keys and values of {name}; use a size that does"
     else:
         return
     raise UserError(f"{config.ds_config}: tensor_parallel.autotp_size {size} {problem}")

@@ -105,8 +105,7 @@ def load_pretrained(
         if "backend tokenizer" in reason:
             reason = NO_TOKENIZER
         if not trust_remote_code and "custom code" in reason:
-            reason = "it needs Python code that comes with it; read that code, then give "
-            reason += "--model.trust_remote_code true"
+            reason = "it needs its Python code: read it, then give --model.trust_remote_code true"
         if is_here:
             raise UserError(f"{place}: {_what_else(Path(name)) or reason}") from error
         place += f": there is no such folder in {Path.cwd()}, and"

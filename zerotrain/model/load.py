@@ -47,9 +47,9 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     model_config = load_pretrained(AutoConfig.from_pretrained, name, "model.name_or_path", trust)
     if getattr(model_config, "quantization_config", None) and not config.from_config:
         raise UserError(
-            f"model.name_or_path: the weights of {name} are quantized (quantization_config in its "
-            "config.json) and cannot be trained; use the model in 16 bits, or load it in "
-            "transformers with dequantize=True in its quantization_config and save it"
+            f"model.name_or_path: {name} has quantized weights, which cannot be trained; use the "
+            "model in 16 bits, which transformers makes of FP8 or MXFP4: load with dequantize=True "
+            "in quantization_config, then save_pretrained(FOLDER, save_original_format=False)"
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise UserError(f"model.name_or_path: {name} has an encoder; use a decoder-only model")
@@ -116,7 +116,7 @@ def load_model(
         if hasattr(model, "peft_config"):
             raise UserError(
                 f"model.name_or_path: {name} has adapters next to its weights, which transformers "
-                "loads too; merge them into the weights, or remove adapter_config.json"
+                "loads too; save the merged model in another folder, or remove adapter_config.json"
             )
         base = describe_base(name)
     if config.quantization:  # a checkpoint's config.json describes the export, in 16 bits
@@ -168,10 +168,7 @@ def _check_files(name: str, model: nn.Module) -> None:
         )
     for key, weight in model.named_parameters():
         if not computed_part(weight).isfinite().all():
-            raise UserError(
-                f"model.name_or_path: {name}: {key} has infinite or NaN values; use weights "
-                "without them"
-            )
+            raise UserError(f"model.name_or_path: {name}: {key} has infinite or NaN values")
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if not tensors.keys() >= set(pair):
             continue

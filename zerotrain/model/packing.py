@@ -74,8 +74,7 @@ def resolve_batching(
             problem = "the router loss needs whole micro-batches"
         if problem:
             raise UserError(
-                f"ds_config: sequence_parallel_size {sequence} is not possible: {problem}; remove "
-                "it, or use a different model"
+                f"ds_config: sequence_parallel_size {sequence} cannot be: {problem}; remove it"
             )
     if batching == "packed" and problem:
         raise UserError(f"data.batching: packed is not possible: {problem}; use bucketed")

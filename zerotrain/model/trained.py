@@ -56,10 +56,8 @@ def freeze_and_adapt(model: nn.Module, config: ModelConfig) -> None:
     for parameter in set(model.parameters()) - used:
         parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        key = "lora" if config.lora else "trainable"
         raise UserError(
-            f"model.{key}: matches only modules that {type(model).__name__} does not use for text; "
-            "name modules of its language model"
+            "model.trainable: matches nothing that text uses; name modules of the language model"
         )
 
 
@@ -126,11 +124,10 @@ def _matching(
     for pattern in patterns:
         matching = [name for name in names if matches(pattern, name)]
         if not matching:
-            parts = sorted({part for name in names for part in name.split(".")} - {""})
+            parts = sorted({p for name in names for p in name.split(".") if p.isidentifier()})
             raise UserError(
-                f"model.{key}: the model has no {pattern}; its names consist of "
-                f"{', '.join(part for part in parts if not part.isdecimal())}; remove it"
-                f"{similar(pattern, parts)}"
+                f"model.{key}: the model has no {pattern}; use its names, which consist of "
+                f"{', '.join(parts)}{similar(pattern, parts)}"
             )
         found += matching
     return found

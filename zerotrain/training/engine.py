@@ -152,9 +152,7 @@ def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
             raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if options.compile and not blocks:
-        raise UserError(
-            f"model.compile: {type(model).__name__} does not say which modules are its blocks"
-        )
+        raise UserError(f"model.compile: {type(model).__name__} names no blocks; remove it")
     for block in blocks if options.compile else ():
         block.compile(dynamic=True, recompile_limit=MAX_GRAPHS)
     if stage == 3 and blocks:
