@@ -11,7 +11,7 @@ import deepspeed
 import pytest
 import yaml
 from deepspeed.accelerator import get_accelerator
-from harness.cures import cured, read_case
+from harness.cures import try_cures
 from harness.inputs import set_value
 from harness.processes import run
 from harness.repository import REPO
@@ -142,36 +142,34 @@ checkpoint.weights_only: true -> checkpoint.resume: PATH
 
 @pytest.mark.parametrize("case", MISTAKES.split("\n")[1:-1])
 def test_a_mistake_is_one_line_with_file_and_key_and_its_cure_works(tiny_config, case):
-    mistake, cures = read_case(case)
+    mistake, error = try_cures(case, lambda values: parse(tiny_config(**values)))
     path = tiny_config(**mistake)
-    error = refused(path)
     file, _, line = error.place.partition(":")
     assert file == str(path) and any(key.startswith(error.key or "") for key in mistake)
     if line:
         assert error.key.rpartition(".")[2] in path.read_text().splitlines()[int(line) - 1]
-    for changes in cured(error, mistake, cures):
-        parse(tiny_config(**changes))
 
 
-@pytest.mark.parametrize("flags, key, cure", [
-    ("--train.sedd 3", "train.sedd", "--train.seed 3"),
-    ("--train.seed x", "train.seed", "--train.seed 3"),
-    ("--train.seed", "--train.seed", "--train.seed 3"),
-    ("--train.seed.x 5", "train.seed", "--train.seed 5"),
-    ("--train.steps 5", "train", "--train.steps 5 --train.epochs null"),
-    ("train.seed 5", "train.seed", "--train.seed 5"),
-    ("--bf16", "--bf16", "--train.precision bf16"),
-    ("--dry-run", "--dry-run", "--dry_run"),
-    ("--model x", "model", "--model.name_or_path x"),
-    ("--data.train_sources [a", "data.train_sources", "--data.train_sources [a]"),
-    ("--config=b.yaml", "--config", ""),
-])  # fmt: skip
-def test_a_mistake_on_the_command_line_names_its_key_and_its_cure_works(
-    tiny_config, flags, key, cure
-):
-    error = refused(tiny_config(), *flags.split())
-    assert (error.place, error.key) == ("command line", key)
-    cure = cure.split()
+FLAGS = """
+--train.sedd 3 -> --train.seed 3
+--train.seed x -> --train.seed 3
+--train.seed -> --train.seed 3
+--train.seed.x 5 -> --train.seed 5
+--train.steps 5 -> --train.steps 5 --train.epochs null
+train.seed 5 -> --train.seed 5
+--bf16 -> --train.precision bf16
+--dry-run -> --dry_run
+--model x -> --model.name_or_path x
+--data.train_sources [a -> --data.train_sources [a]
+--config=b.yaml ->
+"""
+
+
+@pytest.mark.parametrize("case", FLAGS.split("\n")[1:-1])
+def test_a_mistake_on_the_command_line_names_its_key_and_its_cure_works(tiny_config, case):
+    flags, cure = (part.split() for part in case.split("->"))
+    error = refused(tiny_config(), *flags)
+    assert error.place == "command line" and error.key.strip("-") in flags[0]
     assert all(flag.rpartition(".")[2].strip("-") in str(error) for flag in cure[::2])
     parse(tiny_config(), *cure)
 
@@ -196,9 +194,7 @@ def test_a_strangers_file_runs_no_code_and_ends(tiny_config, tmp_path):
     path = tmp_path / "broken.yaml"
     for text, key in {
         "": None,
-        "a: &a [x]\nb: [*a, *a]": None,
         "output_dir: !!python/object/apply:os.system [ls]": "output_dir",
-        "output_dir: a\noutput_dir: b": None,
         "? [a]\n: b": None,
         "output_dir: a\ntrain:\n": "train",
         "tracking: {class_path: evil.Evil}": "tracking.class_path",
@@ -348,11 +344,8 @@ def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
         "model.quantization: nf4, model.lora: {} -> model.quantization: null",
         "tensorboard.enabled: true -> tensorboard: {}",
     ):
-        mistake, cures = read_case(case)
-        error = refused(mistake, by=check)
+        _, error = try_cures(case, check)
         assert case.split(".")[0] in str(error)
-        for changed in cured(error, mistake, cures):
-            check(changed)
 
 
 def test_other_files_are_rejected_as_ds_config(tiny_config, tmp_path):
@@ -419,11 +412,8 @@ sequence_parallel_size: 2, tensor_parallel.autotp_size: 2 -> tensor_parallel.aut
 
 @pytest.mark.parametrize("case", [*REFUSED, *(f"{path}: 0.5" for path in SUPPORTED_VALUES)])
 def test_a_ds_config_that_would_train_wrongly_is_rejected_and_its_cure_works(resolved, case):
-    mistake, cures = read_case(case)
-    error = refused(mistake, by=resolved)
+    mistake, error = try_cures(case, resolved)
     assert error.place.endswith("/ds.json") and error.key == next(iter(mistake))
-    for changed in cured(error, mistake, cures):
-        resolved(changed)
 
 
 def test_deepspeed_has_every_supported_key():

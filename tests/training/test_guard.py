@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness.inputs import SMALL_SIZES, read_config, strategy, write_rows
+from harness.inputs import SMALL_SIZES, chat, read_config, strategy, write_rows
 from harness.runs import checkpoints, read_metrics
 
 from zerotrain.tools.open_plans import open_plans
@@ -29,13 +29,8 @@ def poisoned_model(tmp_path_factory, sample_tokenizer):
     return folder
 
 
-def chat(question, answer, *before):
-    return {"messages": [*before, {"role": "user", "content": question},
-                         {"role": "assistant", "content": answer}]}  # fmt: skip
-
-
 ROWS = [chat("Say it.", "So it is said.")] * 30
-ROWS[11] = chat("Say it.", "So it is said.", {"role": "system", "content": "Be brief."})
+ROWS[11] = {"messages": [{"role": "system", "content": "Be brief."}, *ROWS[0]["messages"]]}
 """Row 12 gives a loss that is not finite."""
 
 LAYOUTS = {
