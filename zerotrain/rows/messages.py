@@ -365,9 +365,7 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
     fix = f"unknown: {names}; find out what it means; "
     # A number or a word may be a judgment, such as is_correct or status.
     if mark := next((k for k, v in extra.items() if re.fullmatch(r"[\w.-]+", str(v))), None):
-        fix += (
-            f"if {mark} excludes some from training, keep others: {select(mark, KEEP)}; else "
-        )
+        fix += f"if {mark} excludes some from training, keep others: {select(mark, KEEP)}; else "
     fix += f"data.ignore_keys: [{names}] trains on the rest"
     if is_row:
         fix += ", columns: {our key: key in the file} of the source renames keys"
