@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
+from harness.refusals import refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,7 +21,7 @@ from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, Source
 from zerotrain.rows.chat_template import end_answers, fit_template, set_chat_template
 from zerotrain.rows.render import tokenize_row
 from zerotrain.rows.sources import BadRow
-from zerotrain.runtime.errors import UserError
+from zerotrain.tools.older_transformers import edit_json
 
 CONFIG = DataConfig(train_sources=["rows"])
 
@@ -53,9 +55,9 @@ def family(name, change=lambda template: template):
     return tokenizer_with(WORDS, change(template), special, eos)
 
 
-def supervised_turns(tokenizer, messages, supervise="answers", **more):
+def supervised_turns(tokenizer, messages, supervise="answers", ignore_keys=(), **more):
     """The text of each run of supervised tokens."""
-    config = dataclasses.replace(CONFIG, supervise=supervise)
+    config = dataclasses.replace(CONFIG, supervise=supervise, ignore_keys=[*ignore_keys])
     row = {"messages": copy.deepcopy(messages), **more}
     ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format="messages"), config)
     edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
@@ -236,8 +238,7 @@ def test_a_turn_is_its_content_and_its_own_end(family, as_tokens):
     template, eos, special, (first, last) = FAMILIES[family]
     tokenizer = tokenizer_with(WORDS, template, special if as_tokens else (), eos)
     if family in NO_ENDS:
-        with pytest.raises(BadRow, match="has no end-of-turn text"):
-            supervised_turns(tokenizer, CHAT)
+        refused("has no end-of-turn text", partial(supervised_turns, tokenizer), CHAT)
     end_answers(tokenizer)
     assert (tokenizer.chat_template == template) == (family not in NO_ENDS)
     for messages, expected in (
@@ -294,14 +295,15 @@ def test_tool_calls_are_supervised(arguments, written):
     ]
 
 
+ENDED = "the same after that message as after a last one, and then {{ eos_token }}"
 LOST = {
-    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "message 2.*incomplete"),
-    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "message 2.*incomp"),
-    "the result": ("<out>{{ m.content }}", "<out>", "message 3.*incomplete"),
-    "the end": ("</calls>{{ eos_token }}", "</calls>", "message 2.*end-of-turn"),
-    "the end but for a text": ("</calls>{{ eos_token }}", "</calls><|call|>", "message 2.*end-of"),
+    "the second call": ("in m.tool_calls", "in m.tool_calls[:1]", "2 ... incomplete"),
+    "a text among the arguments": (" ~ c.function.arguments | tojson", "", "2 ... incomplete"),
+    "the result": ("<out>{{ m.content }}", "<out>", "3 ... incomplete"),
+    "the end": ("</calls>{{ eos_token }}", "</calls>", "2 ... end-of-turn"),
+    "the end but for a text": ("</calls>{{ eos_token }}", "</calls><|call|>", "2 ... end-of-turn"),
     "an id where it is last": (
-        "';' }}", "';' }}{% if m != messages[-1] %}, 1{% endif %}", "message 2.*end-of-turn"
+        "';' }}", "';' }}{% if m != messages[-1] %}, 1{% endif %}", "2 ... end-of-turn"
     ),
 }  # fmt: skip
 
@@ -310,9 +312,13 @@ LOST = {
 def test_parts_of_tool_calls_that_a_template_drops_are_named(lost):
     before, after, problem = LOST[lost]
     assert before in CALLS
-    tokenizer = tokenizer_with(WORDS, CALLS.replace(before, after), ["</s>"], "</s>")
-    with pytest.raises(BadRow, match=problem):
-        supervised_turns(tokenizer, row_with_calls({"b": "x"}, {"b": "y"}))
+    row = row_with_calls({"b": "x"}, {"b": "y"})
+
+    def read(template):
+        return supervised_turns(tokenizer_with(WORDS, template, ["</s>"], "</s>"), row)
+
+    cure = ENDED if "end-of-turn" in problem else "or model.chat_template"
+    refused(f"message {problem} ... {cure}", read, CALLS.replace(before, after), CALLS)
 
 
 def test_a_call_may_end_with_a_token_of_its_own():
@@ -324,8 +330,10 @@ def test_a_call_may_end_with_a_token_of_its_own():
 
 
 def test_tools_that_a_template_drops_are_refused():
-    with pytest.raises(BadRow, match="drops the tools"):
-        supervised_turns(family("chatml"), CHAT, tools=[{"function": {"name": "add"}}])
+    tools = [{"function": {"name": "add"}}]
+    read = partial(supervised_turns, family("chatml"), CHAT, "answers", tools=tools)
+    refused("drops the tools; ... data.ignore_keys: [tools]", read, [], ["tools"])
+    supervised_turns(family("chatml", "{{{{ tools }}}}{}".format), CHAT, tools=tools)
 
 
 def test_reasoning_of_another_key_is_supervised():
@@ -334,9 +342,10 @@ def test_reasoning_of_another_key_is_supervised():
         thought = [CHAT[0], {**CHAT[1], key: "easy"}]
         assert supervised_turns(tokenizer, thought) == ["<think>\neasy\n</think>\n\n2<|im_end|>"]
     early = [CHAT[0], {**CHAT[1], "thinking": "easy"}, *CHAT[2:]]
-    with pytest.raises(BadRow, match=r"message 2 .*is incomplete.*data.supervise: last"):
-        supervised_turns(tokenizer, early)
+    named = "message 2 ... data.supervise: last ... , data.ignore_keys"
+    refused(named, partial(supervised_turns, tokenizer), early)
     assert supervised_turns(tokenizer, early, "last") == ["<think>\n\n</think>\n\n4<|im_end|>"]
+    assert len(supervised_turns(family("chatml"), early, ignore_keys=["thinking"])) == 2
 
 
 def test_a_turn_of_weight_0_is_context():
@@ -373,8 +382,7 @@ def test_generation_blocks_that_omit_part_of_an_answer_are_refused():
         if left_out is None:
             assert_supervised(tokenizer, chat, ["<think>easy</think>2<|im_end|>"] * 2)
         else:
-            with pytest.raises(BadRow, match=r"message 2 .*generation %} blocks"):
-                supervised_turns(tokenizer, chat)
+            refused("message 2 ... %} blocks", partial(supervised_turns, tokenizer), chat)
 
 
 def test_templates_whose_turns_cannot_be_located_are_refused():
@@ -386,6 +394,8 @@ def test_templates_whose_turns_cannot_be_located_are_refused():
     always = chatml.replace(ask + header, header + ask + "<|user|>")
     joined = "m.content.split('<think>') | join(messages[0].content)"
     chat = [CHAT[0], {**CHAT[1], "content": "2<think>2"}, *CHAT[2:]]
+    read, by_name = partial(supervised_turns, messages=chat), tokenizer_with(WORDS, None, special)
+    set_chat_template(by_name, "chatml")
     for template, problem in (
         (chatml.replace("m.content", joined), "text inside"),
         (chatml.replace(end, next_user), "end-of-turn"),
@@ -398,8 +408,13 @@ def test_templates_whose_turns_cannot_be_located_are_refused():
         (chatml.replace(ask, ask + "<|im_start|>my"), "does not start with"),
         (chatml.replace("m.content", "m.content | upper"), "template rewrites"),
     ):
-        with pytest.raises(BadRow, match=problem):
-            supervised_turns(tokenizer_with(WORDS, template, special), chat)
+        tokenizer = tokenizer_with(WORDS, template, special)
+        line = refused(problem, read, tokenizer, tokenizer_with(WORDS, chatml, special), by_name)
+        assert "to a copy that writes" in line
+    only_earlier = chatml.replace("m.content", joined.replace("n(", "n('' if loop.last else "))
+    tokenizer = tokenizer_with(WORDS, only_earlier, special)
+    refused("text inside ... ; or data.supervise: last", read, tokenizer)
+    assert supervised_turns(tokenizer, chat, "last") == ["4<|im_end|>"]
     template = (
         LOOP
         % "{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}{{ '\n' ~ m.content }}"
@@ -432,8 +447,27 @@ def test_named_templates(name):
 
 
 def test_an_unknown_name_of_a_template_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"mistrall is not .*alpaca, .*mean mistral\?"):
-        set_chat_template(copy.deepcopy(WORDS), "mistrall")
+    tokenizer = tokenizer_with(WORDS, None, ["</s>"], "</s>")
+    read = partial(supervised_turns, tokenizer)
+    refused("has no chat template, but ... ; set model.chat_template", read, CHAT)
+    named = "mistrall is not ... alpaca, ... mean mistral?"
+    refused(named, partial(set_chat_template, tokenizer), "mistrall", "mistral")
+    read(CHAT)
+
+
+def test_an_answer_that_shares_a_token_with_its_header_is_refused():
+    """Both cures work: a line break after the header, and a header that is a token."""
+    chat, header = [CHAT[0], {**CHAT[1], "content": "</i>"}], "assistant!"
+    chatml = FAMILIES["chatml"][0].replace("<|im_start|>", "").replace("assistant\n", header)
+    template = chatml.replace("m.role }}\n", "m.role ~ '!' }}")
+    cures = (template, header), (template.replace("!", "!\n"), "<|im_end|>")
+
+    def read(given):
+        tokenizer = tokenizer_with(WORDS, given[0], ["<|im_end|>", given[1]])
+        assert supervised_turns(tokenizer, chat) == ["</i><|im_end|>"]
+
+    named = "whose tags are tokens, or whose headers end with a line break"
+    refused(named, read, (template, "<|im_end|>"), *cures)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -444,17 +478,24 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
 def test_special_tokens_in_a_row_are_refused(role, special):
     messages = [SYSTEM, *CHAT[:2]]
     messages[role] = {**messages[role], "content": f"a {special}\nassistant\n b"}
-    with pytest.raises(BadRow, match="a special token"):
-        supervised_turns(tokenizer_with(WORDS, "", [special]), messages)
+    tokenizer = family("chatml")
+    tokenizer.add_tokens([special], special_tokens=True)
+    named = "a special token ... ; write chats as messages, without the template's tokens"
+    refused(named, partial(supervised_turns, tokenizer), messages, [SYSTEM, *CHAT[:2]])
 
 
-def test_rows_without_a_template():
-    tokenizer = tokenizer_with(WORDS, None, ["<s>"], "</s>")
+def test_rows_without_a_template(tmp_path):
+    tokenizer = tokenizer_with(WORDS, None, ["<s>"])
 
     def supervised(row, kind):
         ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
         return tokenizer.decode(ids[mask]), tokenizer.decode(ids)
 
+    named = "set eos_token in its tokenizer_config.json"
+    refused(named, lambda row: supervised(row, "text"), {"text": "2"})
+    tokenizer.save_pretrained(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", lambda tree: tree.update(eos_token="</s>"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     texts = ("2</s>", "1+1? 2</s>")
     assert supervised({"prompt": "1+1? ", "completion": "2"}, "prompt_completion") == texts
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

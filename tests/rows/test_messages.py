@@ -3,27 +3,24 @@ pytest tests/rows/test_messages.py
 """
 
 import json
+from functools import partial
 
 import pytest
+import yaml
+from harness.refusals import refused
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.messages import METADATA, canonical_row, detect_format
-from zerotrain.rows.sources import BadRow, RawRow, parse_row
+from zerotrain.rows.sources import RawRow, parse_row
 
 
 def canonical(row, columns=None, **options):
     """The row in its one form, from JSON and with the format detected, as in a run."""
     config = DataConfig(train_sources=["rows"], **options)
-    found = parse_row(RawRow("rows", 1, json.dumps(row)), columns or {}, config.ignore_keys)
+    text = row if isinstance(row, str) else json.dumps(row)
+    found = parse_row(RawRow("rows", 1, text), columns or {}, config.ignore_keys)
     source = Source("rows", format=detect_format(found), columns=columns or {})
     return canonical_row(found, source, config)
-
-
-def refused(row, **options):
-    with pytest.raises(BadRow) as caught:
-        canonical(row, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def user(text):
@@ -44,6 +41,7 @@ def called(function):
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
+THOUGHT = assistant("", thinking="b", tool_calls=[CALL])
 PADDED_CALL = {"name": "add", "arguments": {"a": 1, "c": None, "b": 1}}
 CALLED_TWICE = {
     "messages": [
@@ -180,34 +178,68 @@ def test_rows_as_they_are_found(case):
     assert canonical(row) == expected
 
 
-# Each row with the key or fix that its message must name.
+# Each row with what its message must name. If that is a cure: how it is followed, by a setting
+# (default: the cure as the message spells it) or in the row.
 REFUSED = {
-    "CSV without commas": ({"a;b": "1;2"}, "separated by commas"),
+    "other keys": (
+        {"question": "1+1?", "answer": "2"},
+        "columns: {our key: key in the file}",
+        "columns: {prompt: question, completion: answer}",
+    ),
+    "other keys of messages": (
+        {"messages": [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]},
+        "columns: {role: KEY, content: KEY}",
+        "columns: {role: speaker, content: text}",
+    ),
+    "another key of the tools": (
+        {"messages": ASKED, "functions": TOOLS},
+        "columns: {our key: key in the file}",
+        "columns: {tools: functions}",
+    ),
     "a class": ({"text": "a", "label": 1}, "data.ignore_keys: [label]"),
-    "a row that is not to be trained on": ({"text": "a", "weight": 0}, "weight"),
+    "keys that YAML would read": (
+        {"text": "a", "no": 1, "b: [c, d]": 2, "e#": 3},
+        "data.ignore_keys: ['b: [c, d]', e#, 'no']",
+    ),
+    "a system prompt without a chat": (
+        {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS},
+        "data.as_chat: true",
+    ),
     "a call of two functions": (
         {"messages": [user("a"), assistant("", tool_calls=[{"function": [{"name": "f"}] * 2}])]},
         "function",
     ),
     "calls after a turn of weight 0": (
         {"messages": [user("a"), assistant("b", train=False), assistant("", tool_calls=[CALL])]},
-        "message 3",
+        "message 3 of 'messages': it calls tools directly after another turn of the assistant; "
+        "write both as one turn (of weight 0 if either has it)",
+        {"messages": [user("a"), assistant("b", train=False, tool_calls=[CALL])]},
     ),
     "two thoughts in a row": (
-        {"messages": [user("a"), *[assistant("", thinking="b", tool_calls=[CALL])] * 2]},
-        "message 3",
+        {"messages": [user("a"), *[THOUGHT] * 2]},
+        "or the tool's result between them",
+        {"messages": [user("a"), THOUGHT, {"role": "tool", "content": "2"}, THOUGHT]},
     ),
-    "a question without content": ({"messages": [user(None), assistant("b")]}, "message 1"),
+    "a question without content": (
+        {"messages": [user(None), assistant("b")]},
+        "message 1 of 'messages': the user has no content; write it",
+        {"messages": [user("a"), assistant("b")]},
+    ),
     "an empty part": ({"messages": [user([{"text": None}]), assistant("b")]}, "message 1"),
-    "a list per column": ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "write a row for each"),
+    "a list per column": (
+        {"prompt": ["a", "b"], "completion": ["c", "d"]},
+        "write a row for each",
+        {"prompt": "a", "completion": "c"},
+    ),
     "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
     "a call of no object": (
         {"messages": [user("a"), assistant(None, tool_calls=[called("f")])]},
         "'function'",
     ),
     "arguments that no tool can read": (
-        {"messages": [user("a"), assistant("", tool_calls=[called({**CALL, "arguments": '{"a'})])]},
-        "arguments of add",
+        {"messages": [user("a"), assistant("", tool_calls=[called({**CALL, "arguments": "1"})])]},
+        "arguments of add ... or write a single value as {NAME: VALUE}",
+        {"messages": [user("a"), assistant("", tool_calls=[called(CALL)])]},
     ),
     "a tool of no object": (
         {"messages": [user("a"), assistant("b")], "tools": [{"function": '{"name": "f"}'}]},
@@ -218,9 +250,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_unusable_rows_are_refused_with_the_fix(case):
-    row, named = REFUSED[case]
-    assert named in refused(row)
+def test_unusable_rows_are_refused_with_a_fix_that_works(case):
+    row, named, *cures = REFUSED[case]
+
+    def read(cure):
+        if isinstance(cure, dict):
+            return canonical(cure)
+        [(key, value)] = yaml.safe_load(cure).items()
+        return canonical(row, **{key.removeprefix("data."): value})
+
+    refused(named, read, row, *cures or [named] * named.startswith("data."))
+
+
+def test_no_cure_is_named_where_it_would_not_help():
+    """A chat template renders neither plain text nor keys of a message."""
+    for row in ({"text": "a", "system": "b"}, {"messages": [{**ASKED[0], "tools": TOOLS}]}):
+        assert "as_chat" not in refused("unknown", canonical, row)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +275,8 @@ def test_unusable_rows_are_refused_with_the_fix(case):
 def test_results_of_tools_are_turns_of_the_tool(role):
     turns = canonical({"messages": [*ASKED, {"role": role, "content": "a"}]})["messages"]
     assert turns[2]["role"] == "tool"
-    unknown = refused({"messages": [*ASKED, {"role": f"{role}s", "content": "a"}]})
-    assert f"'{role}s'" in unknown and 'assistant"' not in unknown
+    other = {"messages": [*ASKED, {"role": f"{role}s", "content": "a"}]}
+    assert 'assistant"' not in refused(f"'{role}s'", canonical, other)
 
 
 def test_a_key_that_occurs_twice_is_refused():
@@ -241,27 +286,14 @@ def test_a_key_that_occurs_twice_is_refused():
         '{"messages": [{"role": "user", "content": "a", "content": null}]}',
         json.dumps({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}),
     ):
-        with pytest.raises(BadRow, match="occurs twice"):
-            row = parse_row(RawRow("rows", 1, text), {})
-            canonical_row(row, Source("rows", format="messages"), DataConfig(["rows"]))
+        refused("occurs twice", canonical, text)
 
 
 def test_a_column_that_a_row_lacks_is_named():
     row = {"question": "1+1?", "answer": "2"}
-    with pytest.raises(BadRow, match=r"'reply'.*it has answer, question"):
-        canonical(row, columns={"prompt": "question", "completion": "reply"})
     columns = {"prompt": "question", "completion": "answer", "system": "reply"}
-    assert canonical(row, columns=columns) == {"prompt": "1+1?", "completion": "2"}
-
-
-def test_fixes_that_the_messages_name_work():
-    columns = {"role": "speaker", "content": "text"}
-    turns = [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]
-    assert canonical({"messages": turns}, columns=columns) == {"messages": ASKED}
-    text = canonical({"text": "a", "images": ["x"]}, ignore_keys=["images"])
-    assert text["completion"] == "a"
-    pair = {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS}
-    assert canonical(pair, as_chat=True) == {"messages": [SYSTEM, *ASKED], "tools": TOOLS}
+    wrong = columns | {"completion": "reply"}
+    refused("'reply' ... it has answer, question", partial(canonical, row), wrong, columns)
 
 
 @pytest.mark.parametrize(
@@ -274,13 +306,13 @@ def test_every_spelling_of_a_weight_becomes_weight(key):
         turns = [{**user("1?"), key: False}, assistant("1", **{key: given})]
         assert canonical({"messages": turns})["messages"][1]["weight"] == weight
     wanted = {"messages": [{**user("1?"), key: 1}, assistant("1")]}
-    assert f"{key} is 1, but must be" in refused(wanted)
+    refused(f"{key} is 1, but must be", canonical, wanted)
 
 
 @pytest.mark.parametrize(
     "key",
     ["train_detail", "training_detail", "mask", "masked", "loss_mask", "ignore", "isTrainable",
-     "no_loss", "kto_tag", "label", "chosen", "rejected"],
+     "no_loss", "kto_tag", "label", "weight", "chosen", "rejected"],
 )  # fmt: skip
 def test_no_message_tells_to_ignore_a_key_that_may_exclude_rows(key):
     for row in (
@@ -288,8 +320,7 @@ def test_no_message_tells_to_ignore_a_key_that_may_exclude_rows(key):
         {"prompt": "1+1?", "completion": "2", key: False},
         {"messages": [ASKED[0], assistant("2", **{key: [False]})]},
     ):
-        message = refused(row)
-        assert key in message and "ignore_keys" not in message
+        assert "ignore_keys" not in refused(key, canonical, row)
 
 
 def test_a_key_that_may_be_a_judgment_is_not_only_to_be_ignored():
@@ -298,8 +329,9 @@ def test_a_key_that_may_be_a_judgment_is_not_only_to_be_ignored():
             {"text": "a", key: value},
             {"messages": [user("a"), assistant("b") | {key: value}]},
         ):
-            assert refused(row).index("VALUE TO TRAIN ON") < refused(row).index("ignore_keys")
-    assert "jq" not in refused({"text": "a", "annotation": "a longer text"})
+            refused("VALUE TO TRAIN ON ... ignore_keys", canonical, row)
+    long = {"text": "a", "annotation": "a longer text"}
+    assert "jq" not in refused("unknown", canonical, long)
 
 
 def test_every_key_is_used_or_refused():
@@ -313,6 +345,6 @@ def test_every_key_is_used_or_refused():
             {"messages": [user("a"), assistant("", tool_calls=[{**CALL, **extra}])]},
             {"messages": [user([part]), assistant("b")]},
         ):
-            assert key in refused(row)
+            refused(key, canonical, row)
     for key in METADATA:
         assert canonical({"messages": ASKED, key: "something"}) == {"messages": ASKED}

@@ -5,20 +5,22 @@ import codecs
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 
-import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from harness.inputs import write_rows
+from harness.refusals import refused
 
 from zerotrain.config.schema import Source
 from zerotrain.rows import readers
 from zerotrain.rows.sources import (
-    BadRow,
     RawRow,
     fingerprints,
     local_files,
@@ -26,7 +28,6 @@ from zerotrain.rows.sources import (
     read_rows,
     require_distinct,
 )
-from zerotrain.runtime.errors import UserError
 
 ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
 
@@ -36,10 +37,7 @@ def rows_in(path, columns=None):
 
 
 def refusal(path):
-    with pytest.raises(UserError) as error:
-        rows_in(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-    return str(error.value)
+    return refused(str(path), rows_in, path)
 
 
 def save(folder, name):
@@ -135,13 +133,18 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path, monkeypatch
     assert rows_in(tmp_path / "**/*.jsonl") == ROWS[:2]
     assert "no such file" in refusal(tmp_path / "none.jsonl")
     (tmp_path / "x.xlsx").touch()
-    assert "CSV" in refusal(tmp_path / "x.xlsx")
+    assert ".xlsx, as CSV" in refusal(tmp_path / "x.xlsx")
+    assert rows_in(save(tmp_path, "x.csv")) == ROWS
+    (tmp_path / "x.csv").unlink()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert rows_in("~/deep") == rows_in("$HOME/deep") == ROWS[:2]
     (tmp_path / "dataset_dict.json").touch()
     assert "several splits" in refusal(tmp_path)
-    os.unlink(saved)  # noqa: PTH108
-    assert "data-00000-of-00001.arrow: missing" in refusal(tmp_path)
+    assert rows_in(tmp_path / "saved") == ROWS  # the files of one
+    os.rename(saved, tmp_path / "elsewhere")  # noqa: PTH104
+    assert "data-00000-of-00001.arrow: missing" in refusal(tmp_path / "saved")
+    shutil.copy(tmp_path / "elsewhere", saved)
+    assert rows_in(tmp_path / "saved") == ROWS
 
 
 SEVERAL_SPLITS = [
@@ -184,8 +187,9 @@ def test_no_content_is_given_twice(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(text)
     assert [len(files) for files in fingerprints([Source(str(tmp_path))])] == [4]
     (tmp_path / "d.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"d\.jsonl: has the same content as .*a\.jsonl"):
-        fingerprints([Source(str(tmp_path / f"{name}.jsonl")) for name in "abcd"])
+    twice = [Source(str(tmp_path / f"{name}.jsonl")) for name in "abcd"]
+    named = "d.jsonl: has the same content as ... a.jsonl; give it once"
+    refused(named, fingerprints, twice, twice[:3])
 
 
 def test_no_file_is_given_twice(tmp_path):
@@ -194,19 +198,24 @@ def test_no_file_is_given_twice(tmp_path):
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     require_distinct([Source(str(tmp_path / "a.jsonl")), Source(str(tmp_path / "a.v*"))])
     for names in (["a.jsonl*"], ["a.jsonl.gz", "a.jsonl"], ["a.jsonl", "link*"], ["a.v*"] * 2):
-        with pytest.raises(UserError, match="the same rows as"):
-            require_distinct([Source(str(tmp_path / name)) for name in names])
+        sources = [Source(str(tmp_path / name)) for name in names]
+        once = [Source(sources[0].path.replace("a.jsonl*", "a.jsonl"), repeat=2)]
+        refused("the same rows as ... ; give them once", require_distinct, sources, once)
 
 
 def test_errors_of_damaged_files_say_what_is_wrong(tmp_path):
-    for name, text, problem in (
+    for name, text, problem, *mended in (
         ("x.json", '[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
         ("x.csv", 'a,b\n1,2\n3,"4" 5\n', "not CSV after line 2"),
         ("x.csv", "a,a\n1,2\n", "twice: a, a"),
-        ("x.jsonl", '[{"text": "a"}]\n{"text": "b"}', "follows the JSON list"),
-    ):
+        ("x.jsonl", '[{"text": "a"}]\n{"text": "b"}', "follows the JSON list; write each row on",
+         '{"text": "a"}\n{"text": "b"}'),
+    ):  # fmt: skip
         (tmp_path / name).write_text(text)
         assert problem in refusal(tmp_path / name)
+        for text in mended:
+            (tmp_path / name).write_text(text)
+            assert len(rows_in(tmp_path / name)) == 2
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "x.parquet")
     assert "'text' occurs twice" in refusal(tmp_path / "x.parquet")
     table = pa.table({"text": ["a"]})
@@ -219,18 +228,22 @@ def test_errors_of_damaged_files_say_what_is_wrong(tmp_path):
 
 
 def test_a_row_of_csv_with_more_cells_than_the_header_is_a_bad_row(tmp_path):
-    (tmp_path / "x.csv").write_text("text\nGood\nHello, world\n")
-    good, bad = read_rows(Source(path=str(tmp_path / "x.csv")))
+    """The message has two cures: quotes, or all names in the first line."""
+    path = tmp_path / "x.csv"
+    path.write_text("text\nGood\nHello, world\n")
+    good, bad = read_rows(Source(path=str(path)))
     assert parse_row(good, {}) == {"text": "Good"}
-    with pytest.raises(BadRow, match="more cells than the first line"):
-        parse_row(bad, {})
+    named = "the first line of the file; put each cell with a ... in quotes, or name all columns in"
+    refused(named, lambda row: parse_row(row, {}), bad)
+    for mended in ('text\nGood\n"Hello, world"\n', "text,more\nGood\nHello, world\n"):
+        path.write_text(mended)
+        assert "Hello" in rows_in(path)[1]["text"]
 
 
 def test_columns_rename_keys():
     row = RawRow("rows", 1, '{"question": "x", "prompt": "y"}')
-    with pytest.raises(BadRow, match="both 'prompt' and 'question'"):
-        parse_row(row, {"prompt": "question"})
-    assert parse_row(row, {"prompt": "question"}, ["prompt"]) == {"prompt": "x"}
+    named = "both 'prompt' and 'question' ... data.ignore_keys: [prompt]"
+    refused(named, partial(parse_row, row, {"prompt": "question"}), [], ["prompt"])
 
 
 PEAK = """
@@ -290,20 +303,23 @@ def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected)
 def test_few_bytes_that_stand_for_many_values_are_refused_unparsed(tmp_path, monkeypatch):
     """A row group of Parquet, an Arrow list, and a JSON list under gzip."""
     monkeypatch.setattr(readers, "MAX_GROUP_VALUES", 1 << 20)
-    count = readers.MAX_GROUP_VALUES // 2 + 1  # in each of two columns
-    column = pa.ListArray.from_arrays(
-        pa.array([0, count], pa.int32()), pa.array(np.zeros(count, np.int8))
-    )
+    row = {"text": "a", "x": [0] * 300, "y": [0] * 300}
+    frame = pd.DataFrame([row] * 2000)
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"text": ["a"], "x": column, "y": column}), path, compression="zstd")
+    frame.to_parquet(path, compression="zstd")
     assert path.stat().st_size < 10_000
-    assert "values in lists" in refusal(path)
+    assert "; write smaller ones: to_parquet(FILE, row_group_size=1000)" in refusal(path)
+    frame.to_parquet(path, row_group_size=1000)
+    assert rows_in(path) == [row] * 2000
     monkeypatch.setattr(readers, "MAX_LIST_VALUES", 9)
     monkeypatch.setattr(
         readers, "TEXT_AT_ONCE", 1 << 23
     )  # otherwise it is parsed again after each piece
-    pq.write_table(pa.table({"text": ["a"], "x": [[0] * 10]}), path)
-    assert "over 9 values" in refusal(path)
+    for lists in ([[0] * 10], [[0] * 5] * 2):
+        pq.write_table(pa.table({"x": lists}), path)
+        if len(lists) == 1:
+            assert "over 9 values; split the row" in refusal(path)
+    assert len(rows_in(path)) == 2
     path = tmp_path / "rows.json.gz"
     path.write_bytes(gzip.compress(b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"))
     assert "row 1 of the list is not JSON, or too long" in refusal(path)

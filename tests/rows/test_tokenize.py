@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import yaml
 from harness.inputs import write_rows
+from harness.refusals import refused
 from harness.repository import REPO
 from transformers import ByT5Tokenizer
 
@@ -26,7 +29,6 @@ from zerotrain.data.caches import make_missing_caches, open_caches
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.sources import read_rows
 from zerotrain.rows.tokenize import make_caches
-from zerotrain.runtime.errors import UserError
 
 
 def data_config(tmp_path, rows, on_bad_row="error", **changes):
@@ -53,8 +55,14 @@ def tokenize(config, tokenizer):
     return open_cache(path_of(config, tokenizer))
 
 
-def build(tmp_path, tokenizer, rows, **changes):
-    return tokenize(data_config(tmp_path, rows, **changes), tokenizer)
+@pytest.fixture
+def build(tmp_path, sample_tokenizer):
+    """A function that tokenizes rows with changes of the data section."""
+
+    def tokenized(rows, tokenizer=sample_tokenizer, **changes):
+        return tokenize(data_config(tmp_path, rows, **changes), tokenizer)
+
+    return tokenized
 
 
 LONG = {"prompt": "p" * 10, "completion": "c" * 100}  # 111 tokens with the end
@@ -70,8 +78,8 @@ SHORT = {"prompt": "p" * 10, "completion": "c" * 5}
         ("drop", [16], [6], {"dropped": 1}),
     ],
 )
-def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, supervised, count):
-    data = build(tmp_path, sample_tokenizer, [LONG, SHORT], on_too_long=on_too_long)
+def test_rows_over_max_length(build, on_too_long, lengths, supervised, count):
+    data = build([LONG, SHORT], on_too_long=on_too_long)
     assert data.lengths.tolist() == lengths
     masks = [mask for _, mask in data.fetch(range(len(data)))]
     assert data.supervised.tolist() == supervised == [*map(sum, masks)]
@@ -81,20 +89,16 @@ def test_rows_over_max_length(tmp_path, sample_tokenizer, on_too_long, lengths, 
 @pytest.mark.parametrize(
     ("on_bad_row", "message"),
     [
-        ("error", r"rows\.jsonl:2: completion is empty"),
+        ("error", "rows.jsonl:2: completion is empty"),
         ("skip", "none of its rows is left: 1 rejected: empty answer"),
     ],
 )
-def test_bad_rows_leave_no_half_a_cache(tmp_path, sample_tokenizer, on_bad_row, message):
+def test_bad_rows_leave_no_half_a_cache(tmp_path, build, on_bad_row, message):
     bad = {**SHORT, "completion": ""}
     rows = [SHORT, bad] if on_bad_row == "error" else [bad]
-    with pytest.raises(UserError, match=message) as caught:
-        build(tmp_path, sample_tokenizer, rows, on_bad_row=on_bad_row)
-    assert "\n" not in str(caught.value)
+    refused(message, partial(build, on_bad_row=on_bad_row), rows)
     assert not [p for p in (tmp_path / "cache").glob("[!.]*") if p.suffix != ".lock"]
-    with pytest.raises(UserError, match=r"empty\.jsonl: it has no rows$"):
-        (tmp_path / "empty.jsonl").touch()
-        build(tmp_path, sample_tokenizer, [], train_sources=[str(tmp_path / "empty.jsonl")])
+    refused("rows.jsonl: it has no rows", build, [], [SHORT])
 
 
 def as_lines(rows):
@@ -141,6 +145,7 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     "lines in TSV": (b'prompt\tcompletion\np\t"c\nd"\n', ["c\nd"]),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),
+    "a judgment": (as_lines([{**SHORT, "skip": 0}, {**LONG, "skip": 1}]), ["ccccc"]),
     "masks of rows": (as_lines([{**SHORT, "mask": 0}, {**LONG, "mask": 1}]), ["ccccc"]),
     **{case: (as_lines([row]), ["good"]) for case, row in MENDED.items()},
 }
@@ -156,9 +161,7 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     file = tmp_path / f"own.{extension}"
     config = data_config(tmp_path, [], train_sources=[str(tmp_path / "own.*")])
     file.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        tokenize(config, tokenizer)
-    message = str(caught.value)
+    message = refused(" > NEW", partial(tokenize, config), tokenizer)
     found = re.search(r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW(\.[a-z]+)?", message)
     command = found[1].replace('"ROLE"', '"assistant"').replace('"VALUE TO TRAIN ON"', "0")
     mended = subprocess.run(f"{command} {file}", shell=True, capture_output=True, check=True)
@@ -209,9 +212,7 @@ def test_a_rank_starts_the_program_if_a_cache_is_missing(tmp_path, sample_tokeni
     [rows] = open_caches(config, tokenizer)
     assert len(rows) == 1
     write_rows(tmp_path / "rows.jsonl", [SHORT, {**SHORT, "completion": ""}])
-    with pytest.raises(UserError) as caught:
-        make_missing_caches(config, tokenizer)
-    assert caught.value.place.endswith("rows.jsonl:2")
+    refused("rows.jsonl:2: ", partial(make_missing_caches, config), tokenizer)
     write_rows(tmp_path / "rows.jsonl", [SHORT, SHORT])
     make_caches(config)
     monkeypatch.setattr(sys, "executable", "/bin/false")  # it is not started again
@@ -228,12 +229,11 @@ def tokens(tmp_path, monkeypatch):
     return tmp_path / "tokens"
 
 
-def test_a_cache_of_another_program_is_a_source(tmp_path, tokens, sample_tokenizer):
-    rows = tokenize(data_config(tmp_path, [], train_sources=["tokens"]), sample_tokenizer)
+def test_a_cache_of_another_program_is_a_source(tmp_path, build, tokens, sample_tokenizer):
+    rows = build([], train_sources=["tokens"])
     assert [ids.tolist() for ids, _ in rows.fetch([1, 0])] == [[74, 75, 76, 0], [72, 73, 0]]
-    with pytest.raises(UserError, match=r"^tokens: .*max_length"):
-        config = data_config(tmp_path, [], train_sources=["tokens"], max_length=3)
-        tokenize(config, sample_tokenizer)
+    named = "tokens: it has ... allowed are 2 to data.max_length (3)"
+    refused(named, lambda length: build([], train_sources=["tokens"], max_length=length), 3, 4)
     # made of two sources, and then the one source of a run
     several = data_config(tmp_path, [SHORT], train_sources=[
         str(write_rows(tmp_path / f"{i}.jsonl", [SHORT] * i)) for i in (1, 2)
@@ -243,15 +243,15 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, tokens, sample_tokeniz
     make_caches(config)
     [rows] = open_caches(config, sample_tokenizer)
     assert rows.meta.source_examples == [3] and rows.meta.formats == ["token cache"]
-    with pytest.raises(UserError, match="only source"):
-        sources = ["tokens", str(tmp_path / "1.jsonl")]
-        tokenize(data_config(tmp_path, [], train_sources=sources), sample_tokenizer)
+    sources = ["tokens", str(tmp_path / "1.jsonl")]
+    named = "is the only source of its set; make one cache of all sources"
+    refused(named, lambda sources: build([], train_sources=sources), sources, [str(folder)])
 
 
 @pytest.mark.parametrize(
     "column, values",
     [
-        ("input_ids", [[72, 73, 0], [74, 75, 76, 10**6]]),
+        ("input_ids", [[72, 73, 0], [74, 75, 76, 296]]),
         ("input_ids", [[72, None, 0], [74, 75, 76, 0]]),
         ("loss_mask", [[False, True, True], [True, False, True, False]]),
         ("supervised", [2, 1]),
@@ -259,7 +259,7 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, tokens, sample_tokeniz
     ],
 )
 def test_examples_that_cannot_be_trained_on_are_refused(
-    tmp_path, tokens, sample_tokenizer, column, values
+    build, tokens, sample_tokenizer, column, values
 ):
     with pa.OSFile(str(tokens / "examples.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
@@ -267,76 +267,90 @@ def test_examples_that_cannot_be_trained_on_are_refused(
     table = table.set_column(field, column, pa.array(values, table.schema.field(column).type))
     with pa.ipc.new_stream(str(tokens / "examples.arrow"), table.schema) as stream:
         stream.write_table(table)
-    with pytest.raises(UserError, match=r"^tokens: "):
-        tokenize(data_config(tmp_path, [], train_sources=["tokens"]), sample_tokenizer)
+    read = partial(build, [], train_sources=["tokens"])
+    if "use the tokenizer that made it" in refused("tokens: ", read, sample_tokenizer):
+        read(tokenizer_with(sample_tokenizer, None))
 
 
-def test_rows_that_change_while_they_are_read_are_not_cached(
-    tmp_path, sample_tokenizer, monkeypatch
-):
+def test_rows_that_change_while_they_are_read_are_not_cached(tmp_path, build, monkeypatch):
     def read_and_change(source):
         yield from read_rows(source)
         write_rows(tmp_path / "rows.jsonl", [SHORT] * 2)
 
     monkeypatch.setattr("zerotrain.rows.tokenize.read_rows", read_and_change)
-    with pytest.raises(UserError, match="changed"):
-        build(tmp_path, sample_tokenizer, [SHORT])
+    refused("changed while it was read; start again", build, [SHORT])
     assert not list((tmp_path / "cache").glob("*/meta.json"))
+    monkeypatch.undo()
+    assert len(build([SHORT] * 2)) == 2
 
 
-def test_rows_of_other_splits_are_bad_rows(tmp_path, sample_tokenizer):
+def test_rows_of_other_splits_are_bad_rows(tmp_path, build, sample_tokenizer):
     splits = ["train", "test", None, "train_sft", "validation", "test"]
     keys = ["Split", "Split", "Split", "data_split", "subset", "split"]
     rows = [{"text": "a", key: split} for key, split in zip(keys, splits, strict=True)]
     rows[5] = {"text": "a", "meta": rows[5]}
     rows += [{"text": "a", "subset": "test of arithmetic"}, {"text": "a", "dataset": "eval"}]
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: its Split is test"):
-        build(tmp_path, sample_tokenizer, rows)
-    data = build(tmp_path, sample_tokenizer, rows, on_bad_row="skip")
+    line = refused("rows.jsonl:2: its Split is test ... a file of their own", build, rows, rows[:1])
+    named = re.search(r"data.eval_sources: (\[.*?\])", line)[1]
+    [source] = yaml.safe_load(named.replace("FILE", str(tmp_path / "own.jsonl")))
+    write_rows(tmp_path / "own.jsonl", rows[1:2])
+    build(rows[:1], eval_sources={"own": [Source(**source)]})
+    data = build(rows, on_bad_row="skip")
     assert data.meta.rejected == {"other split": 3}
     held_out = Source(str(tmp_path / "rows.jsonl"), split="test", on_bad_row="skip")
     config = data_config(tmp_path, rows, train_sources=[held_out])
     assert tokenize(config, sample_tokenizer).meta.rejected == {"other split": 1}
 
 
-def test_a_damaged_cache_is_one_line(tmp_path, sample_tokenizer, chat_rows):
-    """Mapping a truncated file and reading behind its end would end the process with SIGBUS."""
-    folder = build(tmp_path, sample_tokenizer, chat_rows).folder
+def test_a_damaged_cache_is_one_line(tmp_path, build, chat_rows):
+    """Mapping a truncated file and reading behind its end would end the process with SIGBUS. Both
+    cures of the message work: another folder, and another cache in this one.
+    """
+    folder = build(chat_rows).folder
     for path in (folder / "meta.json", folder / "examples.arrow"):
         content = path.read_bytes()
         for damaged in (content[: len(content) // 2], None):
             path.unlink(missing_ok=True)
             if damaged:
                 path.write_bytes(damaged)
-            with pytest.raises(UserError, match=r"cannot read .* \(.*\); delete it, and the rows"):
-                open_cache(folder)
+            refused("cannot read ... ; delete it to tokenize", open_cache, folder)
         path.write_bytes(content)
     data = open_cache(folder)
     assert len(data) == 70
     for numbers in (data.lengths, data.lengths.cumsum(dtype="int32")):  # the latter are offsets
         path.write_bytes(content.replace(numbers.tobytes(), numbers.tobytes()[:-1] + b"\xff"))
-        with pytest.raises(UserError, match="cannot read"):
-            open_cache(folder)
+        refused("cannot read", open_cache, folder)
+    assert len(build(chat_rows, cache_dir=str(tmp_path / "own"))) == 70
+    shutil.rmtree(folder)
+    assert len(build(chat_rows)) == 70
 
 
-def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, sample_tokenizer, monkeypatch):
+def test_a_pool_gives_the_same_tokens_as_one_process(tmp_path, build, monkeypatch):
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(2000)]
-    one = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "one"))
+    one = build(rows, cache_dir=str(tmp_path / "one"))
     monkeypatch.setattr("zerotrain.rows.tokenize.MIN_POOL_BATCHES", 2)
-    two = build(tmp_path, sample_tokenizer, rows, cache_dir=str(tmp_path / "two"))
+    two = build(rows, cache_dir=str(tmp_path / "two"))
     assert one.meta.content == two.meta.content and two.folder != one.folder
 
 
-def test_a_disk_without_locks_works(tmp_path, sample_tokenizer, monkeypatch):
+def test_a_cache_dir_that_cannot_be_written_is_one_line(tmp_path, build):
+    (tmp_path / "file").touch()
+    named = "data.cache_dir: cannot write ... ; set it to a folder that you can write to"
+    folders = [str(tmp_path / name) for name in ("file", "own")]
+    refused(named, lambda folder: build([SHORT], cache_dir=folder), *folders)
+
+
+def test_a_disk_without_locks_works(build, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert len(build(tmp_path, sample_tokenizer, [SHORT])) == 1
+    assert len(build([SHORT])) == 1
 
 
-def test_hold_out_splits_without_loss_or_overlap(tmp_path, sample_tokenizer):
-    data = build(tmp_path, sample_tokenizer, [{"text": f"{i}"} for i in range(200)])
+def test_hold_out_splits_without_loss_or_overlap(build):
+    data = build([{"text": f"{i}"} for i in range(200)])
+    refused("none to train on; lower it", lambda share: hold_out(data, share, 3), 0.999, 0.9)
     train, held = hold_out(data, 0.1, seed=3)
     rows = [*train.column("row"), *held.column("row")]
     assert len(held) == 20 and sorted(rows) == list(range(200))
@@ -377,23 +391,20 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path, sample_tokenizer):
     assert listed[1] == {**listed[1], "reason": "wrong type", "text": '{"text": 3}'}
 
 
-def test_each_source_has_its_own_format_and_columns_and_decides_on_bad_rows(
-    tmp_path, sample_tokenizer
-):
+def test_each_source_has_its_own_format_and_columns_and_decides_on_bad_rows(tmp_path, build):
     text = write_rows(tmp_path / "a.jsonl", [{"text": "one"}] * 3)
+    refused(
+        "rows of other formats into a file and source of their own", build, [{"text": "a"}, SHORT]
+    )
     named = write_rows(tmp_path / "b.jsonl", [{"q": "two", "a": "2"}] * 2 + [{"q": "no answer"}])
     skipping = Source(str(named), columns={"prompt": "q", "completion": "a"}, on_bad_row="skip")
-    data = build(tmp_path, sample_tokenizer, [], train_sources=[str(text), skipping])
+    data = build([], train_sources=[str(text), skipping])
     assert data.meta.source_examples == [3, 2] and data.meta.rejected == {"missing key": 1}
     assert data.meta.formats == ["text", "prompt_completion"]
     assert data.supervised.tolist()[3:] == [2, 2] and min(data.supervised[:3]) >= 2
-    with pytest.raises(UserError, match=r"b\.jsonl:3: it has no value for 'a'"):
-        build(
-            tmp_path,
-            sample_tokenizer,
-            [],
-            train_sources=[dataclasses.replace(skipping, on_bad_row="error")],
-        )
+    sources = [dataclasses.replace(skipping, on_bad_row=how) for how in ("error", "skip")]
+    named = "b.jsonl:3: it has no value for 'a' ... (a source {path: FILE, on_bad_row: skip} leaves"
+    refused(named, lambda source: build([], train_sources=[source]), *sources)
 
 
 GPT_OSS = (
@@ -412,21 +423,21 @@ def tokenizer_with(sample_tokenizer, template):
     return tokenizer
 
 
-def test_every_supervised_turn_has_its_end_token(tmp_path, sample_tokenizer):
+def test_every_supervised_turn_has_its_end_token(tmp_path, build, sample_tokenizer):
     tokenizer = tokenizer_with(sample_tokenizer, GPT_OSS)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     rows = [{"messages": TURNS}, {"messages": [TURNS[0], call, *TURNS[:2]]}]
-    whole = build(tmp_path, tokenizer, rows)
+    whole = build(rows, tokenizer)
     ends = {"<|call|>", "<|end|>", "<|return|>"}
     assert {*tokenizer.convert_ids_to_tokens(whole.meta.end_tokens)} == ends
     cut = build(
-        tmp_path, tokenizer, rows[:1], cache_dir=str(tmp_path / "cut"),
+        rows[:1], tokenizer, cache_dir=str(tmp_path / "cut"),
         max_length=int(whole.lengths[0]) - 2  # ends in <|assistant|>
     )  # fmt: skip
     assert tokenizer.convert_ids_to_tokens(cut.meta.end_tokens) == ["<|end|>"]
 
 
-def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_tokenizer):
+def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, build, sample_tokenizer):
     """A token that ends earlier turns is one of them, although another source ends differently."""
     tokenizer = copy.deepcopy(sample_tokenizer)
     tokenizer.eos_token = "<|tool|>"
@@ -434,31 +445,32 @@ def test_tokens_that_end_answers_are_those_of_every_source(tmp_path, sample_toke
         str(write_rows(tmp_path / f"{i}.jsonl", [row]))
         for i, row in enumerate([{"messages": TURNS}, {"text": "one"}])
     ]
-    meta = build(tmp_path, tokenizer, [], train_sources=sources).meta
+    meta = build([], tokenizer, train_sources=sources).meta
     assert sorted(tokenizer.convert_ids_to_tokens(meta.end_tokens)) == ["<|end|>", "<|tool|>"]
 
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_rows_without_what_the_generation_prompt_ends_with_are_counted(
-    tmp_path, sample_tokenizer, thinks
+    build, sample_tokenizer, thinks
 ):
     thought = "<think>\n" if thinks else ""
     template = GPT_OSS.replace("<|assistant|>{% endif", "<|assistant|>" + thought + "{% endif")
-    data = build(tmp_path, tokenizer_with(sample_tokenizer, template), [{"messages": TURNS}] * 3)
+    data = build([{"messages": TURNS}] * 3, tokenizer_with(sample_tokenizer, template))
     assert data.meta.unprompted == ({thought: 3} if thinks else {})
 
 
-def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(tmp_path, sample_tokenizer):
+def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(build, sample_tokenizer):
     tokenizer = tokenizer_with(sample_tokenizer, "{% for m in messages %}\n{{ m.content }\n")
-    for on_bad_row in ("error", "skip"):
-        with pytest.raises(UserError, match="not valid Jinja: line 2:") as error:
-            build(tmp_path, tokenizer, [{"messages": TURNS}] * 3, on_bad_row=on_bad_row)
-        assert "rows.jsonl" not in str(error.value)
+    mended = tokenizer_with(sample_tokenizer, GPT_OSS)
+    for how in ("error", "skip"):
+        read = partial(build, [{"messages": TURNS}] * 3, on_bad_row=how)
+        line = refused("not valid Jinja: line 2: ... ; correct it", read, tokenizer, mended)
+        assert "rows.jsonl" not in line
 
 
-def test_a_tokenizer_without_offsets_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"has no tokenizer\.json.*set model\.tokenizer"):
-        build(tmp_path, ByT5Tokenizer(), [SHORT])
+def test_a_tokenizer_without_offsets_is_refused(build, sample_tokenizer):
+    named = "has no tokenizer.json ... set model.tokenizer"
+    refused(named, partial(build, [SHORT]), ByT5Tokenizer(), sample_tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 pytest tests/rows/test_tokens.py
 """
 
+import copy
 import json
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ import subprocess
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from harness.inputs import write_rows
+from harness.refusals import refused
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.messages import detect_format
 from zerotrain.rows.render import cut_to_length, tokenize_row
-from zerotrain.rows.sources import BadRow, RawRow, parse_row, read_rows
+from zerotrain.rows.sources import RawRow, parse_row, read_rows
 
 
 def examples_of(rows, tokenizer, columns=None, **options):
@@ -118,53 +121,58 @@ def test_columns_name_the_keys_of_the_file(sample_tokenizer):
     assert example(row, sample_tokenizer, columns=columns) == (IDS, LAST_TWO)
 
 
-# The row beside input_ids, perhaps with data.supervise, and what its message must name.
-REFUSED = {
-    "floats": ({"input_ids": [5.0, 6.0]}, "input_ids is not a list of integers"),
-    "booleans as ids": ({"input_ids": [True, True]}, "input_ids is not a list of integers"),
-    "a null": ({"input_ids": [5, None]}, "input_ids is not a list of integers"),
-    "a batch": ({"input_ids": [IDS, IDS]}, "input_ids is not a list of integers"),
-    "over 64 bits": ({"input_ids": [5, 2**64]}, "model.tokenizer"),
-    "a negative id": ({"input_ids": [5, -1]}, "input_ids has -1"),
-    "an unknown id": ({"input_ids": [5, 320]}, "model.tokenizer"),
-    "one token": ({"input_ids": [5], "labels": [5]}, "no token is supervised"),
-    "no token": ({"input_ids": [], "supervise": "all"}, "no token is supervised"),
-    "no target": ({"labels": [5, -100, -100, -100]}, "no token is supervised"),
-    "unequal lengths": ({"labels": LABELS[1:]}, "labels has 3 values"),
-    "another label": ({"labels": [-100, 6, 9, 8]}, "the label of token 3 is 9"),
-    "a weight": ({"loss_mask": [0, 0, 2, 1]}, "loss_mask has other values than 0 and 1"),
-    "a fraction": ({"loss_mask": [0, 0.5, 1, 1]}, "loss_mask is not a list of integers"),
-    "ids alone": ({}, "add labels or loss_mask"),
-    "two rules": ({"labels": LABELS, "supervise": "all"}, "to answers"),
-    "the last answer": ({"labels": LABELS, "supervise": "last"}, "to answers"),
-    "packed positions": ({"labels": LABELS, "position_ids": [0, 1, 0, 1]}, "position_ids"),
-    "packed lengths": ({"labels": LABELS, "seq_lengths": [2, 2]}, "packing=False"),
-    "padding within": ({"labels": LABELS, "attention_mask": [1, 0, 1, 1]}, "is 0 at"),
-    "learned padding": ({"labels": LABELS, "attention_mask": [1, 1, 1, 0]}, "is 0 at"),
-    "padding alone": ({"labels": [-100] * 4, "attention_mask": [0] * 4}, "no token is"),
-    "another mask": ({"train_mask": [0, 0, 1, 1]}, "columns: {loss_mask: train_mask}"),
-    "an image": ({"labels": LABELS, "pixel_values": [1]}, "pixel_values"),
-}
+# Changes of a row with input_ids and labels, perhaps with settings; what its message must name; and
+# the changes of a user who does as it says. Each is a YAML mapping without its braces.
+REFUSED = """
+input_ids: [5.0, 6.0] | input_ids is not a list of integers
+input_ids: [true, true] | input_ids is not a list of integers
+input_ids: [5, null] | input_ids is not a list of integers
+input_ids: [[5, 6], [7, 8]] | input_ids is not a list of integers
+input_ids: [5, 6, 7, 18446744073709551616] | set model.tokenizer
+input_ids: [5, 6, 7, -1] | input_ids has -1
+input_ids: [7, 8, 7, 296], labels: [7, 8, 7, 296] | set model.tokenizer | new_tokens: [one]
+input_ids: [5], labels: [5] | no token is supervised
+input_ids: [], labels: null, supervise: all | no token is supervised
+labels: [5, -100, -100, -100] | no token is supervised
+labels: [-100, 7, 8] | write one for each token | labels: [-100, -100, 7, 8]
+labels: [-100, -100, 9, 8] | it must be the token's id, 7, or -100 | labels: [-100, -100, 7, 8]
+labels: [-100, -100, 9, 8] | it must be the token's id, 7, or -100 | labels: [-100, -100, -100, 8]
+loss_mask: [0, 0, 2, 1] | write only these | loss_mask: [0, 0, 1, 1]
+loss_mask: [0, 0.5, 1, 1] | loss_mask is not a list of integers
+labels: null | add labels or loss_mask | labels: [-100, -100, 7, 8]
+labels: null | add labels or loss_mask | loss_mask: [0, 0, 1, 1]
+labels: null | set data.supervise: all to train on every token | supervise: all
+supervise: all | set it to answers | supervise: answers
+supervise: last | set it to answers | supervise: answers
+position_ids: [0, 1, 0, 1] | write a row | input_ids: [7, 8], labels: [7, 8], position_ids: [0, 1]
+seq_lengths: [2, 2] | (TRL: packing=False) | input_ids: [7, 8], labels: [7, 8], seq_lengths: [2]
+attention_mask: [1, 1, 0, 1] | remove | input_ids: [5, 8], labels: [5, 8], attention_mask: [1, 1]
+attention_mask: [1, 1, 1, 0] | padding at the end the label -100 | labels: [-100, -100, 7, -100]
+labels: [-100, -100, -100, -100], attention_mask: [0, 0, 0, 0] | no token is supervised
+mask_of_loss: [0, 0, 1, 1] | columns: {loss_mask: mask_of_loss} | columns: {loss_mask: mask_of_loss}
+pixel_values: [1] | data.ignore_keys: [pixel_values] | ignore_keys: [pixel_values]
+""".strip().splitlines()
+SETTINGS = {"supervise", "columns", "ignore_keys"}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_tokens_that_do_not_fit_together_are_refused(sample_tokenizer, case):
-    row, named = REFUSED[case]
-    supervise = row.get("supervise", "answers")
-    row = {key: value for key, value in row.items() if key != "supervise"}
-    with pytest.raises(BadRow) as caught:
-        example({"input_ids": IDS, **row}, sample_tokenizer, supervise=supervise)
-    assert named in str(caught.value) and "\n" not in str(caught.value)
+    changes, named, *cures = case.split(" | ")
+
+    def read(cure):
+        given = {"input_ids": IDS, "labels": LABELS, **yaml.safe_load(f"{{{changes}, {cure}}}")}
+        settings = {key: given.pop(key) for key in SETTINGS & given.keys()}
+        tokenizer = copy.deepcopy(sample_tokenizer)
+        tokenizer.add_tokens(given.pop("new_tokens", []))
+        return example(given, tokenizer, **settings)
+
+    refused(named, read, "", *cures)
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
 @pytest.mark.parametrize(("ids", "labels"), [(IDS, [-100, 7, 8, -100]), (IDS[:3], [-100, 7, 8])])
 def test_shifted_labels_are_recognized_and_the_command_moves_them(sample_tokenizer, ids, labels):
     row = json.dumps({"input_ids": ids, "labels": labels})
-    with pytest.raises(BadRow, match="shifted") as caught:
-        examples_of([RawRow("rows", 1, row)], sample_tokenizer)
-    program = str(caught.value).split("'")[1]
-    moved = subprocess.run(
-        ["jq", "-c", program], input=row, capture_output=True, text=True, check=True
-    )
-    assert example(json.loads(moved.stdout), sample_tokenizer) == (IDS, LAST_TWO)
+    line = refused("shifted", lambda row: example(row, sample_tokenizer), json.loads(row))
+    moved = subprocess.check_output(["jq", "-c", line.split("'")[1]], input=row, text=True)
+    assert example(json.loads(moved), sample_tokenizer) == (IDS, LAST_TWO)

@@ -15,9 +15,12 @@ message, tool call or content part is used or is metadata. Any other key makes i
 """
 
 import json
+import math
 import re
 from itertools import chain
 from typing import Any
+
+import yaml
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.readers import parse_json
@@ -213,8 +216,8 @@ def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
     ):
         raise BadRow(
             "answers in a row",
-            "it calls tools directly after another turn of the assistant; write both as one turn, "
-            "or the tool's result between them",
+            "it calls tools directly after another turn of the assistant; write both as one turn "
+            "(of weight 0 if either has it), or the tool's result between them",
         )
     else:
         last.setdefault("tool_calls", []).extend(turn["tool_calls"])
@@ -361,15 +364,15 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
                     f"{key} may exclude rows or turns from training; keep the rows to train on, or "
                     f"give turns a weight, 0 or 1: {select(key, command)}"
                 )
-    names = ", ".join(extra)
-    fix = f"unknown: {names}; find out what it means; "
+    names = yaml.safe_dump([*extra], default_flow_style=True, allow_unicode=True, width=math.inf)
+    fix = f"unknown: {', '.join(extra)}; find out what it means; "
     # A number or a word may be a judgment, such as is_correct or status.
     if mark := next((k for k, v in extra.items() if re.fullmatch(r"[\w.-]+", str(v))), None):
         fix += f"if {mark} excludes some from training, keep others: {select(mark, KEEP)}; else "
-    fix += f"data.ignore_keys: [{names}] trains on the rest"
+    fix += f"data.ignore_keys: {names.strip()} trains on the rest"
     if is_row:
         fix += ", columns: {our key: key in the file} of the source renames keys"
-    if {"system", "tools"} & {*extra}:
+    if is_row and known != {"text"} and {"system", "tools"} & {*extra}:
         fix += "; system and tools need a chat template: data.as_chat: true"
     return fix
 

@@ -143,8 +143,9 @@ def check_split(row: JsonObject, source: "Source") -> None:
         if names_split and split_of(str(value)) not in ("tr", split_of(source.split)):
             raise BadRow(
                 "other split",
-                f"its {key} is {value}, but its source's split is {source.split}; give held-out "
-                f"rows in data.eval_sources: {{path: FILE, split: {value}}}",
+                f"its {key} is {value}, but its source's split is {source.split}; write such rows "
+                f"to a file of their own; data.eval_sources: [{{path: FILE, split: {value}}}] "
+                "evaluates on them",
             )
 
 

@@ -337,9 +337,9 @@ class Layout:
         if expected != text:
             raise BadRow(
                 "rewritten by the chat template",
-                "the chat template rewrites the messages, so answers cannot be located; if it "
-                "rewrites only earlier turns, try data.supervise: last, otherwise set "
-                "model.chat_template to another",
+                "the chat template rewrites the messages, so answers cannot be located; set "
+                "model.chat_template to a name in data/chat_templates, or to a copy that writes "
+                "messages as they are",
             )
         return [
             (string_spans[first][0] - before, string_spans[last][1] + after)
