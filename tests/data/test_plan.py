@@ -1,18 +1,20 @@
 """The step plan: the examples of each step, and their ranks.    pytest tests/data/test_plan.py"""
 
+import shutil
 import tracemalloc
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from harness.inputs import read_config
+from harness.inputs import read_config, write_rows
+from harness.refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute
 from zerotrain.data.loader import load_steps
 from zerotrain.data.plan import Budget, plan_step
-from zerotrain.runtime.errors import UserError
+from zerotrain.data.questions import choose_questions
 from zerotrain.tools.open_plans import open_plans
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 1003).astype(np.int32).clip(2, 900)
@@ -95,8 +97,20 @@ def test_the_mean_batch_is_the_mean_over_the_steps(tiny_config):
     tokens = [plan.step(k).tokens for k in range(plan.steps_per_epoch)]
     assert plan.mean_batch == np.mean(tokens) < 900
 
-    with pytest.raises(UserError, match=r"is larger than the epoch"):
-        plan_of(tiny_config(train__global_batch_size=71))
+
+def test_a_global_batch_over_the_epoch_is_refused(tiny_config, tmp_path, chat_rows):
+    def plan(changes):
+        return plan_of(tiny_config(**{"train__global_batch_size": 71} | changes))
+
+    rows, more = tmp_path / "train.jsonl", write_rows(tmp_path / "more.jsonl", chat_rows[:1])
+    refused(
+        "epoch (70 after ... ); lower it, add data, or raise `repeat` of a source",
+        plan,
+        {},
+        {"train__global_batch_size": 70},
+        {"data__train_sources": [str(rows), str(more)]},
+        {"data__train_sources": [{"path": str(rows), "repeat": 1.1}]},
+    )
 
 
 def test_every_first_position_is_equally_likely():
@@ -174,8 +188,25 @@ def test_packed_bins_are_the_same_for_every_world_size_that_divides_them():
 
 
 def test_an_example_over_the_budget_is_refused(tiny_config):
-    with pytest.raises(UserError, match=r"train.jsonl:\d+: .*data.micro_batch_tokens \(40\)"):
-        plan_of(tiny_config(data__micro_batch_tokens=40))
+    def plan(changes):
+        return plan_of(tiny_config(**{"data__micro_batch_tokens": 72} | changes))
+
+    named = (
+        "train.jsonl: ... data.micro_batch_tokens (72); raise it, or lower data.max_length and let "
+    )
+    ways = [
+        {"data__max_length": 72, "data__on_too_long": how} for how in ("truncate", "split", "drop")
+    ]
+    line = refused(named, plan, {}, {"data__micro_batch_tokens": 256}, *ways)
+    assert "let data.on_too_long truncate, split or drop longer rows" in line
+
+
+def test_questions_need_a_whole_answer(tiny_config):
+    def questions(length):
+        plan = plan_of(tiny_config(data__max_length=length))
+        assert len(choose_questions("own", plan.data, length, 3)) == 3
+
+    refused("set own ... ; set eval.generate to 0, or raise data.max_length", questions, 30, 256)
 
 
 def test_a_cache_whose_counts_differ_from_its_masks_is_refused(tiny_config):
@@ -187,7 +218,14 @@ def test_a_cache_whose_counts_differ_from_its_masks_is_refused(tiny_config):
     columns["supervised"][7] += 1
     with pa.ipc.new_stream(str(examples), table.schema) as file:
         file.write_table(pa.table(columns, table.schema))
-    plan = plan_of(config)
-    with pytest.raises(UserError, match=f"^data.cache_dir: {folder} "):
+
+    def load(is_cured):
+        if is_cured:
+            shutil.rmtree(folder)
+        plan = plan_of(config)
         for rank in (0, 1):
             list(load_steps(plan, rank, 0, plan.steps_per_epoch))
+
+    refused(
+        f"data.cache_dir: {folder} is damaged: ... ; delete it, and the rows", load, False, True
+    )

@@ -1,5 +1,6 @@
 """A change of the global batch within an epoch.    pytest tests/data/test_plan_change.py"""
 
+import re
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -55,8 +56,9 @@ def test_a_run_resumes_with_a_different_global_batch(forks, tiny_config, tmp_pat
     stop_after_one_step(tmp_path / "run")
     forks.finish(config, ranks=2)
     flags = ["--train.global_batch_size", "24"]
-    assert "train.global_batch_size: " in forks.refusal(config, *flags, ranks=2)
-    flags += ["--checkpoint.allow_plan_change", "true"]
+    line = forks.refusal(config, *flags, ranks=2)
+    assert "train.global_batch_size: " in line
+    flags += re.search("set (--checkpoint.allow_plan_change true) for", line)[1].split()
     forks.finish(config, *flags)
     steps = read_metrics(tmp_path / "run")
     assert [s["step"] for s in steps] == list(range(1, 8))  # 1 + 3 and 3 more

@@ -138,8 +138,8 @@ def open_cache(path: Path) -> TokenizedRows:
         return TokenizedRows(table, np.arange(len(table)), meta, path)
     except Exception as error:  # pydantic and pyarrow raise their own.
         raise UserError(
-            f"data.cache_dir: cannot read {path} ({describe(error)}); delete it, and the rows are "
-            "tokenized again, or set data.cache_dir to a folder of your own"
+            f"data.cache_dir: cannot read {path} ({describe(error)}); delete it to tokenize its "
+            "rows again (a source: write it again), or set data.cache_dir to a folder of your own"
         ) from error
 
 
@@ -158,7 +158,7 @@ def hold_out(
     if count == rows:
         raise UserError(
             f"data.eval_fraction: {fraction:g} of {rows:,} rows leaves none to train on; lower it, "
-            "or set data.eval_sources"
+            "or set data.eval_sources instead"
         )
     held = np.isin(index, permute(np.arange(count), rows, seed))
     ends = np.cumsum(data.meta.source_examples)
