@@ -9,17 +9,19 @@ import random
 import re
 import shutil
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from harness.inputs import flip, strategy
 from harness.processes import NEEDS_ROOT, mounted
+from harness.refusals import refused
 from harness.runs import assert_each_step_once, curve, is_saving, read_metrics
 
-from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.checkpoint.run_folder import checkpoint_name, list_complete
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.saved import checkpoint_problem
+from zerotrain.tools.saved import checkpoint_problem, choose_checkpoint
 
 
 def names(run_folder):
@@ -89,7 +91,8 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
 
     run_folder = tmp_path / "run"
     (run_folder / "stop").touch()
-    flags = "--checkpoint.weights_only", "true", "--ds_config"
+    named = re.search(r"in another output_dir \(from its weights: (.*?);", str(error))[1]
+    flags = *named.split(), "--ds_config"
     stopped = forks.finish(config, *flags, strategy(tmp_path, "zero3"), ranks=3)
     assert f"stopped by {run_folder}/stop: step 1," in stopped.output
     again = forks.finish(config, *flags, strategy(tmp_path, "zero0"))
@@ -180,6 +183,11 @@ def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
     assert best < 8, evals
     kept = {best, 8, 9}
     assert names(tmp_path / "run") == [f"step_{step:08d}" for step in sorted(kept)]
+    chosen = choose_checkpoint(tmp_path / "run", best=True)
+    assert chosen.name == checkpoint_name(best)
+    shutil.rmtree(chosen)
+    named = "cannot be used: ... ; checkpoint.keep_best: true keeps the best checkpoint"
+    refused(named, partial(choose_checkpoint, best=True), tmp_path / "run")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,16 +234,23 @@ def test_damaged_checkpoints_are_skipped_and_never_restart_at_step_0(forks, tiny
     shutil.rmtree(run_folder)
     shutil.copytree(intact, run_folder)
     resume = "--checkpoint.resume"
-    for flags, key in (
-        ((resume, older), "checkpoint.resume"),
-        ((resume, newest), "checkpoint.resume"),
-        (("--train.seed", 43), "train.seed"),
-        (("--output_dir", tmp_path / "new", resume, folder), None),
+    elsewhere = "--output_dir", tmp_path / "new"
+    for flags, key, cure in (
+        ((resume, older), "checkpoint.resume", (resume, older, *elsewhere)),
+        ((resume, newest), "checkpoint.resume", ()),
+        (("--train.seed", 43), "train.seed", ()),
+        ((*elsewhere, resume, folder), None, elsewhere),
     ):
         assert UserError(forks.refusal(config, *flags)).key == key
+        forks.finish(config, "--dry_run", *cure)
     for checkpoint in (older, newest):
         shorten(checkpoint)
-    forks.refusal(config)
+    line = forks.refusal(config)
+    assert "restore one, set checkpoint.resume to another, or start at step 0: in another" in line
+    for cure in (elsewhere, (resume, intact / "checkpoints" / older.name)):
+        forks.finish(config, "--dry_run", *cure)
+    shutil.copytree(intact, run_folder, dirs_exist_ok=True)
+    forks.finish(config, "--dry_run")
 
 
 @pytest.mark.parametrize("ranks, name", [(2, "zero2"), (3, "zero3")])

@@ -8,11 +8,12 @@ import threading
 import time
 
 import pytest
+from harness.refusals import refused
 from harness.runs import assert_each_step_once
 
 from zerotrain.checkpoint import lock
 from zerotrain.checkpoint.run_folder import list_complete, list_temporary
-from zerotrain.runtime.errors import EnvironmentFailure, UserError
+from zerotrain.runtime.errors import EnvironmentFailure
 from zerotrain.tools.saved import checkpoint_problem
 
 LEASE_SECONDS = 1.0
@@ -21,6 +22,11 @@ LEASE_SECONDS = 1.0
 @pytest.fixture(autouse=True)
 def short_lease(monkeypatch):
     monkeypatch.setattr(lock, "LEASE_SECONDS", LEASE_SECONDS)
+
+
+def hold(folder):
+    with lock.RunLock(folder):
+        assert f"pid={os.getpid()}\n" in (folder / "run.lock").read_text()
 
 
 def of_another_host(path, lease_seconds=LEASE_SECONDS):
@@ -40,9 +46,7 @@ def test_a_live_run_keeps_its_lock_and_is_named(tmp_path):
     thread = threading.Thread(target=refresh)
     thread.start()
     try:
-        line = r"process 77 on elsewhere"
-        with pytest.raises(UserError, match=line), lock.RunLock(tmp_path):
-            pass
+        refused("process 77 on elsewhere", hold, tmp_path)
     finally:
         done.set()
         thread.join()
@@ -50,17 +54,16 @@ def test_a_live_run_keeps_its_lock_and_is_named(tmp_path):
 
 
 def test_a_process_that_no_longer_exists_on_this_host_is_not_waited_for(tmp_path):
-    hold = (
+    program = (
         "import os, sys; from filelock import SoftFileLease\n"
         f"lease = SoftFileLease(sys.argv[1], lease_duration={LEASE_SECONDS})\n"
         "lease.acquire(); os._exit(9)"
     )
     path = tmp_path / "run.lock"
-    assert subprocess.run([sys.executable, "-c", hold, path]).returncode == 9
+    assert subprocess.run([sys.executable, "-c", program, path]).returncode == 9
     began = time.monotonic()
-    with lock.RunLock(tmp_path):
-        assert f"pid={os.getpid()}\n" in path.read_text()
-        assert time.monotonic() - began < LEASE_SECONDS
+    hold(tmp_path)
+    assert time.monotonic() - began < LEASE_SECONDS
     assert not path.exists()
 
 
@@ -68,12 +71,12 @@ def test_an_empty_lock_is_taken_over_and_an_unknown_one_is_rejected(tmp_path):
     """A power cut leaves an empty lock. Another version of this program has a different lease."""
     path = tmp_path / "run.lock"
     path.touch()
-    with lock.RunLock(tmp_path):
-        assert f"pid={os.getpid()}\n" in path.read_text()
-    for make in (lambda: of_another_host(path, 7.0), lambda: (path.unlink(), path.mkdir())):
+    hold(tmp_path)
+    for make in (lambda: of_another_host(path, 7.0), path.mkdir):
         make()
-        with pytest.raises(UserError, match=f"remove {path}"), lock.RunLock(tmp_path):
-            pass
+        refused(f"; if it has ended, remove {path}", hold, tmp_path, tmp_path / "another")
+        subprocess.run(["rm", "-r", path], check=True)
+        hold(tmp_path)
 
 
 HOLD = """

@@ -4,10 +4,12 @@ pytest tests/checkpoint/test_trust.py
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from harness.inputs import rewrite
+from harness.refusals import refused
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError
@@ -104,8 +106,15 @@ def test_a_new_folder_is_whole_or_missing_and_replaces_no_file(tmp_path, monkeyp
         (draft / "whole").touch()
     assert synced == {path.stat().st_ino for path in (tmp_path, out, out / "whole")}
     assert [path.name for path in out.iterdir()] == ["whole"]
-    with pytest.raises(UserError, match="is not empty"), new_folder(out):
-        pass
+
+    def write(folder):
+        with new_folder(folder):
+            pass
+
+    refused("is not empty, or not a folder; choose a new one", write, out, tmp_path / "another")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    refused("is the current folder; choose a new one", write, Path(), Path("within"))
     link = tmp_path / "link"
     link.symlink_to(out / "whole")
     replace_text(link, "new")

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES, save_tiny_llama, strategy
-from harness.runs import assert_same, checkpoints, plainly, stop_after_one_step
+from harness.runs import assert_same, checkpoints, export, plainly, stop_after_one_step
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -116,6 +116,10 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
         (("--model.lora.alpha", "16"), '"alpha": 8'),
     ):
         assert named in forks.refusal(config, *weights_only, *change)
+    one_step = "--train.epochs", "null", "--train.steps", "1"
+    forks.finish(config, *weights_only, "--model.name_or_path", moved, *one_step)
+    out = "--model.name_or_path", export(run_folder, tmp_path / "hf"), "--output_dir"
+    forks.finish(config, *out, tmp_path / "new", "--model.lora.alpha", "16", *one_step)
 
 
 def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(

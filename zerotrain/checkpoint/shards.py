@@ -258,7 +258,7 @@ def check_model(
     if "nvme" in offload_devices(engine.config).values():
         raise UserError(
             f"{checkpoint}: cannot be loaded into a run with its optimizer or parameters on NVMe; "
-            "continue with --ds_config ds_configs/zero3.json or zero3_offload.json"
+            "continue with --ds_config ds_configs/zero3.json"
         )
     own = collect(engine, has_whole=False, base=base)  # what this run would save
     saved_shapes, own_shapes = (
@@ -271,8 +271,8 @@ def check_model(
             raise UserError(
                 f"{checkpoint}: {name} is {was} in the checkpoint, {now} in this run; use a "
                 "checkpoint of this model; if only model.lora or tensor_parallel.autotp_size "
-                "differs, keep it, or export the checkpoint (python -m scripts.export) and set "
-                "model.name_or_path to the export"
+                "differs, keep it, or export the checkpoint (python -m scripts.export) and start a "
+                "new run in another output_dir with the export as model.name_or_path"
             )
     if not weights_only and (other := {*own.trained}.symmetric_difference(saved.trained)):
         raise UserError(

@@ -65,7 +65,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
         # Step 0 would overwrite the curve, and in time the checkpoints.
         raise AgreedError(
             f"no usable checkpoint: {'; '.join(skipped)}; restore one, set checkpoint.resume to "
-            "another checkpoint, or remove them to start at step 0"
+            "another, or start at step 0: in another output_dir, without checkpoint.resume"
         )
     return fresh
 
@@ -129,7 +129,7 @@ def start_from(checkpoint: Path, config: Config, identity: RunIdentity, fresh: S
         if was and now and was != now:
             raise UserError(
                 f"checkpoint.weights_only: {checkpoint} has model.lora: {json.dumps(was)}; keep "
-                "it, or export the checkpoint and train the export"
+                "it, or set model.name_or_path to an export of it, without checkpoint.resume"
             )
         return replace(fresh, checkpoint=checkpoint, weights_only=True)
     check_resumable(checkpoint, saved.run, identity, settings.allow_plan_change)
@@ -158,7 +158,7 @@ def check_resumable(
     """
     weights = (
         "start a new run in another output_dir (from its weights: --checkpoint.weights_only true "
-        f"--checkpoint.resume {checkpoint})"
+        f"--checkpoint.resume {checkpoint}; if model.lora differs, from its export)"
     )
     # `content` is a hash of the tokenized examples.
     has_same_data = (saved.plan.version, saved.plan.content) == (now.plan.version, now.plan.content)

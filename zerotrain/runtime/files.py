@@ -66,6 +66,4 @@ def read_text(file: str, key: str = "") -> str:
         with Path(file).open(encoding="utf-8-sig") as text:
             return text.read(status.st_size)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{key}cannot read {file}: {describe(error)}; give the path of another file"
-        ) from error
+        raise UserError(f"{key}cannot read {file}: {describe(error)}") from error

@@ -51,7 +51,7 @@ def process_group(
     if expected_ranks not in (None, world_size):
         raise UserError(
             f"distributed.world_size: is {expected_ranks}, but WORLD_SIZE is {world_size}; start "
-            "all hosts, with the same hostfile"
+            f"all hosts, with the same hostfile, or set it to {world_size}"
         )
     if world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         # any free port, so that two such runs on one host do not collide
