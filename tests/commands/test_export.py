@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import peft
 import psutil
@@ -24,6 +25,7 @@ from harness.inputs import (
     strategy,
     write_rows,
 )
+from harness.refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -145,10 +147,10 @@ def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_pat
 
     moved = tmp_path / "moved"
     shutil.move(base, moved)
-    with pytest.raises(UserError, match=f"cannot load {base}: .*--base"):
-        export_checkpoint(checkpoint, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
-    export_checkpoint(checkpoint, tmp_path / "again", base=str(moved))
+    export = partial(export_checkpoint, checkpoint, tmp_path / "again", None)
+    refused(f"cannot load {base}: ... ; give --base with the model that", export, None)
+    assert not (tmp_path / "again").exists()
+    export(str(moved))
 
 
 def test_a_tied_head_with_an_adapter_is_untied(trained, tmp_path, base):
@@ -165,8 +167,8 @@ def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
     checkpoint, logits = trained(base, "zero3", model__trainable=[r"layers\.1\.mlp"])
     export_checkpoint(checkpoint, tmp_path / "hf")
     torch.testing.assert_close(logits_of(tmp_path / "hf")[1], logits, rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match="has no adapters"):
-        export_checkpoint(checkpoint, tmp_path / "adapter", only_adapters=True)
+    export = partial(export_checkpoint, checkpoint, tmp_path / "out", None, None)
+    refused("has no adapters, only whole weights; omit --adapter", export, True, False)
 
 
 # --------------------------------------------------------------------------------------------------

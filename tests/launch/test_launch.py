@@ -5,6 +5,7 @@ pytest tests/launch/test_launch.py
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,13 +16,14 @@ import namespaces
 import numpy as np
 import pytest
 from harness.processes import environment, run, wait_until
+from harness.refusals import refused
 from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, read_metrics
 from namespaces import left_on, needs_hosts, start
 
 from zerotrain.launch.hostfile import read_hosts
+from zerotrain.launch.job import job_of, job_parser
 from zerotrain.launch.node import EVENT
-from zerotrain.runtime.errors import UserError
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
@@ -48,11 +50,11 @@ BAD_HOSTFILES = {  # text: line in the message
 def test_a_bad_hostfile_is_refused_by_line(tmp_path, text):
     path = tmp_path / "hostfile"
     path.write_bytes(text.encode("latin-1" if "\xe9" in text else "utf-8"))
-    with pytest.raises(UserError) as error:
-        read_hosts(str(path))
-    line = BAD_HOSTFILES[text]
-    assert (f"{path}:{line}: " if line else str(path)) in str(error.value)
-    assert "\n" not in str(error.value)
+    number = BAD_HOSTFILES[text]
+    line = refused(f"{path}:{number}: " if number else str(path), read_hosts, str(path))
+    if form := re.search("write `NAME (slots=)N`", line):
+        path.write_text(f"node-1 {form[1]}2\n")
+        assert read_hosts(str(path)) == {"node-1": [0, 1]}
 
 
 def test_hostfiles_are_read_as_deepspeed_reads_them(tmp_path):
@@ -71,32 +73,29 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(tmp_path):
 
 def test_include_and_exclude_select_hosts_and_slots(tmp_path):
     path = tmp_path / "hostfile"
-    path.write_text("a slots=4\nb slots=4\nc slots=2\n")
+    path.write_text("a slots=4\nb slots=4\nc slots=2\nnode-1 slots=1\nnode-2 slots=3\n")
     assert read_hosts(str(path), include="c:1@a") == {"a": [0, 1, 2, 3], "c": [1]}
-    assert read_hosts(str(path), exclude="a:0,1@c") == {"a": [2, 3], "b": [0, 1, 2, 3]}
+    assert read_hosts(str(path), exclude="a:0,1@c@node-1@node-2")["a"] == [2, 3]
     for selection in (
         ("d", ""),
         ("a:4", ""),
         ("a:x", ""),
         ("a:1:2", ""),
         ("a", "b"),
-        ("", "a@b@c"),
+        ("", "a@b@c@node-1@node-2"),
     ):
-        with pytest.raises(UserError, match="--include"):
-            read_hosts(str(path), *selection)
+        named = "; give one of the two, with hosts of ... , as in node-1@node-2:0,2"
+        as_named = "node-1@node-2:0,2", ""
+        refused(named, lambda chosen: read_hosts(str(path), *chosen), selection, as_named)
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     (tmp_path / "hostfile").write_text("node-1 slots=1\n")
     hostfile = ["--hostfile", tmp_path / "hostfile"]
     script = ["--", "train.py", "--config", "recipes/demo.yaml"]
-    (tmp_path / ".deepspeed_env").write_text('NCCL_SOCKET_IFNAME="eth0"')
     for command, named in (
-        (["env", f"HOME={tmp_path}", LAUNCH, *hostfile, *script], ".deepspeed_env: "),
         ([LAUNCH, *hostfile], "SCRIPT"),
-        ([LAUNCH, *hostfile, "--", "trian.py", "--config", "x"], "trian.py: "),
         ([LAUNCH, *script], "--hostfile"),
-        ([LAUNCH, *hostfile, "--env", "MINE=1", *script], "--env MINE: "),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 "),
         ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 "),
@@ -106,6 +105,27 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         *usage, line = done.output.splitlines()
         assert done.code == 2 and named in line, done.output
         assert not usage or usage[0].startswith("usage: "), done.output
+
+
+def test_mistakes_in_a_job_are_refused_with_cures_that_work(tmp_path, monkeypatch):
+    (tmp_path / "hostfile").write_text("node-1 slots=1\n")
+
+    def read(words):
+        words = f"--hostfile {tmp_path}/hostfile {words}".split()
+        return job_of(job_parser("launch.sh").parse_args(words))
+
+    monkeypatch.chdir(REPO)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = "-- train.py --config recipes/demo.yaml"
+    refused(f"trian.py: no such script; ... as in `{script}`", read, "-- trian.py", script)
+    named = "--env MINE: ... as in `NAME=VALUE scripts/launch.sh --env NAME ...`"
+    monkeypatch.setenv("MINE", "1")
+    refused(named.removesuffix(" ...`"), read, f"--env MINE=1 {script}", f"--env MINE {script}")
+    file = tmp_path / ".deepspeed_env"
+    file.write_text("MINE=1")
+    refused("; rename it, set its variables in this shell, and name them with --env", read, script)
+    file.rename(tmp_path / "renamed")
+    assert read(f"--env MINE {script}").environment["MINE"] == "1"
 
 
 RANK = """

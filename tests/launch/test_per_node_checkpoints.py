@@ -75,7 +75,8 @@ def test_per_node_checkpoints_count_only_together(
     assert len({inspect(disks.step(node, 6))[0] for node in (1, 2)}) == 1
 
     moved = forks.refusal(config, **disks.ranks(1, 2))
-    assert "gather the files of all nodes" in moved
+    assert "same ranks on the same nodes, or gather the files of all nodes" in moved
+    forks.finish(config, **disks.ranks(2, 1))
     assert checkpoint_problem(disks.step(1, 6)).startswith(shards[2])
     shutil.rmtree(disks.step(2, 6))
     shutil.rmtree(disks.step(2, 4))
@@ -123,11 +124,25 @@ def test_gathered_checkpoints_resume_on_other_nodes(
     first = tmp_path / "first"
     first.write_text("node-1 slots=1\n")
     lacking = gather(6, out, first)
-    assert lacking.code == 2 and "shards/rank_00002.pt cannot be read" in lacking.error
+    assert "shards/rank_00002.pt cannot be read" in lacking.error
+    assert lacking.code == 2 and "; list all hosts, or take another step" in lacking.error
     flip(next((disks.step(2, 6) / "shards").iterdir()))
     damaged = gather(6, out)
     assert damaged.code == 2 and "is damaged" in damaged.error
     assert not [*tmp_path.glob("*out*")], "nothing half-written"
+
+    def combine(folder, name, code):
+        command = ["scripts.gather_checkpoint", "--disks", folder, name, tmp_path / "combined"]
+        return forks.script(*command, code=code)
+
+    copies = tmp_path / "copies"
+    assert "give a folder with one per node" in combine(copies, "run", 2).error
+    for i, disk in enumerate(disks.each):
+        (copies / f"{i}").mkdir(parents=True)
+        (copies / f"{i}" / "run").symlink_to(disk)
+    checkpoint = "run/checkpoints/step_0000000"
+    assert "; check the path" in combine(copies, f"{checkpoint}9", 2).error
+    combine(copies, f"{checkpoint}4", 0)
 
     for disk in disks.each:
         shutil.rmtree(disk / "checkpoints")

@@ -2,17 +2,19 @@
 pytest tests/tools/test_prove.py
 """
 
+import re
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from harness.inputs import read_config, write_rows
+from harness.refusals import refused
 
 import zerotrain.data.cache
 import zerotrain.data.loader
 import zerotrain.rows.readers
 from zerotrain.rows.tokenize import make_caches
-from zerotrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize("batching", ["packed", "bucketed"])
@@ -123,11 +125,13 @@ def test_nulls_that_a_table_adds_are_not_trained_as_arguments(
     assert code == 1 and "nulls.jsonl:1: " in out
 
 
-def test_rows_that_cannot_be_compared_prove_nothing(prove, tiny_config, capsys):
+def test_rows_that_cannot_be_compared_prove_nothing(forks, prove, tiny_config, capsys):
     cache, *_ = make_caches(read_config(tiny_config()))
     for changes in ({"data__supervise": "all"}, {"data__train_sources": [str(cache)]}):
-        with pytest.raises(UserError, match="no row could be compared"):
-            prove("data", tiny_config(data__eval_sources=None, **changes))
+        config = tiny_config(data__eval_sources=None, **changes)
+        line = refused("no row could be compared", partial(prove, "data"), config)
+        command = re.search(r"python -m (\S+) shows them with their masks", line)[1]
+        assert "[[" in forks.script(command, "--config", config, code=0).output
     assert "proved" not in capsys.readouterr().out
 
 
@@ -140,9 +144,11 @@ def test_a_folder_of_the_user_is_left_as_it_is(forks, tiny_config, tmp_path, scr
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=1\n")
     flags = {
-        "prove": ["equivalence", "--work", work],
-        "scaling_test": ["--nodes", 1, "--hostfile", hosts, "--output", work, "--", "train.py"],
+        "prove": ["equivalence", "--work", work, "--epochs={}"],
+        "scaling_test": ["--hostfile", hosts, "--output", work, "--nodes={}", "--", "train.py"],
     }[script]
-    finished = forks.script(f"scripts.{script}", *flags, "--config", tiny_config(), code=2)
-    assert "choose a new folder" in finished.errors[0], finished.output
+    for number, named in ((0, "1"), (1, "choose a new folder")):
+        given = [str(flag).format(number) for flag in flags]
+        refusal = forks.script(f"scripts.{script}", *given, "--config", tiny_config(), code=2)
+        assert named in refusal.error
     assert [path.name for path in work.iterdir()] == ["precious"]

@@ -64,5 +64,5 @@ def gather(
     for host in places:
         copy(host, folder / name, draft, "--ignore-existing")
     if problem := checkpoint_problem(draft):
-        raise UserError(f"{folder / name}: {problem}; list all hosts of the run")
+        raise UserError(f"{folder / name}: {problem}; list all hosts, or take another step")
     return folder / name
