@@ -11,12 +11,13 @@ import pytest
 import yaml
 from harness.inputs import copy_with_code, read_config, strategy
 from harness.processes import free_port, run
+from harness.refusals import refused
 from transformers import AutoTokenizer
 
 from zerotrain.config.schema import Source
 from zerotrain.model.hub import load_pretrained
 from zerotrain.model.load import load_model_config
-from zerotrain.rows.sources import loaded_commit
+from zerotrain.rows.sources import loaded_commit, read_rows
 from zerotrain.runtime.errors import UserError
 
 COMMIT, ROWS_COMMIT = "c0ffee" * 6 + "c0ff", "0d" * 20
@@ -114,14 +115,17 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
     assert "resuming from" in again.output
 
 
-def test_a_cached_commit_that_differs_from_the_configs_is_refused(hub, monkeypatch):
+def test_a_cached_commit_that_differs_from_the_configs_is_refused(hub, tmp_path, monkeypatch):
     """Without network `datasets` takes the newest commit that it has."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path(hub["HF_DATASETS_CACHE"]))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    for revision in (None, "main", ROWS_COMMIT):
-        assert loaded_commit(Source(hub="org/rows", revision=revision)) == ROWS_COMMIT
-    with pytest.raises(UserError, match=f"newest commit in the cache is {ROWS_COMMIT}; connect"):
-        loaded_commit(Source(hub="org/rows", revision="b" * 40))
+    of = {name: Source(hub="org/rows", revision=name) for name in (None, "main", ROWS_COMMIT)}
+    assert {*map(loaded_commit, of.values())} == {ROWS_COMMIT}
+    named = f"newest commit in the cache is {ROWS_COMMIT}; ... , or set its revision to that commit"
+    refused(named, loaded_commit, Source(hub="org/rows", revision="b" * 40), of[ROWS_COMMIT])
+    named = "; without a network, give a file or folder as its path"
+    saved = Source(path=str(tmp_path / "saved"))
+    refused(named, lambda source: next(read_rows(source)), Source(hub="org/none"), saved)
 
 
 def test_code_that_comes_with_a_model_never_runs_nor_asks(

@@ -72,6 +72,8 @@ def test_a_rendezvous_that_fails_exits_with_1(forks, tiny_config, taken):
             MASTER_PORT=str(busy.getsockname()[1]) if taken else free_port(),
         )  # fmt: skip
     assert "SLURM_NTASKS is 2" in finished.output and "MASTER_ADDR" in finished.output
+    assert "; if another run uses the port, set a different --master_port" in finished.output
+    forks.finish(tiny_config(), "--dry_run", ranks=2)  # on another port
 
 
 def test_a_shell_of_slurm_is_one_rank_or_names_the_ranks_that_it_waits_for(forks, tiny_config):
