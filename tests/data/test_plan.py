@@ -99,6 +99,8 @@ def test_the_mean_batch_is_the_mean_over_the_steps(tiny_config):
 
 
 def test_a_global_batch_over_the_epoch_is_refused(tiny_config, tmp_path, chat_rows):
+    """FIXES of test_commands.py has the first cure of this line and of the next."""
+
     def plan(changes):
         return plan_of(tiny_config(**{"train__global_batch_size": 71} | changes))
 
@@ -107,7 +109,6 @@ def test_a_global_batch_over_the_epoch_is_refused(tiny_config, tmp_path, chat_ro
         "epoch (70 after ... ); lower it, add data, or raise `repeat` of a source",
         plan,
         {},
-        {"train__global_batch_size": 70},
         {"data__train_sources": [str(rows), str(more)]},
         {"data__train_sources": [{"path": str(rows), "repeat": 1.1}]},
     )
@@ -192,13 +193,12 @@ def test_an_example_over_the_budget_is_refused(tiny_config):
         return plan_of(tiny_config(**{"data__micro_batch_tokens": 72} | changes))
 
     named = (
-        "train.jsonl: ... data.micro_batch_tokens (72); raise it, or lower data.max_length and let "
+        "(72); raise it, or lower data.max_length and let data.on_too_long truncate, split or drop"
     )
     ways = [
         {"data__max_length": 72, "data__on_too_long": how} for how in ("truncate", "split", "drop")
     ]
-    line = refused(named, plan, {}, {"data__micro_batch_tokens": 256}, *ways)
-    assert "let data.on_too_long truncate, split or drop longer rows" in line
+    refused(named, plan, {}, *ways)
 
 
 def test_questions_need_a_whole_answer(tiny_config):

@@ -330,8 +330,7 @@ def test_a_key_that_may_be_a_judgment_is_not_only_to_be_ignored():
             {"messages": [user("a"), assistant("b") | {key: value}]},
         ):
             refused("VALUE TO TRAIN ON ... ignore_keys", canonical, row)
-    long = {"text": "a", "annotation": "a longer text"}
-    assert "jq" not in refused("unknown", canonical, long)
+    assert "jq" not in refused("unknown", canonical, {"text": "a", "annotation": "a longer text"})
 
 
 def test_every_key_is_used_or_refused():

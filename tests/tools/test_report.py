@@ -127,11 +127,9 @@ def test_memory_and_time_do_not_follow_from_what_a_stranger_has_written(tmp_path
 
 
 def test_what_cannot_be_drawn_is_refused(draw, tmp_path):
-    with pytest.raises(UserError, match="not a run folder"):
-        draw(tmp_path)
+    refused("not a run folder", draw, tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match="not a regular file"):
-        draw(tmp_path)
+    refused("not a regular file", draw, tmp_path)
     run = write_run(tmp_path / "run", 2)
     (tmp_path / "secret").write_text("hunter2")
     (run / "resolved_config.yaml").unlink()
