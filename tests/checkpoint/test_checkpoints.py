@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from harness.cures import refused
 from harness.inputs import flip, strategy
 from harness.processes import NEEDS_ROOT, mounted
-from harness.refusals import refused
 from harness.runs import assert_each_step_once, curve, is_saving, read_metrics
 
 from zerotrain.checkpoint.run_folder import checkpoint_name, list_complete

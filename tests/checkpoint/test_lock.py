@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from harness.refusals import refused
+from harness.cures import refused
 from harness.runs import assert_each_step_once
 
 from zerotrain.checkpoint import lock

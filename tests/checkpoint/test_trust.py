@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.cures import refused
 from harness.inputs import rewrite
-from harness.refusals import refused
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import UserError

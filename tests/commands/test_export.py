@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from engine_logits import TOKENS
+from harness.cures import refused
 from harness.inputs import (
     SMALL_SIZES,
     chat,
@@ -25,7 +26,6 @@ from harness.inputs import (
     strategy,
     write_rows,
 )
-from harness.refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -307,8 +307,7 @@ def test_mistakes_and_strangers_folders_are_one_line(trained, forks, tmp_path, b
     refuse("embed_tokens.weight has infinite ... --dtype float32 or bfloat16", "float16")
     export_checkpoint(checkpoint, tmp_path / "bf16", "bfloat16")
     for folder in (tmp_path / "run", checkpoint):
-        with pytest.raises(UserError, match="give what python -m"):
-            load_model_config(ModelConfig(str(folder)))
+        refused("give what python -m", load_model_config, ModelConfig(str(folder)))
     load_model_config(ModelConfig(str(tmp_path / "bf16")))
     refuse("step_7 is not a usable checkpoint", at=tmp_path / "step_7")
     # A link could copy a file of the user who exports.

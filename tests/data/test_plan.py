@@ -6,8 +6,8 @@ import tracemalloc
 import numpy as np
 import pyarrow as pa
 import pytest
+from harness.cures import refused
 from harness.inputs import read_config, write_rows
-from harness.refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -15,8 +15,8 @@ import time
 import namespaces
 import numpy as np
 import pytest
+from harness.cures import refused
 from harness.processes import environment, run, wait_until
-from harness.refusals import refused
 from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, read_metrics
 from namespaces import left_on, needs_hosts, start
@@ -118,9 +118,9 @@ def test_mistakes_in_a_job_are_refused_with_cures_that_work(tmp_path, monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path))
     script = "-- train.py --config recipes/demo.yaml"
     refused(f"trian.py: no such script; ... as in `{script}`", read, "-- trian.py", script)
-    named = "--env MINE: ... as in `NAME=VALUE scripts/launch.sh --env NAME ...`"
+    named = "--env MINE: ... as in `NAME=VALUE scripts/launch.sh --env NAME"
     monkeypatch.setenv("MINE", "1")
-    refused(named.removesuffix(" ...`"), read, f"--env MINE=1 {script}", f"--env MINE {script}")
+    refused(named, read, f"--env MINE=1 {script}", f"--env MINE {script}")
     file = tmp_path / ".deepspeed_env"
     file.write_text("MINE=1")
     refused("; rename it, set its variables in this shell, and name them with --env", read, script)

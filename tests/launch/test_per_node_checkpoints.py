@@ -5,6 +5,7 @@ hosts have an sshd, for rsync.    pytest tests/launch/test_per_node_checkpoints.
 """
 
 import shutil
+from functools import partial
 
 import namespaces
 import numpy as np
@@ -131,18 +132,15 @@ def test_gathered_checkpoints_resume_on_other_nodes(
     assert damaged.code == 2 and "is damaged" in damaged.error
     assert not [*tmp_path.glob("*out*")], "nothing half-written"
 
-    def combine(folder, name, code):
-        command = ["scripts.gather_checkpoint", "--disks", folder, name, tmp_path / "combined"]
-        return forks.script(*command, code=code)
-
-    copies = tmp_path / "copies"
-    assert "give a folder with one per node" in combine(copies, "run", 2).error
+    copies, combined = tmp_path / "copies", tmp_path / "combined"
+    combine = partial(forks.script, "scripts.gather_checkpoint", "--disks", copies)
+    assert "give a folder with one per node" in combine("run", combined, code=2).error
     for i, disk in enumerate(disks.each):
         (copies / f"{i}").mkdir(parents=True)
         (copies / f"{i}" / "run").symlink_to(disk)
     checkpoint = "run/checkpoints/step_0000000"
-    assert "; check the path" in combine(copies, f"{checkpoint}9", 2).error
-    combine(copies, f"{checkpoint}4", 0)
+    assert "; check the path" in combine(f"{checkpoint}9", combined, code=2).error
+    combine(f"{checkpoint}4", combined, code=0)
 
     for disk in disks.each:
         shutil.rmtree(disk / "checkpoints")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from harness.cures import refused
 from harness.inputs import copy_with_code, read_config, strategy
 from harness.processes import free_port, run
-from harness.refusals import refused
 from transformers import AutoTokenizer
 
 from zerotrain.config.schema import Source

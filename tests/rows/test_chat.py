@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness.refusals import refused
+from harness.cures import refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -458,8 +458,10 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
 def test_an_answer_that_shares_a_token_with_its_header_is_refused():
     """Both cures work: a line break after the header, and a header that is a token."""
     chat, header = [CHAT[0], {**CHAT[1], "content": "</i>"}], "assistant!"
-    chatml = FAMILIES["chatml"][0].replace("<|im_start|>", "").replace("assistant\n", header)
-    template = chatml.replace("m.role }}\n", "m.role ~ '!' }}")
+    template = (
+        LOOP % "{{ m.role ~ '!' ~ m.content }}<|im_end|>\n"
+        + "{% if add_generation_prompt %}assistant!{% endif %}"
+    )
     cures = (template, header), (template.replace("!", "!\n"), "<|im_end|>")
 
     def read(given):

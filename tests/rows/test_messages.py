@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import yaml
-from harness.refusals import refused
+from harness.cures import refused
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.messages import METADATA, canonical_row, detect_format

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from harness.cures import refused
 from harness.inputs import write_rows
-from harness.refusals import refused
 
 from zerotrain.config.schema import Source
 from zerotrain.rows import readers

@@ -18,8 +18,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import yaml
+from harness.cures import refused
 from harness.inputs import write_rows
-from harness.refusals import refused
 from harness.repository import REPO
 from transformers import ByT5Tokenizer
 

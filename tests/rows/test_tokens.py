@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from harness.cures import refused
 from harness.inputs import write_rows
-from harness.refusals import refused
 
 from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.messages import detect_format

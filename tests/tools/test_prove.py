@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from harness.cures import refused
 from harness.inputs import read_config, write_rows
-from harness.refusals import refused
 
 import zerotrain.data.cache
 import zerotrain.data.loader

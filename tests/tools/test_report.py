@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-from harness.refusals import refused
+from harness.cures import refused
 
 from scripts import compare_runs, report
 from zerotrain.runtime.errors import UserError
