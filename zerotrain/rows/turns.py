@@ -38,7 +38,7 @@ FIRST_LABEL = 0x20000
 INCOMPLETE = (
     "dropped by the chat template",
     "data.supervise: last if the template cuts earlier turns, data.ignore_keys for a key that it "
-    "never writes, or model.chat_template",
+    "never writes (not tool_calls: answers would end before them), or model.chat_template",
 )
 DEVELOPER_FIX = (
     "its role to system, if the template has no developer: jq -c '(.[] | arrays[] | objects | "
