@@ -17,9 +17,9 @@ LIMITS = {
     "train.py and its imports": 40_000,
     "the program for rows": 12_400,
     "all but tests": 94_900,
-    "tests": 90_000,
+    "tests": 91_500,
     "smallest copy, all but tests": 60_900,
-    "smallest copy, tests": 21_700,
+    "smallest copy, tests": 23_200,
     "settings": 59,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
