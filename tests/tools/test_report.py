@@ -15,7 +15,14 @@ from harness.cures import refused
 
 from scripts import compare_runs, report
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.report import MAX_POINTS, MAX_SERIES, read_run, report_page, thin
+from zerotrain.tools.report import (
+    MAX_POINTS,
+    MAX_SERIES,
+    loss_chart,
+    read_run,
+    report_page,
+    thin,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror=alert(1)> {{7*7}}"
@@ -38,7 +45,7 @@ def write_run(folder, steps, hostile=""):
             "forward_seconds": 0.15, "backward_seconds": 0.25, "memory_peak_gib": 64.0,
         })  # fmt: skip
         if step % max(1, steps // 10) == 0:
-            answer = {"prompt": "1+1?" + hostile, "answer": "\ud800" + hostile, "score": 0.5}
+            answer = {"prompt": "1+1?" + hostile, "answer": "\ud800" + hostile, "score": 0.0}
             records += [
                 {"kind": "eval", "step": step, "loss/math" + hostile: 3.0, "exact_match/b": 0.5},
                 {"kind": "generations", "step": step, "set": "b" + hostile, "rows": [answer] * 3},
@@ -76,12 +83,28 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
         assert text in first, text
     for text in (
         "MFU", "match exactly", "not padding", "Peak memory", "Seconds of a step", "Computing on",
-        "Waiting for data", '"name":"max"', "Incidents", "Answers at step 200",
-        "1+1?",
+        "Waiting for data", '"name":"max"', "Incidents",
+        "<td>1+1?</td><td></td><td>?</td><td>0.0</td>", "<tr><td>0</td><td>8</td>",
         "<td>60</td><td>rank 7 @ node-1 is slow, 3 times in a row: compute_seconds 8, work 8",
         "<td>99</td><td>4</td><td>8 x node-0: x</td>", "seed: 200",
     ):  # fmt: skip
         assert any(text in part for part in folded), text
+    assert re.findall(r"Answers at step [^<]*", page) == [
+        f"Answers at step {n}: b" for n in (20, 200)
+    ]
+    assert page.count('"text":"step"') == page.count("Plotly.newPlot(") > 8
+
+
+@pytest.mark.parametrize("steps", [9, 36])
+def test_each_kind_of_loss_has_a_color_and_few_steps_are_smoothed_too(tmp_path, steps):
+    run = write_run(tmp_path / "run", steps)
+    text = (run / "metrics.jsonl").read_text().replace("loss/math", "loss/held_out")
+    (run / "metrics.jsonl").write_text(text)
+    chart = loss_chart([read_run(run)])
+    traces, _ = json.JSONDecoder().raw_decode(chart, chart.index("[{"))
+    raw, smooth, held_out = traces
+    assert len({trace["line"]["color"] for trace in traces}) == 3
+    assert held_out["name"] == "held out" and raw["y"] != smooth["y"]
 
 
 def test_thinning_keeps_every_spike():

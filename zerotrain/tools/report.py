@@ -53,10 +53,11 @@ OTHER_CHARTS = {
 """Heading of a chart, and its keys in metrics.jsonl."""
 DRAWN = {"loss", "time"}.union(*FIRST_CHARTS.values(), *OTHER_CHARTS.values())
 """Drawn keys of metrics.jsonl, up to a "/"."""
-KEPT = {"start": (50, 1 << 18), "event": (50, 1 << 18), "generations": (6, 1 << 22)}
-"""Kinds of records that are kept: the number of the last ones, and the limit of a line in bytes. A
-record takes 24 times as much memory as its line.
+MAX_LINE_BYTES = {"start": 1 << 18, "event": 1 << 18, "generations": 1 << 21}
+"""Kinds of records that are kept, and the longest lines. A record takes 24 times as much memory as
+its line.
 """
+MAX_ANSWERED = 4  # held-out sets whose first and last answers are kept
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class RunRecords:
     """Drawn values of steps and evaluations by step, without NaN."""
     records: dict[str, deque[dict[str, Any]]]
     """Last records of other kinds. Only their `kind` and `step` are checked."""
+    answers: dict[str, list[dict[str, Any]]]
+    """The first record of answers, and the last if it is of another step, by held-out set."""
     counts: Counter[str]
     """Number of records of each kind."""
     configs: str
@@ -80,7 +83,7 @@ class RunRecords:
     def held_out(self) -> dict[str, pd.Series]:
         """Losses of the held-out sets, by the names of the sets."""
         return {
-            key[5:].replace("_", " "): losses
+            f"held out: {label(key)}".removesuffix(": held out"): losses
             for key, losses in self.series.items()
             if key.startswith("loss/")
         }
@@ -93,7 +96,8 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
         UserError: the folder is not a run folder.
     """
     columns = {key: (array("q"), array("d")) for key in ("loss", "time", "tokens_per_s")}
-    records = {kind: deque(maxlen=count) for kind, (count, _) in KEPT.items()}
+    records = {kind: deque(maxlen=MAX_RECORDS) for kind in ("start", "event")}
+    answers = {}
     counts = Counter()
     left = MAX_VALUES
     slow = SlowRanks()
@@ -101,9 +105,14 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     for line in metrics_lines(folder):
         record = parse_record(line)
         kind = record["kind"] if record else ""
-        if record is None or len(line) > KEPT.get(kind, (0, len(line)))[1]:
+        if record is None or len(line) > MAX_LINE_BYTES.get(kind, math.inf):
             counts["unreadable"] += 1
-        elif kind in KEPT:
+        elif kind == "generations":
+            name = label(str(record.get("set"))[:MAX_KEY_LENGTH])
+            first, *_ = answers.get(name, [record])
+            if name in answers or len(answers) < MAX_ANSWERED:
+                answers[name] = [first, record][record["step"] == first["step"] :]
+        elif kind in records:
             counts[kind] += 1
             records[kind].append(record)
         if kind in ("start", "ranks"):  # A start ends a sequence of slow windows.
@@ -140,7 +149,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
             configs += f"# {name}\n{(folder / name).read_text(errors='replace')}\n"
         except (OSError, ValueError) as error:
             problems.append(describe(error))
-    return RunRecords(str(folder), prefix, series, records, counts, configs, problems)
+    return RunRecords(str(folder), prefix, series, records, answers, counts, configs, problems)
 
 
 def values_of(kind: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -193,9 +202,10 @@ def report_page(folders: Sequence[Path]) -> str:
     body.append(folded("Speed and memory", charts(runs, OTHER_CHARTS)))
     for run in runs:
         sections = {"Incidents": table(run.records["event"], "step", "text")}
-        for record in run.records["generations"]:
-            answers = table(listed(record.get("rows")), "prompt", "expected", "answer", "score")
-            sections[f"Answers at step {record['step']:,}: {record.get('set')}"] = answers
+        for name, records in run.answers.items():
+            for record in records:
+                answers = table(listed(record.get("rows")), "prompt", "expected", "answer", "score")
+                sections[f"Answers at step {record['step']:,}: {name}"] = answers
         sections["Starts"] = table(run.records["start"], "step", "world_size", "ranks")
         sections["Configs"] = f"<pre>{escape(run.configs)}</pre>"
         if run is not runs[0]:
@@ -217,7 +227,8 @@ def sentence(run: RunRecords) -> str:
         return "No step is finished."
     text = f"{loss.index[-1]:,} steps"
     if run.records["start"]:
-        text += f" on {shown(run.records['start'][-1].get('world_size'))} ranks"
+        ranks = shown(run.records["start"][-1].get("world_size"))
+        text += f" on {ranks} rank{'s' * (ranks != '1')}"
     text += f"; the training loss went from {loss.iloc[0]:.3f} to {loss.iloc[-1]:.3f}"
     for name, held in run.held_out.items():
         text += f"; {name}: {held.iloc[-1]:.3f}, at best {held.min():.3f} at step {held.idxmin():,}"
@@ -226,10 +237,10 @@ def sentence(run: RunRecords) -> str:
 
 def figures(run: RunRecords) -> dict[str, str]:
     """Return the figures of the first screen, by their captions."""
-    best = [f"{held.min():.4f}" for held in run.held_out.values()]
+    name, held = next(iter(run.held_out.items()), ("held out", None))
     began, ended = run.series["time"].clip(0, 1e11).agg(["min", "max"]).fillna(0)
     return {
-        "best held-out loss, nats per token": best[0] if best else "-",
+        f"best loss, {escape(name)}, nats per token": "-" if held is None else f"{held.min():.4f}",
         "tokens/s, median": f"{run.series['tokens_per_s'].median():,.0f}",
         f"time, h:min:s, until {datetime.fromtimestamp(ended, UTC):%F %H:%M} UTC": str(
             timedelta(seconds=round(ended - began))
@@ -244,21 +255,28 @@ def figures(run: RunRecords) -> dict[str, str]:
 
 
 def loss_chart(runs: Sequence[RunRecords]) -> str:
-    """Draw each run's loss, its held-out losses as points, and its smoothed loss in front."""
+    """Draw each run's smoothed loss and its held-out losses, each in a color of its own.
+
+    The loss of each step is gray. With several runs, it is drawn after a click on its name.
+    """
     traces = []
-    for color, run in zip(cycle(COLORS), runs, strict=False):
+    colors = cycle(COLORS)
+    for run in runs:
         loss = run.series["loss"]
-        smooth = loss.rolling(1 + 2 * (len(loss) // 100), center=True, min_periods=1).mean()
-        line = {"mode": "lines", "line_color": color}
-        traces.append((f"{run.prefix}training, each step", loss, {**line, "opacity": 0.35}))
+        window = 1 + 2 * max(2, len(loss) // 50)
+        smooth = loss.rolling(window, center=True, min_periods=1).mean()
+        line = {"mode": "lines", "line_color": next(colors), "line_width": 3}
+        gray = {"mode": "lines", "line_color": GRAY, "line_width": 1}
+        gray["visible"] = "legendonly" if run.prefix else True
+        traces.append((f"{run.prefix}training, each step", loss, gray))
+        traces.append((f"{run.prefix}training, mean of {window} steps", smooth, line))
         for i, (name, held) in enumerate(run.held_out.items()):
-            points = {"size": 10, "symbol": 1 + i % 8, "color": color}
-            style = {"mode": "markers", "marker": points}
-            traces.append((f"{run.prefix}held out: {name}", held, style))
-        traces.append((f"{run.prefix}training, smoothed", smooth, {**line, "line_width": 3}))
+            points = {"size": 9, "symbol": 1 + i % 8}
+            style = {"mode": "lines+markers", "marker": points, "line_color": next(colors)}
+            traces.append((f"{run.prefix}{name}", held, style))
     restarts = [start["step"] for run in runs for start in [*run.records["start"]][1:]]
     dashed = "; a restart is a dashed line" if restarts else ""
-    figure = drawn(traces, height=480).update_yaxes(type="log")
+    figure = drawn(traces, height=480).update_yaxes(type="log", tickformat="~g")
     for step in restarts[-20:]:
         figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
     return section(f"Loss, nats per token{dashed}", figure)
@@ -309,7 +327,8 @@ def section(heading: str, figure: go.Figure) -> str:
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 50, "r": 5, "t": 10, "b": 40},
         legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
-        xaxis=axis, yaxis={**axis, "automargin": True, "exponentformat": "e"},
+        xaxis={**axis, "title": {"text": "step", "standoff": 5}},
+        yaxis={**axis, "automargin": True, "exponentformat": "e"},
     )  # fmt: skip
     options = {"displayModeBar": False, "responsive": True}
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=options)
@@ -341,7 +360,11 @@ def listed(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a record as text without quotes and brackets."""
+    """Return a value of a record as text without quotes and brackets; nothing for null."""
     if isinstance(value, dict):
         return ", ".join(f"{count} x {name}" for name, count in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else str("" if value is None else value)
+    )
