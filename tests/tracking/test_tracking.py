@@ -115,11 +115,8 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
     tiny_config, tmp_path, monkeypatch, capsys, answers
 ):
     """After INIT_SECONDS, tracking is offline and has every step. From then on, nothing connects to
-    the server. With the switches in SECURITY.md, the machine is not in its files.
+    the server.
     """
-    switches = re.findall(r"`(WANDB_\w+)=(\w+)`", (REPO / "SECURITY.md").read_text())
-    for name, value in switches * (answers == "refuses"):
-        monkeypatch.setenv(name, value)
     folder = tmp_path / "run"
     folder.mkdir()
     config = read_config(tiny_config(tracking__wandb="online"))
@@ -157,15 +154,53 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
             break
         time.sleep(0.5)
     assert name == "earlier" and [row["step"] for row in rows] == [3, 4, 4, 4]
-    kinds = {
-        record["type"] for record in records_of(next(folder.rglob("offline-run-*/run-*.wandb")))
-    }
-    assert ("environment" in kinds) == (answers == "is silent")
-    assert any(folder.rglob("offline-run-*/files/requirements.txt")) == (answers == "is silent")
     assert rows[1]["train/loss"] == 0.25 and rows[2]["event/skipped_step"] == 1
     [file] = folder.rglob("media/html/**/*.html")
     assert "&lt;/script&gt;" in file.read_text()
     assert_no_secret_in(folder)
+
+
+def test_each_switch_of_the_security_page_keeps_its_facts_out_of_wandb(
+    tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    subprocess.check_call(["git", "init", "-q"])
+    remote = "https://me:very-secret@git.example.org/repo"
+    subprocess.check_call(["git", "remote", "add", "origin", remote])
+    git, command_line, machine = "git.example.org", '"args"', "cpu_count"
+    facts = {
+        "WANDB_CONSOLE": ["to be printed"],
+        "WANDB__SAVE_REQUIREMENTS": ["requirements.txt"],
+        "WANDB_DISABLE_GIT": [git],
+        "WANDB__DISABLE_META": [command_line],
+        "WANDB__DISABLE_STATS": [machine],
+        "WANDB_HOST": [f'"host": "{os.uname().nodename}"'],
+        "WANDB__DISABLE_MACHINE_INFO": [git, command_line, machine],
+    }
+
+    def sent(*switch):
+        """The records of a run with a switch, as text."""
+        folder = tmp_path / "-".join(("run", *switch))
+        folder.mkdir()
+        config = read_config(tiny_config(tracking__wandb="offline", output_dir=str(folder)))
+        with monkeypatch.context() as patch:
+            if switch:
+                patch.setenv(*switch)
+            sink = WandbSink(config, "id")
+            print("to be printed")
+            sink.close(0)
+            wandb_sink.wandb.teardown()
+        [file] = folder.rglob("offline-run-*/run-*.wandb")
+        return json.dumps(records_of(file))
+
+    text = sent()
+    assert "very-secret" not in text
+    switches = dict(re.findall(r"`(WANDB_\w+)=(\w+)`", (REPO / "SECURITY.md").read_text()))
+    assert switches.keys() == facts.keys()
+    for switch, value in switches.items():
+        assert all(fact in text for fact in facts[switch]), switch
+        without = sent(switch, value)
+        assert not any(fact in without for fact in facts[switch]), switch
 
 
 def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path, monkeypatch):
