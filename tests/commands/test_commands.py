@@ -115,7 +115,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
     finished = forks.finish(config, "--dry_run", ranks=2)
     for text in (
         r"70 rows, 70 training examples; over data.max_length 256: none",
-        r"11.6667 examples per step; first step: \d micro-steps x 2 data ranks x at most 300",
+        r"11.7 examples per step; first step: \d micro-steps x 2 data ranks x at most 300",
         r"0.00592 = 0.003 x sqrt\(11.6667 / 3\), linear, warm-up 24 examples = 2 steps",
         r"12 = 2 epochs of 6; seed 7",
         r"9 examples; 9 are also training examples",

@@ -24,7 +24,7 @@ from zerotrain.config.ds_config import (
     resolve_ds_config,
 )
 from zerotrain.config.parse import check_start, dump_config, parse_command_line
-from zerotrain.config.schema import Config, config_keys, settings_of
+from zerotrain.config.schema import config_keys
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
 
@@ -249,11 +249,14 @@ def test_help_has_every_setting_and_imports_no_torch():
     finished = run([sys.executable, "-c", source])
     assert finished.code == 0 and "IMPORTED []" in finished.output, finished.output
     assert all(f"  --{key}  " in finished.output for key in config_keys())
-    assert "--train.seed  default 42\n      Seeds weight" in finished.output
-    for section, name, key in settings_of(Config):
-        text = finished.output.partition(f"--{key}  ")[2].partition("  --")[0]
-        for value in re.findall(r"(?:\[|, )'([\w-]+)'", str(section.__annotations__[name])):
-            assert value in text, key
+    for line in (
+        "train.seed  integer; default 42\n      Seeds weight",
+        'tracking.wandb  online | offline | disabled; default "offline"',
+        "model.quantization  nf4 | null; default null",
+        "train.learning_rate  number > 0; required",
+        "model.trainable  array; default []",
+    ):
+        assert f"  --{line}" in finished.output
     piped = run(["bash", "-c", f"{sys.executable} train.py --help | head -1"])
     assert piped.output.startswith("usage") and "Error" not in piped.output
     assert "class " not in finished.output

@@ -19,6 +19,7 @@ def test_the_bar_is_drawn_below_what_is_printed(capsys, monkeypatch):
     for name, value in (("COMPATIBLE", "1"), ("INTERACTIVE", "1")):  # rich takes it for a terminal
         monkeypatch.setenv(f"TTY_{name}", value)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-16color")
     sink = ConsoleSink(0, 200)
     for step in range(1, 201):
         sink.log("train", {"step": step, **TRAIN, "loss": 2.0 - step / 1000})
@@ -26,16 +27,20 @@ def test_the_bar_is_drawn_below_what_is_printed(capsys, monkeypatch):
         if step % 50 == 0:
             print(f"printed {step} {PATH}")
             sink.log("event", {"step": step, "name": "x", "text": f"event {step}"})
-            sink.log("eval", {"step": step, "eval_loss": 2.0 - step / 400})
+            loss = 2.0 - step / 400
+            sink.log("eval", {"step": step, "eval_loss": loss, "loss/held_out": loss})
     sink.close(0)
     written = capsys.readouterr().out
     text = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]", "", written)
     for step in (50, 100, 150, 200):
         assert text.count(f"printed {step} {PATH}\n") == 1, "wrapped by the terminal alone"
         assert text.count(f"step {step}/200  event {step}") == 1
+        assert text.count(f"step {step}/200  loss/held_out {2.0 - step / 400:.4f}\n") == 1
     last = " ".join(text[text.rindex("step 200/200") :].split())
     for part in ("loss 1.8000", "eval loss 1.5000", "lr 1.00e-03", "tokens/s 12,346"):
         assert part in last
+    full, empty = (re.findall(r"\x1b\[(\d+)m━{12}", written)[i] for i in (-1, 0))
+    assert full != empty, "the colors of a terminal with 16"
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is shown"
 
 

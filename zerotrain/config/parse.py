@@ -96,7 +96,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     """
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-        print(USAGE.format(prog), settings_table(), sep="\n")
+        print(USAGE.format(prog), *settings_table(), sep="\n")
         sys.exit(0)
     # The model comes first: its name resets a from_config meant for a different model.
     flags = sorted(_flags(argv), key=lambda flag: flag[0] != "model.name_or_path")
@@ -145,22 +145,28 @@ def parse_command_line(argv: Sequence[str], prog: str = "train.py") -> CommandLi
     return CommandLine(config, DRY_RUN in argv)
 
 
-def settings_table() -> str:
-    """Return a line with key and default for each setting, and its meaning below."""
-    lines = []
+def settings_table() -> Iterator[str]:
+    """Yield key, allowed values and default of each setting, and its meaning on the next lines."""
+    fill = textwrap.TextWrapper(80, subsequent_indent="      ").fill
     for section, name, key in settings_of(Config):
         field = section.__pydantic_fields__[name]
+        schema = TypeAdapter(section).json_schema()["properties"][name]
+        values = (
+            # No setting has another exclusive minimum.
+            value + " > 0" * ("exclusiveMinimum" in kind)
+            for kind in schema.get("anyOf", [schema])
+            for value in kind.get("enum", [kind.get("const", kind["type"])])
+        )
         default = "required"
         if not field.is_required():
             default = f"default {json.dumps(field.get_default(call_default_factory=True))}"
-        lines.append(f"  --{key}  {default}")
-        lines += [f"      {line}" for line in textwrap.wrap(field.description, 74)]
-    return "\n".join(lines)
+        yield fill(f"  --{key}  {' | '.join(values)}; {default}")
+        yield fill(f"      {field.description}")
 
 
 def plain_config(config: Config) -> dict[str, Any]:
     """Return the config as dictionaries and lists, as in JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return TypeAdapter(Config).dump_python(config, mode="json")
 
 
 def dump_config(config: Config) -> str:

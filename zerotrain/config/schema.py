@@ -263,9 +263,8 @@ class TrainConfig(Section):
         "WarmupDecayLR",
         "WarmupCosineLR",
     ] = "auto"
-    """auto: the scheduler of ds_config, or cosine if it has none. Of transformers: constant,
-    constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt,
-    cosine_with_min_lr, warmup_stable_decay. Of DeepSpeed: WarmupLR, WarmupDecayLR, WarmupCosineLR.
+    """auto: the scheduler of ds_config, or cosine if it has none. WarmupLR, WarmupDecayLR and
+    WarmupCosineLR are DeepSpeed's schedules, the others transformers'.
     """
     lr_schedule_args: dict[str, ScheduleArgument] = field(default_factory=dict)
     """Further arguments of the schedule: {min_lr_rate: 0.1}, {num_decay_steps: 100} ..."""

@@ -43,7 +43,8 @@ class ConsoleSink:
         console = Console(soft_wrap=True)
         self._bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
-            BarColumn(bar_width=12),
+            # With 16 colors, rich's own green of a finished bar is the gray of an empty one.
+            BarColumn(bar_width=12, finished_style="green"),
             TimeRemainingColumn(),
             # A column with a ratio takes the rest of the width, and wraps its text.
             TextColumn("{task.description}", "dim", table_column=Column(ratio=1)),
@@ -69,8 +70,9 @@ class ConsoleSink:
         elif kind == "save":
             self._print(step, f"saved in {values['save_seconds']:.1f} s")
         elif kind == "eval":
-            losses = (f"{name} {value:.4f}" for name, value in values.items() if name != "step")
-            self._print(step, "  ".join(losses))
+            # eval_loss repeats the loss of the first held-out set.
+            facts = (f"{k} {v:.4f}" for k, v in values.items() if k not in ("step", "eval_loss"))
+            self._print(step, "  ".join(facts))
 
     def _show(self, step: int, facts: str) -> None:
         if not self._bar.disable:

@@ -54,8 +54,8 @@ class Metrics:
                 self._failing.discard(sink)
             except Exception as error:  # For example, W&B's process was killed.
                 if sink not in self._failing:
-                    name = type(sink).__name__
-                    print(f"WARNING: {name} failed, training continues: {describe(error)}")
+                    failed = f"{type(sink).__name__} failed"
+                    print(f"WARNING: {failed}, training continues: {describe(error)}")
                 self._failing.add(sink)
 
 

@@ -108,8 +108,8 @@ def data_rows(
 
 
 def counted(count: float, noun: str) -> str:
-    """Return a number with its noun, such as "1 row", "2,000 rows" or "1.5 epochs"."""
-    number = f"{round(count, 4):,}".removesuffix(".0")
+    """Return a number with its noun, such as "1 row", "2,000 rows" or "1.57 epochs"."""
+    number = f"{count:,.3g}" if count < 100 else f"{count:,.0f}"
     return f"{number} {noun}{'s' * (number != '1')}"
 
 
