@@ -7,8 +7,9 @@ It needs no GPU and no weights. It prints memory, speed, hours and cost under ea
 then the fastest config on fewer and more nodes, and the config to use.
 
 The model's sizes come from recipes/shapes.json, the model's folder, or its config.json on the hub.
-Local rows are tokenized as in training, unless --mean_tokens is given. Nodes and GPUs default to
-the cluster in the recipe's first comment, else to one A100 of 80 GB. zerotrain/tools/memory.py and
+Local rows are tokenized as in training; if the tokenizer is not on this machine, or --mean_tokens
+is given, they are only counted, without the hub. Nodes and GPUs default to the cluster in the
+recipe's first comment, else to one A100 of 80 GB. zerotrain/tools/memory.py and
 zerotrain/tools/estimate.py have the formulas and say what they leave out.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import re
+import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -23,11 +25,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import AutoConfig, PretrainedConfig
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
+from zerotrain.model.hub import split_revision
 from zerotrain.model.load import load_model_config
+from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import UserError, exit_on_error
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.machine import GIB
@@ -45,6 +50,8 @@ from zerotrain.tools.open_plans import open_plans
 from zerotrain.training.setup import Architecture
 
 REPO = Path(__file__).resolve().parent.parent
+# Of a row's JSON text, where the tokenizer is missing. SmolLM2 has 2.9 in gsm8k, prose has more.
+CHARACTERS_PER_TOKEN = 3
 LARGEST = 1e15  # Options must be smaller, so that no sum of a plan is infinite.
 IN_RECIPE = re.compile(
     r"^#   cluster +(\d{1,6}) nodes? x (\d{1,6}) GPUs? of (\d{1,6}) GB", re.MULTILINE
@@ -61,11 +68,11 @@ def main() -> None:
     add("--config", required=True, metavar="FILE", help="run config")
     add("--nodes", type=int, help="number of nodes (the recipe's, else 1)")
     add("--gpus", type=int, help="GPUs per node (the recipe's, else 1)")
-    add("--gpu", help="name and memory of a GPU: h100-80gb, h200-141gb, a100-40gb ...")
+    add("--gpu", help="name and memory of a GPU: h100-80gb, h200-141gb ... (A100)")
     add("--price", type=float, help="price of one GPU hour")
     add("--links", metavar="FILE", help="file with measured bandwidths, from preflight --links")
     add("--mean_tokens", type=float, help="mean tokens per row (local rows', else max_length / 2)")
-    add("--rows", type=int, help="rows per epoch (local rows')")
+    add("--rows", type=int, help="rows of the sources, data.eval_fraction included (local rows')")
     for rate in fields(Rates):
         text = f"{rate.metadata['help']} ({rate.default:g})"
         add(f"--{rate.name}", type=float, default=rate.default, help=text)
@@ -75,7 +82,10 @@ def main() -> None:
     for name, value in {**vars(args), **asdict(cluster.rates)}.items():
         if isinstance(value, int | float) and not 0 < value < LARGEST:
             raise UserError(f"--{name} {value}: give a number above 0 and below {LARGEST:g}")
-    show(make_workload(config, args.mean_tokens, args.rows), cluster, args.price)
+    workload = make_workload(config, args.mean_tokens, args.rows)
+    options = ("nodes", "gpus", "gpu")
+    assumed = ", ".join(f"--{name}" for name in options if getattr(args, name) is None)
+    show(workload, cluster, assumed, args.price)
 
 
 def choose_cluster(args: argparse.Namespace) -> GpuCluster:
@@ -102,17 +112,29 @@ def make_workload(
 ) -> Workload:
     """Return the run. Local rows give its lengths, unless mean_tokens is given.
 
+    Args:
+        rows: rows of the sources, with those that data.eval_fraction holds out; None: local rows.
+
     Raises:
         UserError: the model's config cannot be loaded, or a row is rejected.
     """
-    train = config.train
+    train, held_out = config.train, config.data.eval_fraction
     model = Architecture.of(config.model, load_shape(config))
     lengths = supervised = np.array([mean_tokens or config.data.max_length / 2])
-    if mean_tokens is None and all(s.path for s in config.data.train_sources):
-        plan = open_plans(config, world_size=1)[2]
-        epoch = plan.order.slice(0, 0, plan.order.places)
-        lengths, supervised = plan.data.lengths[epoch], plan.data.supervised[epoch]
-        rows = rows or len(epoch)
+    trained = None
+    if all(source.path for source in config.data.train_sources):
+        if mean_tokens is None and has_tokenizer(config):
+            plan = open_plans(config, world_size=1)[2]
+            epoch = plan.order.slice(0, 0, plan.order.places)
+            lengths, supervised = plan.data.lengths[epoch], plan.data.supervised[epoch]
+            trained = len(epoch)
+        else:
+            tokens = count_tokens(config)
+            rows = rows or len(tokens)
+            if mean_tokens is None:
+                lengths = supervised = tokens
+    if rows:
+        trained = rows - (held_out and max(1, round(rows * held_out)))
     examples = train.global_batch_size or train.global_batch_tokens / lengths.mean()
     return Workload(
         config,
@@ -121,8 +143,30 @@ def make_workload(
         supervised=examples * supervised.mean(),
         pairs=examples * (lengths * (lengths + 1.0) / 2).mean(),
         recomputed=float(config.model.activation_checkpointing),
-        steps=train.steps or (rows and train.epochs * math.ceil(rows / examples)),
+        steps=train.steps or (trained and train.epochs * math.ceil(trained / examples)),
     )
+
+
+def has_tokenizer(config: Config) -> bool:
+    """Whether the run's tokenizer is in a folder or in the hub's cache on this machine."""
+    name, _ = split_revision(config.model.tokenizer or config.model.name_or_path)
+    cached = f"models--{name.replace('/', '--')}/snapshots/*/tokenizer.json"
+    return Path(name).is_dir() or any(Path(HF_HUB_CACHE).glob(cached))
+
+
+def count_tokens(config: Config) -> np.ndarray:
+    """Return about how many tokens each local row of an epoch has, by its characters."""
+    print(
+        f"rows are not tokenized here: 1 token per {CHARACTERS_PER_TOKEN} characters is assumed, "
+        "unless --mean_tokens is given or scripts.tokenize has run"
+    )
+    tokens = []
+    for source in config.data.train_sources:
+        of_rows = [len(row.text) / CHARACTERS_PER_TOKEN for row in read_rows(source)]
+        if not of_rows:
+            raise UserError(f"{source.path}: it has no rows; add some")
+        tokens.append(np.resize(of_rows, round(len(of_rows) * source.repeat)))
+    return np.concatenate(tokens).clip(2, config.data.max_length)
 
 
 def load_shape(config: Config) -> PretrainedConfig:
@@ -138,8 +182,13 @@ def load_shape(config: Config) -> PretrainedConfig:
 # What is printed
 
 
-def show(workload: Workload, cluster: GpuCluster, price: float | None) -> None:
-    """Print the tables, and what follows from them. `price` is of one GPU hour."""
+def show(workload: Workload, cluster: GpuCluster, assumed: str, price: float | None) -> None:
+    """Print the tables, and what follows from them.
+
+    Args:
+        assumed: options of the cluster that were not given.
+        price: price of one GPU hour.
+    """
     own = workload.config.ds_config
     read_text(own, "ds_config: ")
     files = [str(file.relative_to(REPO)) for file in sorted(REPO.glob("ds_configs/*.json"))]
@@ -150,12 +199,14 @@ def show(workload: Workload, cluster: GpuCluster, price: float | None) -> None:
         raise UserError(problems[0])
     counts = workload.architecture.counts
     gpu = cluster.gpu
-    rates = ", ".join(f"{name} {rate:,g}" for name, rate in asdict(cluster.rates).items())
+    rates = ", ".join(f"{name}={rate:g}" for name, rate in asdict(cluster.rates).items())
+    steps = f"{workload.steps:,} steps" if workload.steps else "steps (their number needs --rows)"
     print(
         f"{workload.config.model.name_or_path}: {counts.total:,} parameters, {counts.trained:,} "
-        f"trained; {workload.steps or '--rows'} steps of {workload.tokens:,.0f} tokens\n"
+        f"trained; {steps} of {workload.tokens:,.0f} tokens\n"
         f"{cluster.nodes} x {cluster.gpus} {gpu.name}, {gpu.memory_gib} GB, "
-        f"{gpu.flops_per_s / 1e12:,g} TFLOP/s; assumed: {rates}\n\n"
+        f"{gpu.flops_per_s / 1e12:,g} TFLOP/s"
+        f"{assumed and f'; assumed, because not given: {assumed}'}\n\n"
         "GiB per GPU, but CPU and NVMe per node; activations without checkpointing, and "
         "checkpointed; tokens: the largest micro-batch that fits"
     )
@@ -167,6 +218,8 @@ def show(workload: Workload, cluster: GpuCluster, price: float | None) -> None:
     show_table(time_cells(estimates, price))
     for why in problems:
         print(f"not possible: {why}")
+    rates = textwrap.fill(f"assumed, by option: {rates}", 100, break_on_hyphens=False)
+    print(f"\n{rates}")
 
     nodes = cluster.nodes
     fastest_on = {}

@@ -3,14 +3,17 @@ pytest tests/commands/test_planner.py"""
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.inputs import read_config
+from harness.inputs import read_config, write_rows
+from harness.processes import run
 from harness.repository import REPO
 from transformers import LlamaConfig
 
+from scripts.plan import make_workload
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.estimate import (
@@ -178,6 +181,26 @@ def test_the_runs_own_config_comes_first_if_about_as_fast(workload):
         assert [Path(each.file).stem for each in ranked] == order
 
 
+def test_own_rows_need_no_hub_and_rows_held_out_are_not_trained_on(tiny_config, tmp_path):
+    """A GPU that nobody has named is said to be assumed above the tables."""
+    write_rows(
+        tmp_path / "own.jsonl", [{"prompt": f"{i}?", "completion": "yes"} for i in range(40)]
+    )
+    file = tiny_config(
+        model__name_or_path="Qwen/Qwen3-8B",
+        data={"train_sources": [str(tmp_path / "own.jsonl")], "eval_fraction": 0.1},
+    )
+    config = read_config(file)
+    # 36 or 90 rows, 12 in a step, 2 epochs
+    for rows, steps in ((None, 6), (100, 16)):
+        assert make_workload(config, mean_tokens=50, rows=rows).steps == steps
+    hub = ["HF_ENDPOINT=http://127.0.0.1:9", f"HF_HOME={tmp_path}"]  # nothing answers there
+    done = run(["env", *hub, sys.executable, "-m", "scripts.plan", "--config", file])
+    assert done.code == 0, done.output
+    above = done.output.partition("\n\n")[0]
+    assert "6 steps of" in above and re.search("1 x 1 A100.*assumed.*--gpu", above)
+
+
 def test_the_command_reads_links_and_rows(forks, tiny_config, tmp_path):
     links = tmp_path / "links.json"
     links.write_text(json.dumps({"network_gb_per_s": 12.5, "node_gb_per_s": 300.0}))
@@ -186,7 +209,9 @@ def test_the_command_reads_links_and_rows(forks, tiny_config, tmp_path):
     done = forks.script(*command, *named, "--price", 1000)
     assert done.code == 0, done.output
     assert "2 x 4 H100, 80 GB, 989 TFLOP/s" in done.output
-    assert "node_gb_per_s 300," in done.output and "network_gb_per_s 12.5," in done.output
+    assert "node_gb_per_s=300," in done.output and "network_gb_per_s=12.5," in done.output
+    assumed = [line for line in done.output.splitlines() if re.search(r"\b[a-z_]+=\d", line)]
+    assert max(map(len, assumed)) <= 100
     names = {file.stem for file in REPO.glob("ds_configs/*.json")}
     first = [line.split()[0] for line in done.output.splitlines() if line.split()]
     assert all(first.count(name) >= 2 for name in names), done.output

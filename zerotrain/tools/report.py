@@ -270,9 +270,8 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
         gray["visible"] = "legendonly" if run.prefix else True
         traces.append((f"{run.prefix}training, each step", loss, gray))
         traces.append((f"{run.prefix}training, mean of {window} steps", smooth, line))
-        for i, (name, held) in enumerate(run.held_out.items()):
-            points = {"size": 9, "symbol": 1 + i % 8}
-            style = {"mode": "lines+markers", "marker": points, "line_color": next(colors)}
+        for name, held in run.held_out.items():
+            style = {"mode": "lines+markers", "marker_size": 9, "line_color": next(colors)}
             traces.append((f"{run.prefix}{name}", held, style))
     restarts = [start["step"] for run in runs for start in [*run.records["start"]][1:]]
     dashed = "; a restart is a dashed line" if restarts else ""
