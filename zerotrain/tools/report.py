@@ -275,7 +275,7 @@ def loss_chart(runs: Sequence[RunRecords]) -> str:
             traces.append((f"{run.prefix}{name}", held, style))
     restarts = [start["step"] for run in runs for start in [*run.records["start"]][1:]]
     dashed = "; a restart is a dashed line" if restarts else ""
-    figure = drawn(traces, height=480).update_yaxes(type="log", tickformat="~g")
+    figure = drawn(traces, height=480).update_yaxes(type="log", tickformat="~g", nticks=5)
     for step in restarts[-20:]:
         figure.add_vline(x=step, line_dash="dash", line_color=GRAY)
     return section(f"Loss, nats per token{dashed}", figure)
