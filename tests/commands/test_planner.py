@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.inputs import read_config, write_rows
+from harness.inputs import read_config
 from harness.processes import run
 from harness.repository import REPO
 from transformers import LlamaConfig
@@ -183,22 +183,15 @@ def test_the_runs_own_config_comes_first_if_about_as_fast(workload):
 
 def test_own_rows_need_no_hub_and_rows_held_out_are_not_trained_on(tiny_config, tmp_path):
     """A GPU that nobody has named is said to be assumed above the tables."""
-    write_rows(
-        tmp_path / "own.jsonl", [{"prompt": f"{i}?", "completion": "yes"} for i in range(40)]
-    )
     file = tiny_config(
-        model__name_or_path="Qwen/Qwen3-8B",
-        data={"train_sources": [str(tmp_path / "own.jsonl")], "eval_fraction": 0.1},
+        model__name_or_path="Qwen/Qwen3-8B", data__eval_sources={}, data__eval_fraction=0.2
     )
-    config = read_config(file)
-    # 36 or 90 rows, 12 in a step, 2 epochs
-    for rows, steps in ((None, 6), (100, 16)):
-        assert make_workload(config, mean_tokens=50, rows=rows).steps == steps
+    # 100 rows, or the 70 of the file: 80 or 56 are trained on, 12 in a step, in 2 epochs.
+    assert make_workload(read_config(file), mean_tokens=50, rows=100).steps == 14
     hub = ["HF_ENDPOINT=http://127.0.0.1:9", f"HF_HOME={tmp_path}"]  # nothing answers there
     done = run(["env", *hub, sys.executable, "-m", "scripts.plan", "--config", file])
-    assert done.code == 0, done.output
     above = done.output.partition("\n\n")[0]
-    assert "6 steps of" in above and re.search("1 x 1 A100.*assumed.*--gpu", above)
+    assert re.search("10 steps of.*\n1 x 1 A100.*assumed.*--gpu", above), done.output
 
 
 def test_the_command_reads_links_and_rows(forks, tiny_config, tmp_path):
@@ -210,8 +203,7 @@ def test_the_command_reads_links_and_rows(forks, tiny_config, tmp_path):
     assert done.code == 0, done.output
     assert "2 x 4 H100, 80 GB, 989 TFLOP/s" in done.output
     assert "node_gb_per_s=300," in done.output and "network_gb_per_s=12.5," in done.output
-    assumed = [line for line in done.output.splitlines() if re.search(r"\b[a-z_]+=\d", line)]
-    assert max(map(len, assumed)) <= 100
+    assert not re.search("matmul_share.{90}", done.output)
     names = {file.stem for file in REPO.glob("ds_configs/*.json")}
     first = [line.split()[0] for line in done.output.splitlines() if line.split()]
     assert all(first.count(name) >= 2 for name in names), done.output

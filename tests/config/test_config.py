@@ -254,7 +254,6 @@ def test_help_has_every_setting_and_imports_no_torch():
         'tracking.wandb  online | offline | disabled; default "offline"',
         "model.quantization  nf4 | null; default null",
         "train.learning_rate  number > 0; required",
-        "model.trainable  array; default []",
     ):
         assert f"  --{line}" in finished.output
     piped = run(["bash", "-c", f"{sys.executable} train.py --help | head -1"])

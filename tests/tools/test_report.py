@@ -47,7 +47,7 @@ def write_run(folder, steps, hostile=""):
         if step % max(1, steps // 10) == 0:
             answer = {"prompt": "1+1?" + hostile, "answer": "\ud800" + hostile, "score": 0.0}
             records += [
-                {"kind": "eval", "step": step, "loss/math" + hostile: 3.0, "exact_match/b": 0.5},
+                {"kind": "eval", "step": step, "loss/held_out" + hostile: 3, "exact_match/b": 0.5},
                 {"kind": "generations", "step": step, "set": "b" + hostile, "rows": [answer] * 3},
                 {"kind": "ranks", "step": step, "step_seconds": 0.5, "ranks": [
                     {"host": f"node-{i // 4}{hostile}", "compute_seconds": 1.0 + i,
@@ -76,8 +76,8 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     page = (tmp_path / "run" / "report.html").read_text().partition("<h1>")[2]
     first, *folded = page.split("<details")
     for text in (
-        "200 steps on 4 ranks", "math: 3.000", "<b>0:01:40</b><br>time", "<b>1</b><br>restarts",
-        "<b>3</b><br>incidents", "<b>8,000</b><br>tokens/s", "held out: math", "Learning rate",
+        "200 steps on 4 ranks", "held out: 3.000", "<b>0:01:40</b><br>time", "<b>1</b><br>restarts",
+        "<b>3</b><br>incidents", "<b>8,000</b><br>tokens/s", "Learning rate",
         "Gradient norm",
     ):  # fmt: skip
         assert text in first, text
@@ -97,8 +97,6 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
 
 def test_each_kind_of_loss_has_a_color_and_few_steps_are_smoothed_too(tmp_path):
     run = write_run(tmp_path / "run", 36)
-    text = (run / "metrics.jsonl").read_text().replace("loss/math", "loss/held_out")
-    (run / "metrics.jsonl").write_text(text)
     chart = loss_chart([read_run(run)])
     traces, _ = json.JSONDecoder().raw_decode(chart, chart.index("[{"))
     raw, smooth, held_out = traces

@@ -39,8 +39,8 @@ def test_the_bar_is_drawn_below_what_is_printed(capsys, monkeypatch):
     last = " ".join(text[text.rindex("step 200/200") :].split())
     for part in ("loss 1.8000", "eval loss 1.5000", "lr 1.00e-03", "tokens/s 12,346"):
         assert part in last
-    full, empty = (re.findall(r"\x1b\[(\d+)m━{12}", written)[i] for i in (-1, 0))
-    assert full != empty, "the colors of a terminal with 16"
+    bars = re.findall(r"\x1b\[(\d+)m━{12}", written)
+    assert bars[0] != bars[-1], "an empty one and a full one, on a terminal with 16 colors"
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is shown"
 
 
