@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from copier import run_copy, run_update
+from copier import run_copy
 from harness.forks import ForkServer
 from harness.inputs import read_config, write_rows
 from harness.processes import run
@@ -97,6 +97,7 @@ def test_a_copy_names_only_files_that_it_has(copies, name):
             words = set(re.findall(r"\w[\w./-]*[\w/]", text))
             used = modules.intersection(re.findall(r"(?:import|from|-m) +([\w.]+)", text))
             assert not (found := names & words | used), f"{file} names {found}"
+            assert not (file.endswith(".md") and re.search(r"\b(recipes|runs)/mine\b", text)), file
 
 
 def test_the_recipe_of_a_copy_follows_the_answers(copies):
@@ -147,21 +148,56 @@ def commit(folder: Path, message: str, *then: list[str]) -> None:
         assert done.code == 0, done.output
 
 
-def test_copier_update_keeps_edits_and_deletions(tmp_path):
-    template, copy = tmp_path / "template", tmp_path / "copy"
+def test_the_readmes_example_then_a_copy_and_updates(tmp_path):
+    """The way of a newcomer, in a template without tags. The rows stay out of the copy."""
+    template, copy = tmp_path / "template", tmp_path / "mine"
+    answers = tmp_path / "answers.yml"
+    answers.write_text("project_name: mine\nrecipe: qwen3-0.6b\n")
+
+    def copier(*words):
+        return run([Path(sys.executable).with_name("copier"), *words, "--defaults"], cwd=copy)
+
+    def changed(*options):
+        return run(["git", "-C", copy, "diff", "--name-only", *options]).output.split()
+
     copy_repository(template)
     for folder in ("tests", "zerotrain"):  # more than half of the files
         shutil.rmtree(template / folder)
-    commit(template, "1", ["tag", "v1"])
-    run_copy(str(template), copy, data={"project_name": "mine"}, defaults=True, quiet=True)
+    commit(template, "1")
+    [example] = [c for c in commands_in((template / "README.md").read_text()) if "<<" in c]
+    assert run(["bash", "-ec", example], cwd=template).code == 0
+    assert (template / "recipes/mine.yaml").exists() and (template / "my_rows.jsonl").exists()
+    copy.mkdir()
+    done = copier("copy", "--data-file", answers, template, copy)
+    assert done.code == 0, done.output
+    assert not (copy / "my_rows.jsonl").exists()
+    assert "base: qwen3-0.6b.yaml" in (copy / "recipes/mine.yaml").read_text()
     commit(copy, "copied")
+    assert "recipes/mine.yaml" in run(["git", "-C", copy, "ls-files"]).output
+
+    # Edits and deletions stay.
     train = copy / "train.py"
     train.write_text(train.read_text() + "# edited here\n")
     (copy / "SECURITY.md").unlink()
     commit(copy, "edited")
-    (template / "train.py").write_text("# changed upstream\n" + (REPO / "train.py").read_text())
-    commit(template, "2", ["tag", "v2"])
-    run_update(copy, defaults=True, overwrite=True, quiet=True)
+    (template / "train.py").write_text("# upstream\n" + (REPO / "train.py").read_text())
+    commit(template, "2")
+    assert copier("update").code == 0 and changed() == [".copier-answers.yml", "train.py"]
     text = train.read_text()
-    assert text.startswith("# changed upstream\n") and text.endswith("# edited here\n")
-    assert not (copy / "SECURITY.md").exists() and (copy / "recipes/mine.yaml").exists()
+    assert text.startswith("# upstream\n") and text.endswith("# edited here\n")
+    assert not (copy / "SECURITY.md").exists()
+    commit(copy, "updated")
+
+    # What is not committed upstream would be lost to the next update, and is refused.
+    (template / "train.py").write_text("# changed again\n" + (REPO / "train.py").read_text())
+    (template / "key.txt").write_text("secret")
+    for words in (["copy", template, tmp_path / "other"], ["update"], ["recopy", "--overwrite"]):
+        refused = copier(*words)
+        assert refused.code and f"git -C {template} status" in refused.output, refused.output
+    assert not (tmp_path / "other").exists() and not changed()
+    (template / "key.txt").unlink()
+    commit(template, "3")
+    train.write_text(text.replace("# upstream", "# ours"))
+    commit(copy, "ours")
+    done = copier("update")
+    assert done.code == 0 and changed("--diff-filter=U") == ["train.py"], done.output
