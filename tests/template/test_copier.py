@@ -45,7 +45,9 @@ def copies(tmp_path_factory, chat_rows, tiny_model):
             "scheduler": "kubernetes", "recipe": "llama-3.1-8b-lora", "nodes": 3,
             "gpus_per_node": 4,
         },
-        "pages": {"scheduler": "none", "keep": ["docs"]},
+        "pages": {
+            "scheduler": "none", "keep": ["docs"], "recipe": "mistral-7b", "gpus_per_node": 2,
+        },
         "hosts": {"scheduler": "ssh", "keep": ["tests"], "train_data": "{hub: my/rows}"},
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -112,6 +114,12 @@ def test_the_recipe_of_a_copy_follows_the_answers(copies):
     assert batch.tracking.wandb == "online" and batch.tracking.project
     [rows] = read_config(copies / "hosts/recipes/hosts.yaml").data.train_sources
     assert rows.hub == "my/rows"
+    misfits = {
+        name
+        for name in ("small", "batch", "cloud", "pages", "hosts")
+        if "it needs 3" in (copies / name / "README.md").read_text()
+    }
+    assert misfits == {"pages"}
     choices = set(QUESTIONS["recipe"]["choices"])
     assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
 

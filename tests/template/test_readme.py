@@ -34,7 +34,7 @@ PAGES = (
 NOT_RUN = {  # commands with a match are only parsed: why
     r"\b(docker|kubectl|sky|vllm|curl|hf|rclone|rsync|pip|pipx) |-m venv": "services, network",
     r"hostfile hostfile|^sbatch|torchrun|gathered": "several hosts: tests/launch",
-    r"test\.sh|pytest|copier |my-project": "this suite, and test_copier.py",
+    r"test\.sh|pytest|copier |my-project|diff-filter": "this suite, and test_copier.py",
     r"^.*--dry_run": "what comes after it does the same first",
     r"prove equivalence": "minutes: test_equivalence.py",
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
