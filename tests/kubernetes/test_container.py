@@ -19,7 +19,7 @@ LEFT_OUT = {"benchmarks", "docs", "tests"}
 SECRET = "hunter2hunter2"
 SECRETS = (
     ".env", ".git/config", ".deepspeed_env", ".netrc", "hostfile", "id_ed25519", "prod.env",
-    "my_rows.jsonl", "runs/a/metrics.jsonl", "wandb/debug.log", "ssh/host_key", "pip.conf",
+    "private.jsonl", "runs/a/metrics.jsonl", "wandb/debug.log", "ssh/host_key", "pip.conf",
     "scripts/.env", "deploy/prod.env", "deploy/tls.key", "deploy/tls.pem", "config/id_rsa",
     "data/.cache/tokens.arrow", "zerotrain/wandb/run.log", "zerotrain/__pycache__/x.pyc",
 )  # fmt: skip

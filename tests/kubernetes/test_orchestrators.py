@@ -23,9 +23,9 @@ from zerotrain.runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE
 
 pytest_plugins = ["namespaces"]
 DEPLOY = REPO / "deploy"
-CLAIM, JOB_SET, POLICY = (
-    yaml.safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text())
-    for name in ("storage", "jobset", "network")
+CLAIM, JOB_SET, POLICY, DISK = (
+    yaml.safe_load((DEPLOY / f"{name}.yaml").read_text())
+    for name in ("kubernetes/storage", "kubernetes/jobset", "kubernetes/network", "disk")
 )
 SKYPILOT = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
 JOB = JOB_SET["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -46,6 +46,7 @@ def test_the_manifests_are_objects_of_their_apis():
     """The APIs' models accept every field and keep it."""
     assert models.IoK8sApiCoreV1PersistentVolumeClaim.from_dict(CLAIM).to_dict() == CLAIM
     assert models.JobsetV1alpha2JobSet.from_dict(JOB_SET).to_dict() == JOB_SET
+    assert models.IoK8sApiCoreV1Pod.from_dict(DISK).to_dict() == DISK
 
 
 def test_the_pods_have_the_memory_disk_time_and_network_that_training_needs():
@@ -56,6 +57,10 @@ def test_the_pods_have_the_memory_disk_time_and_network_that_training_needs():
     claim = {"claimName": CLAIM["metadata"]["name"]}
     assert mounts["/mnt/train"]["persistentVolumeClaim"] == claim
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+    [disk] = DISK["spec"]["containers"]
+    assert all(mount in CONTAINER["volumeMounts"] for mount in disk["volumeMounts"])
+    assert all(DISK["spec"][key] == POD[key] for key in ("securityContext", "restartPolicy"))
+    assert disk["image"] == CONTAINER["image"] and DISK["spec"]["volumes"][0] in POD["volumes"]
     assert option("--nodes") == str(JOB["completions"]) == str(JOB["parallelism"])
     gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert option("--ranks_per_node") == str(gpus)

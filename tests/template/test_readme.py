@@ -32,7 +32,7 @@ PAGES = (
     "SECURITY.md", "recipes/*.md",
 )  # fmt: skip
 NOT_RUN = {  # commands with a match are only parsed: why
-    r"\b(docker|kubectl|sky|vllm|curl|hf|rclone|rsync|pip|pipx) |-m venv": "services, network",
+    r"IMAGE|\b(docker|kubectl|sky|vllm|curl|hf|rclone|rsync|pipx?) |-m venv": "services, network",
     r"hostfile hostfile|^sbatch|torchrun|gathered": "several hosts: tests/launch",
     r"test\.sh|pytest|copier |my-project|diff-filter": "this suite, and test_copier.py",
     r"^.*--dry_run": "what comes after it does the same first",
