@@ -57,10 +57,9 @@ def test_the_pods_have_the_memory_disk_time_and_network_that_training_needs():
     claim = {"claimName": CLAIM["metadata"]["name"]}
     assert mounts["/mnt/train"]["persistentVolumeClaim"] == claim
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
-    [disk] = DISK["spec"]["containers"]
-    assert all(mount in CONTAINER["volumeMounts"] for mount in disk["volumeMounts"])
-    assert all(DISK["spec"][key] == POD[key] for key in ("securityContext", "restartPolicy"))
-    assert disk["image"] == CONTAINER["image"] and DISK["spec"]["volumes"][0] in POD["volumes"]
+    for key in ("securityContext", "restartPolicy"):  # of the pod that prepares the disk
+        assert DISK["spec"][key] == POD[key]
+    assert DISK["spec"]["volumes"] == POD["volumes"][:1]
     assert option("--nodes") == str(JOB["completions"]) == str(JOB["parallelism"])
     gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert option("--ranks_per_node") == str(gpus)

@@ -43,7 +43,7 @@ def copies(tmp_path_factory, chat_rows, tiny_model):
         },
         "cloud": {
             "scheduler": "kubernetes", "recipe": "llama-3.1-8b-lora", "nodes": 3,
-            "gpus_per_node": 4,
+            "gpus_per_node": 4, "train_data": "rows.jsonl",
         },
         "pages": {
             "scheduler": "none", "keep": ["docs"], "recipe": "mistral-7b", "gpus_per_node": 2,
@@ -76,7 +76,10 @@ def test_copies_lack_what_was_not_asked_for_and_name_their_cluster(copies):
     for name, cluster in (("small", (1, 1, 24)), ("batch", (3, 8, 80)), ("cloud", (3, 4, 40))):
         readme = (copies / name / "README.md").read_text()
         assert readme.startswith(f"# {name}\n") and f"recipes/{name}.yaml" in readme
+        assert "not to fit" not in readme
         assert plan.cluster_in((copies / name / f"recipes/{name}.yaml").read_text()) == cluster
+    assert "not to fit" in (copies / "pages" / "README.md").read_text()
+    assert "\n!/rows.jsonl\n" in (copies / "cloud" / ".dockerignore").read_text()
     jobset = (copies / "cloud/deploy/kubernetes/jobset.yaml").read_text()
     keys = "completions|parallelism|--nodes|--ranks_per_node|nvidia.com/gpu"
     assert re.findall(rf"(?:{keys})\W+(\d+)", jobset) == ["3", "3", "3", "4", "4"]
@@ -114,12 +117,6 @@ def test_the_recipe_of_a_copy_follows_the_answers(copies):
     assert batch.tracking.wandb == "online" and batch.tracking.project
     [rows] = read_config(copies / "hosts/recipes/hosts.yaml").data.train_sources
     assert rows.hub == "my/rows"
-    misfits = {
-        name
-        for name in ("small", "batch", "cloud", "pages", "hosts")
-        if "it needs 3" in (copies / name / "README.md").read_text()
-    }
-    assert misfits == {"pages"}
     choices = set(QUESTIONS["recipe"]["choices"])
     assert choices == {f.stem for f in (REPO / "recipes").glob("*.yaml")} - {"demo"}
 

@@ -81,16 +81,14 @@ def test_a_recipe_needs_the_memory_that_the_table_says(name, cluster, gib, least
     workload = plan.make_workload(config, mean_tokens=500)
     gpu = find_gpu(f"a100-{memory}gb")
 
-    def estimated(nodes, gpus):
-        return estimate(workload, config.ds_config, GpuCluster(nodes, gpus, gpu))
+    def peak(nodes, gpus):
+        """Bytes per GPU; 0 if it does not fit."""
+        found = estimate(workload, config.ds_config, GpuCluster(nodes, gpus, gpu))
+        fits = found.fits and found.largest_micro_batch >= config.data.micro_batch_tokens
+        return fits * found.memory.peak
 
-    def fits(found):
-        return found.fits and found.largest_micro_batch >= config.data.micro_batch_tokens
-
-    found = estimated(nodes, gpus)
-    assert round(found.memory.peak / GIB) == int(gib) and fits(found)
-    assert fits(estimated(1, int(least)))
-    assert least == "1" or not fits(estimated(1, int(least) - 1))
+    assert round(peak(nodes, gpus) / GIB) == int(gib)
+    assert peak(1, int(least)) and (least == "1" or not peak(1, int(least) - 1))
 
 
 @pytest.fixture
