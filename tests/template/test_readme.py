@@ -39,9 +39,11 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"prove equivalence": "minutes: test_equivalence.py",
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
     r"exact_match": "demo.sh runs it",
+    r"~/(lm_eval|trl|llama|serve)|llama-server": "other environments: test_after.py",
 }
 FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
+    r"(?<=steps )60": "2",
     r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
     r"\s+# .*|\\\n|(?<=^tail) -f": "",
 }
