@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from zerotrain.runtime.errors import EXIT_FAILURE, UserError, exit_on_error
+from zerotrain.runtime.errors import EXIT_FAILURE, UserError, describe, exit_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +102,8 @@ def read_run_config(checkpoint: Path, is_needed: bool) -> "Config | None":
         return parse_command_line(argv, prog="export.py").config
     except (OSError, ValueError, UserError) as error:
         if is_needed:
-            raise UserError(f"--verify: {error}") from error
+            where = f"{checkpoint}: --verify needs the run folder around it"
+            raise UserError(f"{where}: {describe(error)}") from error
         print(f"no model card: {error}")
         return None
 

@@ -201,6 +201,27 @@ def test_output_of_ranks_is_harmless_and_a_killed_ssh_is_a_lost_host(
     assert done.code == expected and line in done.output, done.output[-2000:]
 
 
+LOST = """
+import os, pathlib, signal, sys, time
+from zerotrain.runtime.errors import exit_on_error
+ready = pathlib.Path(sys.argv[1], "ready")
+signal.signal(signal.SIGTERM, lambda *_: 1 / 0)  # as a collective fails
+if os.environ["RANK"] == "0":
+    ready.touch()
+    exit_on_error(lambda: time.sleep(1000))
+while not ready.exists():
+    time.sleep(0.01)
+time.sleep(1)
+os.kill(os.getppid(), 9)
+"""
+
+
+def test_errors_after_a_lost_host_are_one_line(tmp_path):
+    done = launch_here(tmp_path, LOST, "here slots=1\nthere slots=1\n")
+    assert "launch: there is lost" in done.output and "ZeroDivisionError" in done.output
+    assert "Traceback" not in done.output and "exit_on_error" not in done.output
+
+
 WRONG = """
 import os, pathlib, signal, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from zerotrain.launch.host_report import Problem
-from zerotrain.launch.job import Job, remote_command
+from zerotrain.launch.job import Job, needs_of, remote_command
 from zerotrain.runtime.errors import first_of
 
 REPORT_SECONDS = 120  # checksums of a model's files take a while
@@ -44,10 +44,7 @@ def read_report(job: Job, host: str) -> dict[str, Any]:
         return {"problems": [("ssh", f"no report within {REPORT_SECONDS} s")]}
     if done.returncode != 0:
         last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        why = (
-            f"{last[-1].removeprefix('ssh: ')}; needs `ssh -o BatchMode=yes {host}` without a "
-            "password, and code and .venv at the same paths as here"
-        )
+        why = f"{last[-1].removeprefix('ssh: ')}; {needs_of(host)}"
         return {"problems": [("ssh", why)]}
     report = json.loads(done.stdout.splitlines()[-1])  # a ~/.bashrc may print lines before it
     return {**report, "ahead_seconds": report["clock"] - time.time()}

@@ -62,6 +62,15 @@ def remote_command(job: Job, host: str, module: str) -> list[str]:
     return [*job.ssh, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
 
 
+def needs_of(host: str) -> str:
+    """Return what a host needs to start ranks, for the message that it does not."""
+    python = Path(sys.executable).resolve()
+    return (
+        f"needs `ssh -o BatchMode=yes {host}` without a password, and code, .venv and its Python "
+        f"({python}) at the same paths as here"
+    )
+
+
 def host_parser(needs_hostfile: bool = False, **settings: Any) -> argparse.ArgumentParser:
     """Return a parser of the options that select the hosts and say how to reach them.
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zerotrain.launch.hostfile import between, world_size
-from zerotrain.launch.job import Job, job_of, job_parser, remote_command
+from zerotrain.launch.job import Job, job_of, job_parser, needs_of, remote_command
 from zerotrain.launch.node import EVENT, FORWARDED, GRACE_SECONDS
 from zerotrain.launch.restart import prepare_restart
 from zerotrain.runtime.errors import (
@@ -34,6 +34,7 @@ PING_SECONDS = 1.0
 POLL_SECONDS = 0.2
 MAX_LINE_BYTES = 1 << 16
 MAX_WAITING_LINES = 1000
+TRACEBACK = re.compile(r"\[rank \d+ @ [^]]*\] (Traceback \(|  )")
 ERROR = re.compile(r"(?:\[rank \d+ @ [^]]*\] )?(error: .+|[A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 
 
@@ -214,7 +215,10 @@ class Attempt:
             source.last_line = line
             if error := ERROR.match(line):
                 source.last_error = f": {error[1][:500]}"
-            print(f"{source.host}: {line}")
+            # After a host was lost, the ranks of the others fail too: their errors are enough.
+            is_lost = any(kind == 0 for kind, *_ in self.failures)
+            if not (is_lost and TRACEBACK.match(line)):
+                print(f"{source.host}: {line}")
 
     def handle_end_of(self, source: Connection) -> None:
         """Find out why a connection has ended.
@@ -226,9 +230,7 @@ class Attempt:
         code = source.process.wait()
         if source.greeting is None:
             raise UserError(
-                f"{source.host}: {source.last_line or 'no answer'}; every host needs an ssh login "
-                "without a password (ssh -o BatchMode=yes), and code and .venv at the same paths "
-                "as here"
+                f"{source.host}: {source.last_line or 'no answer'}; {needs_of(source.host)}"
             )
         if code == 255 or code < 0:  # ssh lost its host, or was killed
             what = "is lost: its ssh connection has ended, or its node wrapper was killed"
