@@ -40,6 +40,7 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
     r"exact_match": "demo.sh runs it",
     r"~/(lm_eval|trl|llama|serve)|llama-server": "other environments: test_after.py",
+    r"^(sudo|ssh|tmux|cd|for node|export HF|\S*vllm)": "other machines",
 }
 FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",

@@ -38,7 +38,7 @@ def choose_checkpoint(folder: Path, best: bool = False) -> Path:
     else:
         raise UserError(
             f"{folder} is not a usable checkpoint or run ({problem}); give output_dir of a run, or "
-            "one of its checkpoints"
+            "one of its checkpoints; if each node has a disk of its own, bring their files together"
         )
     if not best:
         return checkpoint
