@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config
+from torch._dynamo.utils import counters
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -67,6 +68,17 @@ def test_a_model_that_sees_the_next_tokens_is_refused(name, dtype):
         decoder = type(architecture)(**BERT, is_decoder=True)
         check_causal(AutoModelForCausalLM.from_config(decoder, dtype=dtype), range(5, 64))
     assert model.training
+
+
+def test_the_checks_of_a_compiled_model_compile_nothing():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    change_blocks(model, ModelConfig("x", compile=True), 0)
+    counters["frames"].clear()
+    check_causal(model, range(5, 64))
+    assert not counters["frames"]
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert counters["frames"]["ok"]
 
 
 def test_the_attention_of_a_models_config_is_kept():

@@ -7,7 +7,12 @@ with the new version, run the tests, and then change READ_FROM.
 
 import ast
 import importlib
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -199,6 +204,8 @@ def changed_attributes(text: str, listed: set[str]) -> set[str]:
             match target:
                 case ast.Attribute(ast.Name("self"), _) | ast.Attribute(_, "environ"):
                     pass
+                case ast.Attribute(where) if ast.unparse(where) == "torch.compiler.config":
+                    pass  # settings, and public
                 case ast.Attribute(_, name):
                     root = ast.unparse(target).split(".")[0]
                     if name in names or root in roots or name.startswith("_"):
@@ -248,3 +255,59 @@ def test_each_kind_of_patch_is_found(text):
 def test_the_list_is_of_the_installed_versions():
     for name, read in READ_FROM.items():
         assert f"{version(name)}.".replace("+", ".").startswith(f"{read}."), name
+
+
+# --------------------------------------------------------------------------------------------------
+# Other versions of torch
+
+LACKING = """
+import importlib, inspect, json, sys
+
+def find(name):
+    module, dot, attribute = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name):
+            raise
+        return getattr(find(module), attribute)
+
+for name, keywords in json.load(sys.stdin):
+    try:
+        known = inspect.signature(find(name)).parameters
+    except AttributeError:
+        print(name)
+    except (ImportError, TypeError, ValueError):
+        pass  # needs another package, is not a function, or is written in C++
+    else:
+        if all(p.kind != p.VAR_KEYWORD for p in known.values()):
+            print(end="".join(f"{name}({k}=)\\n" for k in keywords if k not in known))
+"""
+
+
+def torch_calls(text: str) -> Iterator[tuple[str, list[str]]]:
+    """What a file of ours calls of torch, and the keywords of each call."""
+    tree = ast.parse(text)
+    origin = {"block.compile": "torch.compile", "torch": "torch", "dist": "torch.distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            origin |= {a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            root, *rest = [name] if name in origin else name.split(".")
+            name = ".".join([origin.get(root, ""), *rest])
+            if re.fullmatch(r"torch(\.\w+)+", name):
+                yield name, [k.arg for k in node.keywords if k.arg]
+
+
+@pytest.mark.parametrize("python", [sys.executable, *os.environ.get("OTHER_TORCH", "").split()])
+def test_torch_has_what_is_used_of_it(python):
+    """OTHER_TORCH has the Python programs of environments with other versions."""
+    used = [call for file in FILES for call in torch_calls(file.read_text())]
+    assert ("torch.compile", ["dynamic"]) in used
+    used.append(("torch.compiler.config.recompile_limit", []))
+    done = subprocess.run(
+        [python, "-c", LACKING], input=json.dumps(used), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

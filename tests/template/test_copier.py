@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+pytest.importorskip("copier")
+
 from copier import run_copy
 from harness.forks import ForkServer
 from harness.inputs import read_config, write_rows

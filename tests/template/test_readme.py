@@ -17,6 +17,8 @@ from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 from pages import commands_in, run_command
 
+pytest.importorskip("matplotlib")
+
 from benchmarks import pictures
 from zerotrain.config.schema import config_keys
 

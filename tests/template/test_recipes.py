@@ -9,6 +9,9 @@ import shutil
 
 import pytest
 import torch
+
+pytest.importorskip("copier")
+
 from copier import run_copy
 from harness.inputs import chat, read_config, write_rows
 from harness.repository import REPO, SAMPLE

@@ -13,6 +13,8 @@ import pandas as pd
 import pytest
 from harness.cures import refused
 
+pytest.importorskip("plotly")
+
 from scripts import compare_runs, report
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.report import (

@@ -17,6 +17,8 @@ from harness.processes import NEEDS_ROOT, mounted, start, wait_until
 from harness.repository import REPO
 from harness.runs import checkpoints, logged, read_metrics
 
+pytest.importorskip("wandb")
+
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.config.parse import check_start
 from zerotrain.runtime.errors import UserError

@@ -1,10 +1,14 @@
 """The loss equals a plain loss on several architectures.    pytest tests/training/test_loss.py"""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from harness.batches import micro_batch
 from harness.inputs import SMALL_SIZES as SIZES
+from harness.processes import run
+from harness.repository import REPO
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,6 +81,59 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch)
         assert loss(model, batch).cross_entropy.item() == pytest.approx(plain.item(), rel=1e-6)
     whole = model(input_ids=batch.input_ids).logits
     assert whole.shape[:2] == batch.input_ids.shape  # other forward passes stay as they are
+
+
+BY_TRITON = """
+import os, sys, types
+os.environ["TRITON_INTERPRET"] = "1"  # on CPU; read when the kernels are imported
+from triton.backends import backends
+backends["nvidia"].driver.is_active = lambda: True  # or DeepSpeed defines no kernels
+
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime import chunked_cross_entropy as kernels
+from harness.batches import micro_batch
+from transformers import LlamaConfig, LlamaForCausalLM
+from zerotrain.model.packing import PACKED_EXAMPLES
+from zerotrain.training import loss as ours
+
+def in_fp32(logits, targets, **options):
+    return F.cross_entropy(logits.float(), targets, **options)
+
+def compare(loss_of, dtype, *leaves):
+    (loss, gradients), (exact, exact_gradients) = [
+        (loss.detach(), torch.cat([g.float().flatten() for g in torch.autograd.grad(loss, leaves)]))
+        for loss in map(loss_of, (kernels.chunked_cross_entropy, in_fp32))
+    ]
+    # The interpreter does not round to bf16, it truncates.
+    limit = 1e-6 if dtype == torch.float32 else 2e-2
+    error = (gradients - exact_gradients).norm() / exact_gradients.norm()
+    assert (loss / exact - 1).abs() < 1e-6 and error < limit, (dtype, loss / exact - 1, error)
+
+def of_model(function):
+    supervised._sum_cross_entropy = lambda x, targets: function(x, targets, reduction="sum")
+    return supervised(model, micro_batch(packed=True)).cross_entropy
+
+kernels._resolve_backend = lambda *_: "triton"
+ours.CHUNK_TOKENS["cpu"] = 48  # The last chunk is smaller.
+words = 5000  # more than the 4,096 of a kernel's block
+torch.manual_seed(0)
+config = LlamaConfig(**eval(sys.argv[1]) | {"vocab_size": words, "initializer_range": 0.2})
+model = LlamaForCausalLM._from_config(config, attn_implementation=PACKED_EXAMPLES)
+for dtype in (torch.float32, torch.bfloat16):
+    supervised = ours.SupervisedLoss(model.to(dtype))
+    compare(of_model, dtype, *model.parameters())
+targets = torch.tensor([0, -100, words - 1, -100, 4096])
+logits = torch.linspace(0, 99, 5 * words).sin().view(5, words).requires_grad_()
+compare(lambda f: f(logits, targets, reduction="sum"), torch.float32, logits)
+print("ALL WELL")
+"""
+
+
+def test_the_triton_kernels_give_the_loss_of_torch():
+    pytest.importorskip("triton", minversion="3.7")  # The interpreter of 3.6 fails with numpy 2.4.
+    done = run([sys.executable, "-c", BY_TRITON, SIZES], cwd=REPO / "tests")
+    assert "ALL WELL" in done.output, done.output
 
 
 def test_filler_has_no_router_loss():

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from harness.batches import micro_batch
-from harness.processes import environment
+from harness.processes import environment, run
 from harness.repository import REPO
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +20,17 @@ from zerotrain.training.loss import SupervisedLoss
 def on_gpu(test):
     missing = not torch.cuda.is_available()
     return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test))
+
+
+def test_gpu_tests_need_no_other_packages():
+    script = """
+import sys
+import pytest
+sys.modules |= dict.fromkeys(["copier", "matplotlib", "plotly", "wandb"])
+sys.exit(pytest.main(["-qq", "-m", "gpu", "-n", "0", "--collect-only"]))
+"""
+    done = run([sys.executable, "-c", script])
+    assert done.code == 0 and "variants/test_gpu.py: 6" in done.output, done.output
 
 
 @on_gpu

@@ -260,9 +260,8 @@ def _varlen_attention(
 ) -> torch.Tensor:
     """Compute packed_attention with one call of torch's kernel for all examples."""
     longest = max(examples.lengths)
-    grouped = {"enable_gqa": True}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 always groups
-        grouped = {}
+    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouped = {"enable_gqa": True} if takes_option else {}  # torch 2.11 always groups
     output = varlen_attn(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
         examples.ends, examples.ends, longest, longest,

@@ -91,8 +91,8 @@ def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
     alone = compute_logits(forward, probe)
     model.set_attn_implementation(own)
     leak = _change(packed[:, 12:], alone)
-    is_wide = next(model.parameters()).dtype == torch.float32
-    if not leak < (LEAK_32_BITS if is_wide else LEAK_16_BITS):
+    limit = LEAK_32_BITS if next(model.parameters()).dtype == torch.float32 else LEAK_16_BITS
+    if not leak < limit:
         raise UserError(
             f"data.batching: packed examples of {_name(forward)} differ from the same examples "
             f"alone (logits change by {leak:.1e} of their range); use bucketed, without "
@@ -143,6 +143,7 @@ def draw(tokens: Sequence[int], *lengths: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # Graphs for these few tokens would never run again.
 def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the logits in evaluation mode, float32 [examples, length, vocabulary].
 

@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 
 import deepspeed
+import torch
 from deepspeed.utils import set_z3_leaf_module
-from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -138,7 +138,7 @@ def check_engine(
         ranks.run_on_all(lambda: check_packing(engine, tokens))
 
 
-def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
+def change_blocks(model: torch.nn.Module, options: ModelConfig, stage: int) -> None:
     """Apply model.activation_checkpointing and model.compile to a model's blocks, and at ZeRO
     stage 3 have each block gathered as a whole. To be called before deepspeed.initialize.
 
@@ -151,10 +151,12 @@ def change_blocks(model: nn.Module, options: ModelConfig, stage: int) -> None:
         except ValueError as error:
             raise UserError(f"model.activation_checkpointing: {summarize(error)}") from error
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if options.compile and not blocks:
-        raise UserError(f"model.compile: {type(model).__name__} names no blocks; remove it")
-    for block in blocks if options.compile else ():
-        block.compile(dynamic=True, recompile_limit=MAX_GRAPHS)
+    if options.compile:
+        if not blocks:
+            raise UserError(f"model.compile: {type(model).__name__} names no blocks; remove it")
+        torch.compiler.config.recompile_limit = MAX_GRAPHS
+        for block in blocks:
+            block.compile(dynamic=True)
     if stage == 3 and blocks:
         # ZeRO-3 reduces a block's gradients once autograd has the gradient of the block's input. If
         # everything before the block is frozen, its input needs no gradient, and ZeRO-3 would

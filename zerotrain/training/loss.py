@@ -110,8 +110,10 @@ class SupervisedLoss:
                 self._backend = "torch"
                 problem = f"Triton needs gcc and Python's headers (python3-dev): {summarize(error)}"
         if self._takes_full_logits:
-            name = type(self._model).__name__
-            problem = f"{name} changes the logits of its output head, or has adapters on it"
+            problem = (
+                f"{type(self._model).__name__} changes the logits of its output head, or has "
+                "adapters on it"
+            )
         return problem
 
     def __call__(
@@ -236,7 +238,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient, other in zip(of_weights, others, strict=True):
                 gradient.add_(other)
         # In fp32, since in bf16 the gradient of the loss would be rounded too, by up to 0.4%.
-        ctx.gradients = [torch.cat(of_hidden).float(), *of_weights]
+        # Autograd frees what is saved after its use. Attributes would live as long as the loss.
+        ctx.save_for_backward(torch.cat(of_hidden).float(), *of_weights)
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *weights)]
         ctx.of_input = torch.zeros_like(head_input)
         return total, torch.zeros_like(logits)
@@ -245,7 +248,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor, _of_logits: torch.Tensor) -> tuple[Any, ...]:
         # In place, since nothing uses the gradients afterwards.
-        scaled = [g.mul_(of_loss).to(d) for g, d in zip(ctx.gradients, ctx.dtypes, strict=True)]
+        scaled = [g.mul_(of_loss).to(d) for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return (None, None, None, None, ctx.of_input, *scaled)
 
 
