@@ -2,10 +2,11 @@
 
     python -m benchmarks.trainer --config FILE [--section.key value ...]
 
-The flags and the work are train.py's. Trainer joins random rows (DataCollatorWithFlattening) and
-uses the attention of train.py's packed examples. A micro-batch has as many rows as fit into
-micro_batch_tokens on average. On a GPU, Liger kernels are used if liger_kernel is installed.
-OUTPUT_DIR.json gets the attention, whether Liger was used, the peak memory, and the tokens,
+The flags and the work are train.py's. Trainer joins random rows (DataCollatorWithFlattening). A
+micro-batch has as many rows as fit into micro_batch_tokens on average. On a GPU, attention is one
+call of train.py's varlen kernel, without a mask, and Liger kernels are used if liger_kernel is
+installed. model.compile becomes Trainer's torch_compile. OUTPUT_DIR.json gets
+whether Liger was used, the number of micro-steps, the peak memory, and the tokens,
 seconds and end of each step.
 """
 
@@ -20,7 +21,10 @@ import deepspeed
 import numpy as np
 import torch
 from datasets import Dataset
+from torch import nn
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,8 +37,10 @@ from transformers.utils import is_liger_kernel_available
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.model.packing import PACKED_EXAMPLES
+from zerotrain.model.packing import PACKED_EXAMPLES, Examples, _varlen_attention
 from zerotrain.runtime.machine import GIB
+
+VARLEN = "varlen"
 
 
 class Clock(TrainerCallback):
@@ -56,12 +62,27 @@ class CountingCollator(DataCollatorWithFlattening):
     """Joins rows, and records the tokens of each micro-batch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(return_flash_attn_kwargs=torch.cuda.is_available())
         self.tokens = []
 
     def __call__(self, rows: list[dict[str, Any]], *args: Any, **options: Any) -> dict[str, Any]:
         self.tokens.append(sum(len(row["input_ids"]) for row in rows))
         return super().__call__(rows, *args, **options)
+
+
+@torch.compiler.disable  # the lengths differ in every micro-batch
+def varlen_attention(
+    module: nn.Module,
+    *states: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention within the rows that DataCollatorWithFlattening has joined."""
+    query, key, value, _ = states  # and a mask, which is None
+    rows = Examples((int(max_length_q),), cu_seq_lens_q.int(), None)
+    return _varlen_attention(query, key, value, rows, scaling), None
 
 
 def main() -> None:
@@ -77,8 +98,8 @@ def main() -> None:
     first_of_step = range(0, len(tokens), arguments.gradient_accumulation_steps)
     tokens_of_steps = np.add.reduceat(tokens, first_of_step).tolist()
     report = {
-        "attention": trainer.model.config._attn_implementation,
         "liger": arguments.use_liger_kernel,
+        "micro_steps": len(tokens),
         "steps": [
             {"step_seconds": ended - began, "time": ended, "tokens": count}
             for (began, ended), count in zip(pairwise(clock.times), tokens_of_steps, strict=True)
@@ -109,18 +130,22 @@ def make_trainer(config: Config) -> Trainer:
         learning_rate=1e-4,
         lr_scheduler_type="constant",
         use_cpu=not on_gpu,
+        torch_compile=config.model.compile,
         use_liger_kernel=on_gpu and is_liger_kernel_available(),
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
     )
+    if on_gpu:
+        AttentionInterface.register(VARLEN, varlen_attention)
+        AttentionMaskInterface.register(VARLEN, lambda **_: None)
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(config.model.name_or_path),
             dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
-            attn_implementation=PACKED_EXAMPLES,
+            attn_implementation=VARLEN if on_gpu else PACKED_EXAMPLES,
         )
     model.config.use_cache = False  # A cache would make rows attend to each other.
     return Trainer(model, arguments, train_dataset=examples, data_collator=CountingCollator())

@@ -44,7 +44,7 @@ def test_random_numbers_continue_on_the_gpu(tmp_path):
 
 
 def loss_and_gradient(folder, packed, device, dtype, **options):
-    """Return the loss of a micro-batch, with changed blocks, and the embeddings' gradient."""
+    """Return the loss of a micro-batch, with changed blocks, and all gradients."""
     attention = PACKED_EXAMPLES if packed else None
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
@@ -60,7 +60,7 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
     loss.backward()
     if is_cuda:
         torch.cuda.set_sync_debug_mode("default")
-    return loss.item(), model.get_input_embeddings().weight.grad.float().cpu()
+    return loss.item(), torch.cat([p.grad.float().cpu().flatten() for p in model.parameters()])
 
 
 @on_gpu

@@ -90,7 +90,7 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: about 1/3 more compute, far less memory."""
     compile: bool = False
     """torch.compile each block: faster after minutes of compilation; needs a C++ compiler on CPU.
-    Experts are compiled too, except experts with adapters.
+    Micro-batches of few tokens gain most. Experts are compiled too, except experts with adapters.
     """
     trust_remote_code: bool = False
     """Run Python code that comes with the model; settable only on the command line. Read that code
