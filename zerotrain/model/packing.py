@@ -119,7 +119,7 @@ def _packing_problem(skeleton: nn.Module, max_length: int) -> str | None:
 # Attention
 
 
-@dataclass(frozen=True)
+@dataclass  # Frozen, it would make torch 2.11 compile again for each number of examples.
 class Examples:
     """The bounds of a packed micro-batch's examples, which layers get instead of a mask."""
 
