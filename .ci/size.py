@@ -16,7 +16,7 @@ from pathlib import Path
 LIMITS = {
     "train.py and its imports": 40_000,
     "the program for rows": 12_400,
-    "all but tests": 95_300,
+    "all but tests": 96_200,
     "tests": 92_600,
     "smallest copy, all but tests": 60_900,
     "smallest copy, tests": 23_200,
