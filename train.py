@@ -39,7 +39,14 @@ import deepspeed
 import torch
 
 from zerotrain.checkpoint.lock import RunLock
-from zerotrain.checkpoint.run_folder import METRICS, SAVE_NOW, STOP, list_complete, take_request
+from zerotrain.checkpoint.run_folder import (
+    METRICS,
+    SAVE_NOW,
+    STOP,
+    checkpoint_name,
+    list_complete,
+    take_request,
+)
 from zerotrain.checkpoint.save import Saver
 from zerotrain.checkpoint.shards import load_start
 from zerotrain.checkpoint.start import find_start
@@ -183,7 +190,22 @@ def run_to_its_end(run: Training, progress: Progress) -> int:
             with suppress(OSError):  # the folder is out of reach
                 last = max(list_complete(run.saver.folder), default="none")
                 print(f"{line}; last checkpoint: {last}")
+                if exit_code == 0:
+                    print_best(progress, run.saver.folder)
     return exit_code
+
+
+def print_best(progress: Progress, folder: Path) -> None:
+    """Print which step has the lowest held-out loss, and how to export its checkpoint in `folder`.
+    Print nothing if it is the last step.
+    """
+    best = progress.best
+    if best is not None and best.step < progress.step:
+        checkpoint = folder / checkpoint_name(best.step)
+        then = f"to export it: python -m scripts.export {checkpoint} {folder.with_name('best')}"
+        if not checkpoint.exists():
+            then = "it has no checkpoint: checkpoint.keep_best keeps the best one after step 0"
+        print(f"lowest eval_loss: {best.value:.4f}, after step {best.step:,}; {then}")
 
 
 def train(run: Training, progress: Progress) -> tuple[Progress, str]:

@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from harness.cures import refused
 from harness.inputs import flip, strategy
 from harness.processes import NEEDS_ROOT, mounted
-from harness.runs import assert_each_step_once, curve, is_saving, read_metrics
+from harness.runs import assert_each_step_once, checkpoints, curve, is_saving, read_metrics
 
 from zerotrain.checkpoint.run_folder import checkpoint_name, list_complete
 from zerotrain.runtime.errors import UserError
@@ -177,12 +178,19 @@ def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
         train__warmup_examples=120,
         checkpoint={"every_steps": 1, "keep_last": 2, "keep_best": True},
     )  # fmt: skip
-    forks.finish(config)
+    output = forks.finish(config).output
     evals = {e["step"]: e["eval_loss"] for e in read_metrics(tmp_path / "run", "eval")}
     best = min((s for s in evals if s > 0), key=evals.get)
     assert best < 8, evals
     kept = {best, 8, 9}
     assert names(tmp_path / "run") == [f"step_{step:08d}" for step in sorted(kept)]
+    # The last line is the command that exports the best checkpoint.
+    command = output.splitlines()[-1].split("python -m ")[1].split()
+    assert Path(command[1]) == checkpoints(tmp_path / "run")[0]
+    assert forks.script(*command).code == 0 and Path(command[2], "model.safetensors").exists()
+    flags = ["--checkpoint.keep_best", "false", "--output_dir", tmp_path / "again"]
+    said = forks.finish(config, *flags).output.splitlines()[-1]
+    assert f"{evals[best]:.4f}" in said and "keep_best" in said and "export" not in said
     chosen = choose_checkpoint(tmp_path / "run", best=True)
     assert chosen.name == checkpoint_name(best)
     shutil.rmtree(chosen)

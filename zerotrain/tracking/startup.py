@@ -16,7 +16,7 @@ from zerotrain.runtime.files import replace_text
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
 
-FEW_STEPS = 50  # fewer are warned of
+FEW_STEPS = 100  # A run with fewer steps gets a warning.
 
 
 def startup_table(
@@ -56,16 +56,16 @@ def startup_table(
     }
     # A user's own rows are often few, and the recipes are made for many.
     if steps < max(FEW_STEPS, schedule.warmup_steps):
-        enough = max(steps, 2 * FEW_STEPS)
-        # As many examples as now, or more if each rank needs one in every step.
-        batch = max(plan.budget.world_size, int(plan.mean_batch * steps / enough))
+        enough = max(steps, FEW_STEPS)
+        # About as many examples as now, or more if each rank needs one in every step.
+        batch = max(plan.budget.world_size, round(plan.mean_batch * steps / enough))
         warmup = min(train.warmup_examples, int(plan.mean_examples * steps / 10))
         rows["WARNING: few steps"] = (
             f"{steps:,}, with a warm-up of {schedule.warmup_steps:,}: the rate reaches "
             f"{max(map(schedule.rate, range(steps))) / schedule.peak:.1%} of its peak; for "
-            f"{enough:,} steps, set --train.epochs null --train.steps {enough} "
-            f"--train.warmup_examples {warmup} ({plan.epochs_at(enough):,.2g} epochs, or "
-            f"{enough * batch / plan.epoch_size:,.2g} at --train.{train.global_batch_key} {batch})"
+            f"{enough:,} steps, set --train.{train.global_batch_key} {batch} --train.epochs null "
+            f"--train.steps {enough} --train.warmup_examples {warmup} "
+            f"({enough * batch / plan.epoch_size:,.2g} epochs)"
         )
     return rows
 
