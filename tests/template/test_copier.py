@@ -111,7 +111,7 @@ def test_a_copy_names_only_files_that_it_has(copies, name):
 def test_the_recipe_of_a_copy_follows_the_answers(copies):
     small = read_config(copies / "small/recipes/small.yaml")
     assert "tiny_model" in small.model.name_or_path and small.data.supervise == "answers"
-    assert small.train.global_batch_size == 16 and small.train.steps is None
+    assert small.train.global_batch_size == 8 and small.train.steps is None
     assert small.data.train_sources[0].columns == {}
     assert small.tracking.wandb == "disabled" and small.output_dir == "runs/small"
     batch = read_config(copies / "batch/recipes/batch.yaml")

@@ -43,6 +43,7 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"exact_match": "demo.sh runs it",
     r"~/(lm_eval|trl|llama|serve)|llama-server": "other environments: test_after.py",
     r"^(sudo|ssh|tmux|cd|for node|export HF|\S*vllm)": "other machines",
+    r"first_run": "pretrained weights: test_recipes.py",
 }
 FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",

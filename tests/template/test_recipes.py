@@ -3,9 +3,11 @@ pytest tests/template/test_recipes.py
 """
 
 import json
+import os
 import random
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ pytest.importorskip("copier")
 
 from copier import run_copy
 from harness.inputs import chat, read_config, write_rows
-from harness.repository import REPO, SAMPLE
+from harness.processes import run
+from harness.repository import REPO, SAMPLE, copy_repository
 from harness.runs import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +30,7 @@ TABLE = (REPO / "recipes" / "README.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \| (\d+) \| (\d+) \|$", TABLE, re.MULTILINE)
 SHAPES = json.loads((REPO / "recipes" / "shapes.json").read_text())
 PUBLISHED = {  # parameters, by "Safetensors, model size" on the hub
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "Qwen/Qwen3-0.6B": 596_049_920,  # 751,632,384 with the tied head counted twice
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
@@ -54,8 +58,9 @@ SMALL = {  # sizes of the small models
     "image_token_index": 383, "boi_token_index": 382, "eoi_token_index": 381,
 }  # fmt: skip
 FAMILIES = (
-    "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.2-1b", "llama-3.2-1b-pretraining",
-    "llama-3.3-70b-lora", "mistral-7b", "phi-4", "gemma-3-1b", "gemma-3-27b",
+    "smollm2-135m", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.2-1b",
+    "llama-3.2-1b-pretraining", "llama-3.3-70b-lora", "mistral-7b", "phi-4", "gemma-3-1b",
+    "gemma-3-27b",
 )  # fmt: skip
 
 
@@ -125,9 +130,9 @@ def copied_recipe(tmp_path_factory):
         shutil.copytree(REPO / name, template / name)
     shutil.copy(REPO / "copier.yml", template)
 
-    def render(recipe, rows):
+    def render(recipe, rows, **more):
         copy = tmp_path_factory.mktemp("copy")
-        answers = {"recipe": recipe, "train_data": str(rows), "wandb_project": ""}
+        answers = {"recipe": recipe, "train_data": str(rows), "wandb_project": "", **more}
         run_copy(str(template), copy, data=answers, defaults=True, quiet=True)
         return copy / "recipes" / "my-project.yaml"
 
@@ -136,13 +141,33 @@ def copied_recipe(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
-    """There are 200 rows. All but the model's size follows the answers."""
-    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(200)]
+    """There are 300 rows. All but the model's size follows the answers."""
+    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(300)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
     forks.finish(recipe, *small_run(read_config(recipe).model.name_or_path))
     losses = [record["eval_loss"] for record in read_metrics(tmp_path / "run", "eval")]
-    assert len(losses) == 3 and losses[0] > losses[1] > losses[2], losses
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True), losses
+
+
+@pytest.mark.parametrize("nodes, gpus", [(1, 1), (2, 8), (4, 8)])
+def test_a_copy_takes_100_steps_with_300_rows_or_says_how(
+    forks, small_run, copied_recipe, tmp_path, nodes, gpus
+):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{i}?", f"{i}") for i in range(300)])
+    recipe = copied_recipe("qwen3-8b", rows, nodes=nodes, gpus_per_node=gpus)
+    start = [recipe, "--dry_run", *small_run("Qwen/Qwen3-8B")]
+
+    def steps(*flags):
+        table = forks.finish(*start, *flags).output
+        return int(re.search(r"\n  steps +(\d+) = ", table)[1]), table
+
+    given, table = steps()
+    assert f"300 give {given} steps" in recipe.read_text()
+    assert ("few steps" in table) == (given < 100) == (nodes == 4)
+    if given < 100:
+        flags = re.findall(r"(--train\.\w+) (\w+)", table.split("few steps")[1])
+        assert steps(*sum(flags, ()))[0] == 100
 
 
 def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
@@ -163,3 +188,31 @@ def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
     )  # fmt: skip
     losses = [step["loss"] for step in read_metrics(tmp_path / "run")]
     assert len(losses) == 60 and losses[0] > 4 and losses[-1] < 0.7, losses
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(7200)
+def test_first_run_shows_answers_before_and_after(small_run, tmp_path):
+    """With SMOLLM2="FOLDER ROWS" the model is the real one, and learns how gsm8k's answers end.
+    Otherwise it is small, with random weights, for three steps.
+    """
+    given = os.environ.get("SMOLLM2", "").split()
+    if not given:
+        small_run("HuggingFaceTB/SmolLM2-135M-Instruct")
+        rows = [{"question": f"{i}?", "answer": f"It is {i}."} for i in range(60)]
+        given = [tmp_path / "model", write_rows(tmp_path / "rows.jsonl", rows)]
+        given += ["--train.steps", "3", "--eval.max_new_tokens", "4"]
+    copy = tmp_path / "copy"
+    copy_repository(copy)
+    (copy / ".venv").symlink_to(sys.prefix)
+    done = run(["scripts/first_run.sh", *given], timeout=7000, cwd=copy)
+    assert done.code == 0, done.output
+    [folder] = (copy / "runs").iterdir()
+    losses = [record["eval_loss"] for record in read_metrics(folder, "eval")]
+    assert f"{losses[0]:.4f}, {losses[-1]:.4f}" in done.output
+    assert (folder / "model" / "model.safetensors").exists()
+    answers = re.findall(r"^--- after:\n(.*?)\n$", done.output, re.MULTILINE | re.DOTALL)
+    assert len(answers) == 2
+    if "SMOLLM2" in os.environ:
+        assert losses[-1] < 0.9 < 1.3 < losses[0]
+        assert all(re.search(r"\n#### [\d,.]+$", answer) for answer in answers), answers

@@ -16,7 +16,7 @@ from zerotrain.runtime.files import replace_text
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
 
-FEW_STEPS = 100  # A run with fewer steps gets a warning.
+FEW_STEPS = 100  # Epochs with fewer steps get a warning.
 
 
 def startup_table(
@@ -54,9 +54,9 @@ def startup_table(
         f"{plan.steps_per_epoch:,}; seed {train.seed}",
         "output": config.output_dir,
     }
-    # A user's own rows are often few, and the recipes are made for many.
-    if steps < max(FEW_STEPS, schedule.warmup_steps):
-        enough = max(steps, FEW_STEPS)
+    # A user's own rows are often few, and the recipes are made for many. train.steps is meant.
+    enough = train.steps or max(steps, FEW_STEPS)
+    if steps < max(enough, schedule.warmup_steps):
         # About as many examples as now, or more if each rank needs one in every step.
         batch = max(plan.budget.world_size, round(plan.mean_batch * steps / enough))
         warmup = min(train.warmup_examples, int(plan.mean_examples * steps / 10))
