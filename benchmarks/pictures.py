@@ -27,6 +27,7 @@ text { fill: var(--ink) }
 def main() -> None:
     pyplot.style.use(Path(__file__).with_suffix(".mplstyle"))
     draw_losses(read_table("losses.csv"))
+    draw_first_run(read_table("first_run.csv"))
     draw_efficiency(read_table("efficiency.csv"))
     draw_terminal((DATA / "terminal.txt").read_text())
 
@@ -52,6 +53,15 @@ def draw_losses(losses: pd.DataFrame) -> None:
     )
     figure.legend(loc="outside right center", title="each run marks every 7th step")
     save("losses.svg")
+
+
+def draw_first_run(losses: pd.DataFrame) -> None:
+    figure, axes = pyplot.subplots()
+    axes.plot(losses["training"], color="gray", linewidth=1, label="training")
+    axes.plot(losses["held out"].dropna(), "o-", label="held out")
+    axes.set(title="SmolLM2-135M on gsm8k: loss, nats per token", xlabel="step")
+    figure.legend(loc="outside right center")
+    save("first_run.svg")
 
 
 def draw_efficiency(shares: pd.DataFrame) -> None:

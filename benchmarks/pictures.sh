@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Draws the pictures of README.md into docs/pictures, from what runs have left in docs/pictures/data:
 #   ./benchmarks/pictures.sh                as it is
-#   ./benchmarks/pictures.sh --run          anew; or what is named: losses (on CPUs), simulation, demo
+#   ./benchmarks/pictures.sh --run          anew; or what is named: losses (on CPUs), first_run, simulation, demo
+# SMOLLM2="MODEL_FOLDER ROWS.jsonl" are the arguments of first_run.sh where no hub can be reached.
 # The picture of the report is drawn by chromium or Google Chrome; without them it stays as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,6 +50,16 @@ run_losses() {
   mv $work/losses.csv $data
 }
 
+run_first_run() {
+  local run
+  ./scripts/first_run.sh ${SMOLLM2:-} > $work/first_run.txt
+  run=$(grep -o 'runs/first_run_[0-9_]*' $work/first_run.txt | tail -1)
+  { echo step,of,loss
+    sed -nE -e 's/.*"kind": "train".*"step": ([0-9]+),.*"loss": ([^,]+),.*/\1,training,\2/p' \
+      -e 's/.*"kind": "eval".*"step": ([0-9]+), "eval_loss": ([^,]+),.*/\1,held out,\2/p' "$run/metrics.jsonl"
+  } > $data/first_run.csv
+}
+
 run_simulation() {
   python -m benchmarks.simulate | sed 's/,//g; s/^ *//; s/  */,/g' > $work/efficiency.csv
   mv $work/efficiency.csv $data
@@ -71,7 +82,7 @@ run_demo() {
 
 if [ "${1:-}" = --run ]; then
   shift
-  [ $# -gt 0 ] || set -- losses simulation demo
+  [ $# -gt 0 ] || set -- losses first_run simulation demo
   for what; do "run_$what"; done
 fi
 
