@@ -193,7 +193,8 @@ def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
 @pytest.mark.launch
 @pytest.mark.timeout(7200)
 def test_first_run_shows_answers_before_and_after(small_run, tmp_path):
-    """With SMOLLM2="FOLDER ROWS" the model is the real one, and learns how gsm8k's answers end.
+    """With SMOLLM2="FOLDER ROWS" the model is the real one, and learns to write
+    calculations as gsm8k does.
     Otherwise it is small, with random weights, for three steps.
     """
     given = os.environ.get("SMOLLM2", "").split()
@@ -215,4 +216,4 @@ def test_first_run_shows_answers_before_and_after(small_run, tmp_path):
     assert len(answers) == 2
     if "SMOLLM2" in os.environ:
         assert losses[-1] < 0.9 < 1.3 < losses[0]
-        assert all(re.search(r"\n#### [\d,.]+$", answer) for answer in answers), answers
+        assert all("<<" in answer for answer in answers), answers
