@@ -193,9 +193,8 @@ def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
 @pytest.mark.launch
 @pytest.mark.timeout(7200)
 def test_first_run_shows_answers_before_and_after(small_run, tmp_path):
-    """With SMOLLM2="FOLDER ROWS" the model is the real one, and learns to write
-    calculations as gsm8k does.
-    Otherwise it is small, with random weights, for three steps.
+    """With SMOLLM2="FOLDER ROWS" the model is the real one, and learns to write calculations as
+    gsm8k does. Otherwise it is small, with random weights, for three steps.
     """
     given = os.environ.get("SMOLLM2", "").split()
     if not given:
