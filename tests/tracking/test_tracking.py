@@ -166,6 +166,7 @@ def test_each_switch_of_the_security_page_keeps_its_facts_out_of_wandb(
     tiny_config, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", "mine.yaml"])
     subprocess.check_call(["git", "init", "-q"])
     remote = "https://me:very-secret@git.example.org/repo"
     subprocess.check_call(["git", "remote", "add", "origin", remote])
