@@ -41,13 +41,14 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"prove equivalence": "minutes: test_equivalence.py",
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
     r"exact_match": "demo.sh runs it",
+    r"WANDB_RUN_GROUP|runs/rates": "more runs of the demo",
     r"~/(lm_eval|trl|llama|serve)|llama-server": "other environments: test_after.py",
     r"^(sudo|ssh|tmux|cd|for node|export HF|\S*vllm)": "other machines",
     r"first_run": "pretrained weights: test_recipes.py",
 }
 FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
-    r"(?<=steps )60": "2",
+    r"seq 300": "seq 40",
     r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
     r"\s+# .*|\\\n|(?<=^tail) -f": "",
 }

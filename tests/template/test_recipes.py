@@ -141,13 +141,13 @@ def copied_recipe(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
-    """There are 300 rows. All but the model's size follows the answers."""
-    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(300)]
+    """There are 150 rows. All but the model's size follows the answers."""
+    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(150)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
     forks.finish(recipe, *small_run(read_config(recipe).model.name_or_path))
     losses = [record["eval_loss"] for record in read_metrics(tmp_path / "run", "eval")]
-    assert len(losses) == 5 and losses == sorted(losses, reverse=True), losses
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True), losses
 
 
 @pytest.mark.parametrize("nodes, gpus", [(1, 1), (2, 8), (4, 8)])
