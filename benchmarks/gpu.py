@@ -36,7 +36,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW, STOP
+from zerotrain.checkpoint.run_folder import METRICS, PROFILE_NOW, checkpoint_name
 from zerotrain.config.parse import parse_command_line
 from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.local_ranks import run_local_ranks
@@ -87,6 +87,7 @@ print(2 * size**3 / timer.timeit(30).mean / 1e12)
 MEAN_LENGTH = 500  # tokens of a row
 WARM_UP_STEPS = 3
 STEPS = 8  # Every run is killed after as many steps.
+SAVED_AT = 5  # The step from which the check `resume` resumes.
 LOSS_TOLERANCE = 0.02  # relative
 RECOMPUTED = "activations recomputed"
 GOALS = {"H200": 510, "H100": 445}
@@ -282,15 +283,22 @@ def environment(bench: Bench) -> dict[str, Figures]:
 
 
 def resume(bench: Bench) -> dict[str, Figures]:
-    """Run twice, and once stopped after a step and resumed: do losses and norms repeat?"""
-    folder = bench.folder / "resumed"
-    folder.mkdir(exist_ok=True)
-    (folder / STOP).touch()
-    bench.train(bench.command_of(output_dir=folder))
-    runs = [bench.train(bench.command_of(**more))[0] for more in ({}, {}, {"output_dir": folder})]
-    first, *others = [[(step["loss"], step["grad_norm"]) for step in steps] for steps in runs]
-    differ = [sum(a != b for a, b in zip(first, other, strict=True)) for other in others]
-    note = f"not bit for bit in {differ[0]} of {STEPS} steps of the same run, {differ[1]} resumed"
+    """Run twice, and once from the second run's checkpoint: do losses and norms repeat?"""
+    folder = bench.folder / "saved"
+    checkpoint = folder / "checkpoints" / checkpoint_name(SAVED_AT)
+    runs = [
+        bench.train(bench.command_of(**more))[0]
+        for more in (
+            {},
+            {"output_dir": folder, "checkpoint.every_steps": SAVED_AT},
+            {"checkpoint.resume": checkpoint},
+        )
+    ]
+    first, again, resumed = [[(step["loss"], step["grad_norm"]) for step in run] for run in runs]
+    pairs = (first, again), (first[SAVED_AT:], resumed)
+    differ = [sum(a != b for a, b in zip(*pair, strict=False)) for pair in pairs]
+    note = f"not bit for bit in {differ[0]} of {STEPS} steps of the same run, "
+    note += f"{differ[1]} of {STEPS - SAVED_AT} resumed"
     return {"": {"note": note}}
 
 

@@ -22,7 +22,7 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     assert list(results) == ["environment", *names]
     figures = results["profile"][""]
     assert figures["tokens_per_s"] > 0 < figures["model_tflops_per_s"]
-    assert "0 of 8 steps of the same run, 0 resumed" in results["resume"][""]["note"]
+    assert "0 of 8 steps of the same run, 0 of 3 resumed" in results["resume"][""]["note"]
     assert "mm" in figures["note"]
     trainer = results["against_trainer"]["Trainer, without Liger"]
     page = (tmp_path / "toy_results.md").read_text()

@@ -58,9 +58,8 @@ SMALL = {  # sizes of the small models
     "image_token_index": 383, "boi_token_index": 382, "eoi_token_index": 381,
 }  # fmt: skip
 FAMILIES = (
-    "smollm2-135m", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.2-1b",
-    "llama-3.2-1b-pretraining", "llama-3.3-70b-lora", "mistral-7b", "phi-4", "gemma-3-1b",
-    "gemma-3-27b",
+    "smollm2-135m", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.2-1b-pretraining",
+    "llama-3.3-70b-lora", "mistral-7b", "phi-4", "gemma-3-1b", "gemma-3-27b",
 )  # fmt: skip
 
 
