@@ -50,7 +50,7 @@ from zerotrain.tools.open_plans import open_plans
 from zerotrain.training.setup import Architecture
 
 REPO = Path(__file__).resolve().parent.parent
-# Of a row's JSON text, where the tokenizer is missing. SmolLM2 has 2.9 in gsm8k, prose has more.
+# A guess for rows whose tokenizer is missing. SmolLM2 has 2.9 in the JSON of gsm8k, prose has more.
 CHARACTERS_PER_TOKEN = 3
 LARGEST = 1e15  # Options must be smaller, so that no sum of a plan is infinite.
 IN_RECIPE = re.compile(
