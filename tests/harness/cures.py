@@ -51,7 +51,7 @@ def refused(named, work, mistake, *cures):
 
     Args:
         named: text that the line must have: the cure in its words. " ... " stands for any text.
-        cures: what a user gives in place of the mistake who does as the line says.
+        cures: inputs in place of the mistake, as the line says.
     """
     with pytest.raises((BadRow, UserError)) as caught:
         work(mistake)

@@ -57,7 +57,7 @@ def test_the_pods_have_the_memory_disk_time_and_network_that_training_needs():
     claim = {"claimName": CLAIM["metadata"]["name"]}
     assert mounts["/mnt/train"]["persistentVolumeClaim"] == claim
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
-    for key in ("securityContext", "restartPolicy"):  # of the pod that prepares the disk
+    for key in ("securityContext", "restartPolicy"):
         assert DISK["spec"][key] == POD[key]
     assert DISK["spec"]["volumes"] == POD["volumes"][:1]
     assert option("--nodes") == str(JOB["completions"]) == str(JOB["parallelism"])

@@ -182,7 +182,7 @@ def test_files_of_several_splits_are_refused(tmp_path, files):
 
 
 def test_no_content_is_given_twice(tmp_path):
-    """Empty files, as Spark writes them, are no copies."""
+    """Several empty files, as Spark writes them, are allowed."""
     for name, text in (("a", "{}"), ("b", ""), ("c", ""), ("d", "[]")):
         (tmp_path / f"{name}.jsonl").write_text(text)
     assert [len(files) for files in fingerprints([Source(str(tmp_path))])] == [4]

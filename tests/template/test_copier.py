@@ -196,7 +196,7 @@ def test_the_readmes_example_then_a_copy_and_updates(tmp_path):
     assert not (copy / "SECURITY.md").exists()
     commit(copy, "updated")
 
-    # What is not committed upstream would be lost to the next update, and is refused.
+    # A template with changes that are not committed is refused: the next update would lack them.
     (template / "train.py").write_text("# changed again\n" + (REPO / "train.py").read_text())
     (template / "key.txt").write_text("secret")
     for words in (["copy", template, tmp_path / "other"], ["update"], ["recopy", "--overwrite"]):
