@@ -51,13 +51,15 @@ def main() -> None:
         raise UserError(f"{args.rows} has no rows; give a file with chats")
 
     # These imports are slow, so mistakes in the arguments are reported first.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    from zerotrain.model.architecture import auto_class
     from zerotrain.model.hub import load_pretrained
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
-    model = load_pretrained(AutoModelForCausalLM.from_pretrained, args.model)
+    model_config = load_pretrained(AutoConfig.from_pretrained, args.model)
+    model = load_pretrained(auto_class(model_config).from_pretrained, args.model)
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, args.model)
     ends = model.generation_config.eos_token_id
     if ends is None:

@@ -5,6 +5,7 @@ pytest tests/commands/test_export.py
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,12 @@ from harness.inputs import (
     write_rows,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.config.schema import ModelConfig
@@ -167,6 +173,56 @@ def test_frozen_weights_come_from_the_base(trained, tmp_path, base):
     torch.testing.assert_close(logits_of(tmp_path / "hf")[1], logits, rtol=0, atol=1e-5)
     export = partial(export_checkpoint, checkpoint, tmp_path / "out", None, None)
     refused("has no adapters, only whole weights; omit --adapter", export, True, False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models with vision
+
+
+@pytest.mark.parametrize(
+    "outer, text, stage, lora",
+    [
+        ("mistral3", {**DENSE, "model_type": "mistral"}, "zero2", None),
+        ("mistral3", {**MODELS["deepseek_v3"], "model_type": "mistral4"}, "zero3", None),
+        (
+            "kimi_k25",
+            {**MODELS["deepseek_v3"], "num_hidden_layers": 3},
+            "zero1",
+            {"r": 4, "modules_to_save": ["lm_head"]},
+        ),
+    ],
+    ids=["Mistral Small 3", "Mistral Small 4", "Kimi K2.5"],
+)
+def test_the_original_class_loads_the_trained_text_and_the_same_vision(
+    trained, tmp_path, sample_tokenizer, outer, text, stage, lora
+):
+    base, out = tmp_path / "base", tmp_path / "hf"
+    special = {n: getattr(sample_tokenizer, n) for n in ("eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(outer, text_config={**text, "bos_token_id": None, **special})
+    for key, value in {**SMALL_SIZES, "num_hidden_layers": 1, "image_size": 28}.items():
+        if hasattr(config.vision_config, key):
+            setattr(config.vision_config, key, value)
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(base)
+    # Published configs leave it out, and the default is to tie.
+    edit_json(base / "config.json", lambda values: values.pop("tie_word_embeddings"))
+    sample_tokenizer.save_pretrained(base)
+    (base / "preprocessor_config.json").write_text("{}")
+
+    checkpoint, logits = trained(base, stage, model__lora=lora)
+    export_checkpoint(checkpoint, out)
+    model, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert not {*report["missing_keys"], *report["unexpected_keys"]}
+    with torch.no_grad():
+        found = model.eval()(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+    before, after = tensors_of(base), tensors_of(out)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert {name for name in before if re.search("vision|visual|projector", name)} <= same
+    assert before.keys() - same, "the text part should be trained"
+    assert (out / "preprocessor_config.json").exists()
 
 
 # --------------------------------------------------------------------------------------------------

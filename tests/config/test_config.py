@@ -396,6 +396,7 @@ checkpoint: null -> checkpoint: {}
 compile: true -> compile: {}
 ZERO.offload_param: cpu -> ZERO.offload_param: {}
 ZERO.zenflow: {}
+expert_parallel: {}
 ZERO.zero_hpz_partition_size: 2, ZERO.stage: 3, ZERO.offload_param.device: cpu \
 -> ZERO.zero_hpz_partition_size: null -> ZERO.offload_param.device: null
 ZERO.zero_hpz_partition_size: "2" -> ZERO.zero_hpz_partition_size: 1

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from zerotrain.config.ds_config import offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import Config
@@ -30,12 +37,24 @@ def count_parameters(model: nn.Module) -> Counts:
     return Counts(trained, sum(p.numel() for p in model.parameters()))
 
 
+def auto_class(model_config: PretrainedConfig) -> type:
+    """Return the class of transformers that makes a model from its config. If there is one for text
+    alone (Qwen3.5), it leaves other parts out. Otherwise the model has them, e.g. a vision tower,
+    next to its language model. Models that have them inside (Chameleon) are not supported.
+    """
+    kind = type(model_config)
+    is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    is_mixed = model_config.sub_configs and not is_multimodal(model_config)
+    return AutoModelForCausalLM if is_text or is_mixed else AutoModelForMultimodalLM
+
+
 def meta_model(
     model_config: PretrainedConfig, trust_remote_code: bool, attention: str | None = None
 ) -> nn.Module:
     """Return the model on the meta device, where weights take no memory.
 
     Args:
+        model_config: its tie_word_embeddings is corrected.
         attention: model.attn_implementation.
 
     Raises:
@@ -45,11 +64,19 @@ def meta_model(
     # None would replace the attention that the model's config asks for.
     options = {"attn_implementation": attention} if attention else {}
     try:
-        model_config.get_text_config()
+        text = model_config.get_text_config()
+        # Some outer configs (Mistral Small 3, Kimi K2.5) tie the output head to the embeddings by
+        # default, although the head is separate. load_model gets the same object.
+        tie = "tie_word_embeddings"
+        if getattr(type(model_config), tie, False) and not getattr(text, tie, True):
+            model_config.tie_word_embeddings = False
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model = auto_class(model_config).from_config(
                 model_config, trust_remote_code=trust_remote_code, **options
             )
+        if model.get_output_embeddings() is None:
+            raise ValueError("it has no output head for text; use the part of it that has one")
+        return model
     except Exception as error:  # a model's own constructor can raise anything
         which = f" with model.attn_implementation {attention}" if attention else ""
         raise UserError(

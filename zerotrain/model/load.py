@@ -10,7 +10,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -20,6 +19,7 @@ from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import ModelConfig, TrainConfig
+from zerotrain.model.architecture import auto_class
 from zerotrain.model.hub import (
     Base,
     describe_base,
@@ -43,8 +43,9 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
         UserError: it cannot be loaded, its weights are quantized, or the model has an encoder.
     """
     name = config.name_or_path
-    trust = config.trust_remote_code
-    model_config = load_pretrained(AutoConfig.from_pretrained, name, "model.name_or_path", trust)
+    model_config = load_pretrained(
+        AutoConfig.from_pretrained, name, "model.name_or_path", config.trust_remote_code
+    )
     if getattr(model_config, "quantization_config", None) and not config.from_config:
         raise UserError(
             f"model.name_or_path: {name} has quantized weights, which cannot be trained; use the "
@@ -85,6 +86,7 @@ def load_model(
     # them for split already, and refuse to load them.
     hf_ds_config = HfDeepSpeedConfig({**ds_config, "tensor_parallel": {}})
     dtype = DTYPES[train.precision]
+    kind = auto_class(model_config)
     options = {"dtype": dtype}
     if config.attn_implementation:  # None would replace the attention of the model's config
         options["attn_implementation"] = config.attn_implementation
@@ -96,13 +98,11 @@ def load_model(
     if config.from_config:
         base = None
         with device:
-            model = AutoModelForCausalLM.from_config(
-                model_config, trust_remote_code=trust, **options
-            )
+            model = kind.from_config(model_config, trust_remote_code=trust, **options)
     else:
         with device:
             model, report = load_pretrained(
-                AutoModelForCausalLM.from_pretrained,
+                kind.from_pretrained,
                 name,
                 "model.name_or_path",
                 trust,
@@ -154,7 +154,7 @@ def _check_files(name: str, model: nn.Module) -> None:
     tensors = {key: file for file in weight_files(name) for key in load_state_dict(file, "meta")}
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
     used = [key for key in tensors if not re.search(ignored, key)]
-    own = [key for key, _ in model.named_parameters()]
+    own = dict(model.named_parameters())
     # A layer's number is the first in a name, as in model.layers.30.mlp.up_proj.weight.
     stored, last = (
         max((int(n) for key in keys for n in LAYER.findall(key)[:1]), default=0)
@@ -166,7 +166,7 @@ def _check_files(name: str, model: nn.Module) -> None:
             "in its config.json; use the config.json that belongs to the weights, or what "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) makes of this folder"
         )
-    for key, weight in model.named_parameters():
+    for key, weight in own.items():
         if not computed_part(weight).isfinite().all():
             raise UserError(f"model.name_or_path: {name}: {key} has infinite or NaN values")
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():

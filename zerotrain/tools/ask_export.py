@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
+from transformers import AutoConfig, AutoTokenizer
 
 
 def answer(model_folder: str, questions: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def answer(model_folder: str, questions: dict[str, Any]) -> dict[str, Any]:
         -log p(target) in nats, NaN without examples.
     """
     where = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model, report = AutoModelForCausalLM.from_pretrained(
+    [architecture] = AutoConfig.from_pretrained(model_folder).architectures
+    model, report = getattr(transformers, architecture).from_pretrained(
         model_folder, dtype="auto", output_loading_info=True, **where
     )
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

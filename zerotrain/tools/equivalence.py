@@ -25,13 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.config.ds_config import read_ds_config
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
+from zerotrain.model.architecture import auto_class, meta_model
 from zerotrain.model.hub import summarize
 from zerotrain.model.load import DTYPES, load_model_config
 from zerotrain.model.tokenizer import load_tokenizer
@@ -172,10 +173,11 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
     """
     model_folder = work / "model"
     model_config = small_config(load_model_config(config.model))
-    torch.manual_seed(config.train.seed)
     trust = config.model.trust_remote_code
+    meta_model(model_config, trust)  # also corrects the config
+    torch.manual_seed(config.train.seed)
     try:
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+        model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     except Exception as error:  # A model's own constructor can raise anything.
         raise UserError(f"the model has no small copy: {summarize(error)}") from error
     model.to(DTYPES[precision]).save_pretrained(model_folder)
@@ -236,12 +238,16 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
         heads = [getattr(part, f"num_{kind}_heads", None) for kind in ("key_value", "attention")]
         for key, value in SMALL_SIZES.items():
             with suppress(AttributeError, RuntimeError):  # derived, or different by layer
-                if getattr(part, key, None) is not None:
+                if isinstance(getattr(part, key, None), int | float):  # some have lists
                     setattr(part, key, value)
         if heads[0] and heads[0] == heads[1]:
             part.num_key_value_heads = part.num_attention_heads
         if hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = few
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "mrope_section" in rope:  # numbers of frequencies that encode time, row and column
+        half = int(SMALL_SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     return model_config
 
 

@@ -4,6 +4,7 @@ A checkpoint is untrusted: only the regular files of its manifest are read, and 
 code.
 """
 
+import copy
 import re
 import shutil
 import warnings
@@ -17,14 +18,14 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from zerotrain.checkpoint.manifest import inspect, read_manifest
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import is_multimodal
+from zerotrain.model.architecture import auto_class, is_multimodal
 from zerotrain.model.hub import (
     describe_base,
     is_same_base,
@@ -111,7 +112,7 @@ def export_checkpoint(
                 model = _empty_model(draft, working, shards).to_empty(device="cpu")
                 model.tie_weights()
             else:
-                model = _load_base(shards, run, base, draft).to(working)
+                model = _load_base(shards, run, base, draft, expected.config).to(working)
             adapters = _insert_adapters(model, run, shards) if has_adapters else None
             _fill(model, shards)
             if adapters is not None:
@@ -174,7 +175,7 @@ def _empty_model(folder: Path, dtype: torch.dtype, shards: Shards) -> nn.Module:
         if layers > len(shards.first.shapes):  # A hostile number would take forever.
             raise ValueError(f"it has {layers:,} layers, more than the checkpoint has weights")
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # A hostile config can raise anything.
         raise UserError(
             f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "
@@ -182,7 +183,9 @@ def _empty_model(folder: Path, dtype: torch.dtype, shards: Shards) -> nn.Module:
         ) from error
 
 
-def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) -> nn.Module:
+def _load_base(
+    shards: Shards, run: RunIdentity, base: str | None, draft: Path, config: PretrainedConfig
+) -> nn.Module:
     """Return the base model, which has the frozen weights, in the run's precision. Weights that the
     run had in 4 bits are rounded to 4 bits, because the adapters were trained on those.
 
@@ -190,6 +193,7 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
         base: folder or hub id of the base model; default: the run's.
         draft: folder that gets the processor files of a multimodal model. Training does not use
             them; servers do.
+        config: the config of the trained model, which may be the part of the base model for text.
 
     Raises:
         UserError: the base model cannot be loaded, or has different weights.
@@ -201,7 +205,8 @@ def _load_base(shards: Shards, run: RunIdentity, base: str | None, draft: Path) 
     in_4_bits = run.settings.get("model.quantization") is not None
     options = {"dtype": dtype, **(quantized(dtype, "cpu") if in_4_bits else {})}
     try:
-        model = load_pretrained(AutoModelForCausalLM.from_pretrained, source, **options)
+        load = auto_class(config).from_pretrained
+        model = load_pretrained(load, source, config=copy.deepcopy(config), **options)
     except UserError as error:
         raise UserError(f"the frozen weights are missing: {error}; {fix}") from error
     if not is_same_base(was, describe_base(source)):
@@ -278,5 +283,6 @@ def _merge(model: nn.Module, adapters: "LoraModel") -> nn.Module:
             layer.weight = nn.Parameter(layer.weight.detach().clone())
     merged = adapters.merge_and_unload()
     if merged.get_input_embeddings().weight is not merged.get_output_embeddings().weight:
-        merged.config.tie_word_embeddings = False
+        for config in (merged.config, merged.config.get_text_config()):  # servers read either
+            config.tie_word_embeddings = False
     return merged

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config
 from zerotrain.data.cache import TokenizedRows
 from zerotrain.data.caches import open_caches
 from zerotrain.data.epoch_order import EpochOrder
+from zerotrain.model.architecture import auto_class
+from zerotrain.model.load import load_model_config
 from zerotrain.rows.tokenize import make_caches
 
 Row = tuple[torch.Tensor, torch.Tensor]
@@ -57,7 +59,7 @@ def train_plainly(
     make_caches(config)
     rows, *eval_sets = map(read_rows, open_caches(config, tokenizer))
     held_out = [*chain(*eval_sets)]
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(load_model_config(config.model)).from_pretrained(
         config.model.name_or_path,
         dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,

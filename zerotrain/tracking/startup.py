@@ -12,6 +12,7 @@ from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import DataConfig
 from zerotrain.data.data_plan import DataPlan
+from zerotrain.model.architecture import is_multimodal
 from zerotrain.runtime.files import replace_text
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
@@ -25,7 +26,8 @@ def startup_table(
     """Say what the run is about to do: name of a fact -> text with units."""
     config = setup.config
     train = config.train
-    counts = setup.architecture.counts
+    architecture = setup.architecture
+    counts = architecture.counts
     steps = schedule.total_steps
     first = plan.step(plan.start.step)  # Earlier steps may belong to another plan.
     supervised = plan.data.supervised.sum() / plan.data.lengths.sum()  # A low share: wrong masks.
@@ -54,6 +56,9 @@ def startup_table(
         f"{plan.steps_per_epoch:,}; seed {train.seed}",
         "output": config.output_dir,
     }
+    if is_multimodal(architecture.model_config):
+        is_whole = is_multimodal(architecture.skeleton.config)
+        rows["images and audio"] = "their modules are frozen" if is_whole else "left out"
     # A user's own rows are often few, and the recipes are made for many. train.steps is meant.
     enough = train.steps or max(steps, FEW_STEPS)
     if steps < max(enough, schedule.warmup_steps):
