@@ -6,7 +6,8 @@
 
 CHECKPOINT is a folder like runs/demo/checkpoints/step_00000300, or a run folder. From a run folder
 the newest complete checkpoint is exported, or with --best its best one.
-`AutoModelForCausalLM.from_pretrained(OUT)` loads the result. The model is held in memory.
+`AutoModelForCausalLM.from_pretrained(OUT)` loads the result. If the model has vision, its original
+class does. The model is held in memory.
 
 If weights were frozen, the base model is loaded from --base or from where the run read it. Adapters
 are merged into it. --adapter writes only the adapters, for `peft.PeftModel.from_pretrained`.
