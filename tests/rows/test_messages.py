@@ -31,222 +31,202 @@ def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = [user("1+1?"), assistant("2")]
 CALL = {"name": "add", "arguments": {"a": 1, "b": 1}}
-
-
-def called(function):
-    return {"id": "c1", "type": "function", "function": function}
-
-
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
-THOUGHT = assistant("", thinking="b", tool_calls=[CALL])
-PADDED_CALL = {"name": "add", "arguments": {"a": 1, "c": None, "b": 1}}
-CALLED_TWICE = {
-    "messages": [
-        ASKED[0],
-        assistant("Both.", tool_calls=[CALL, CALL]),
-        *[{"role": "tool", "content": "2"}] * 2,
-        ASKED[1],
-    ]
-}
 
 # --------------------------------------------------------------------------------------------------
 # Formats found in practice
 
-AS_THEY_ARE = {
-    "content lists": (
-        """{"messages": [
-            {"role": "user", "content": [
-                {"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "2", "image_url": null}]}
-        ]}""",
-        "messages",
-        {"messages": ASKED},
-    ),
-    "ShareGPT with tools": (
-        r"""{"tools": "[{\"type\": \"function\", \"function\": {\"name\": \"add\"}}]", "id": "x_0",
-        "conversations": [
-            {"from": "system", "value": "Be brief."},
-            {"from": "human", "value": "1+1?"},
-            {"from": "function_call",
-            "value": "{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": 1}}"},
-            {"from": "observation", "value": "2"},
-            {"from": "gpt", "value": "2"}
-        ]}""",
-        "sharegpt",
-        {
-            "messages": [
-                SYSTEM,
-                ASKED[0],
-                assistant("", tool_calls=[CALL]),
-                {"role": "tool", "content": "2"},
-                ASKED[1],
-            ],
-            "tools": TOOLS,
-        },
-    ),
-    "TRL": (
-        """{"prompt": [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": "2"},
-            {"role": "user", "content": "2+2?"}
-        ], "completion": [{"role": "assistant", "content": "4"}]}""",
-        "conversational",
-        {"messages": [ASKED[0], assistant("2", weight=0), user("2+2?"), assistant("4")]},
-    ),
-    "prompt and completion": (
-        '{"prompt": "1+1?", "completion": "2"}',
-        "prompt_completion",
-        {"prompt": "1+1?", "completion": "2"},
-    ),
-    "Alpaca": (
-        r"""{"instruction": "Add.", "input": "1 1", "output": "2",
-        "text": "Below is an instruction.\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n2"}""",
-        "instruction",
-        {"prompt": "Add.\n\n1 1\n\n", "completion": "2"},
-    ),
-    "calls as OpenAI has them": (
-        r"""{"messages": [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": null, "refusal": null, "annotations": [],
-            "tool_calls": [
-                {"id": "c1", "type": "function",
-                "function": {"name": "add", "arguments": "{\"a\": 1, \"b\": 1}"}}]},
-            {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
-            {"role": "assistant", "content": "2", "reasoning_content": "easy"}
-        ], "parallel_tool_calls": false}""",
-        "messages",
-        {
-            "messages": [
-                ASKED[0],
-                assistant("", tool_calls=[called(CALL)]),
-                {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
-                assistant("2", reasoning_content="easy"),
-            ]
-        },
-    ),
-    "ms-swift, with a turn for each call": (
-        r"""{"messages": [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": "Both."},
-            {"role": "tool_call",
-            "content": "{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": 1}}"},
-            {"role": "tool_call",
-            "content": "{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": 1}}"},
-            {"role": "tool_response", "content": "2"},
-            {"role": "tool_response", "content": "2"},
-            {"role": "assistant", "content": "2"}
-        ]}""",
-        "messages",
-        CALLED_TWICE,
-    ),
-    "OpenAI's parts of responses, and its first form of calls": (
-        """{"messages": [
-            {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "Both."}],
-            "function_call": {"name": "add", "arguments": {"a": 1, "b": 1}}},
-            {"role": "assistant", "content": null, "tool_calls": null,
-            "function_call": {"name": "add", "arguments": {"a": 1, "b": 1}}},
-            {"role": "function", "content": [{"type": "text", "text": "2"}]},
-            {"role": "function", "content": [{"type": "text", "text": "2"}]},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "2"}]}
-        ]}""",
-        "messages",
-        CALLED_TWICE,
-    ),
-    "JSON in the strings of a list, with all keys of a table": (
-        json.dumps({
-            "tools": [json.dumps({**TOOLS[0], "id": None})],
-            "messages": [
-                json.dumps({"tool_calls": None, **message})
-                for message in (ASKED[0], assistant(None, tool_calls=[PADDED_CALL]), ASKED[1])
-            ],
-        }),
-        "messages",
-        {"tools": TOOLS, "messages": [ASKED[0], assistant("", tool_calls=[CALL]), ASKED[1]]},
-    ),
-}  # fmt: skip
+# A row, its format, and its one form.
+AS_THEY_ARE = yaml.safe_load(r"""
+content lists:
+- messages:
+  - {role: user, content: [{type: text, text: 1+1}, {type: text, text: "?"}]}
+  - {role: assistant, content: [{type: text, text: "2", image_url: null}]}
+- messages
+- messages: [&question {role: user, content: "1+1?"}, &answer {role: assistant, content: "2"}]
+ShareGPT with tools:
+- tools: '[{"type": "function", "function": {"name": "add"}}]'
+  id: x_0
+  conversations:
+  - {from: system, value: Be brief.}
+  - {from: human, value: "1+1?"}
+  - {from: function_call, value: '{"name": "add", "arguments": {"a": 1, "b": 1}}'}
+  - {from: observation, value: "2"}
+  - {from: gpt, value: "2"}
+- sharegpt
+- messages:
+  - {role: system, content: Be brief.}
+  - *question
+  - &call {role: assistant, content: "", tool_calls: [&add {name: add, arguments: {a: 1, b: 1}}]}
+  - &result {role: tool, content: "2"}
+  - *answer
+  tools: &tools [{type: function, function: {name: add}}]
+TRL:
+- prompt: [*question, *answer, &again {role: user, content: "2+2?"}]
+  completion: [{role: assistant, content: "4"}]
+- conversational
+- messages: [*question, {<<: *answer, weight: 0}, *again, {role: assistant, content: "4"}]
+prompt and completion:
+- {prompt: "1+1?", completion: "2"}
+- prompt_completion
+- {prompt: "1+1?", completion: "2"}
+Alpaca:
+- instruction: Add.
+  input: 1 1
+  output: "2"
+  text: "Below is an instruction.\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n2"
+- instruction
+- {prompt: "Add.\n\n1 1\n\n", completion: "2"}
+calls as OpenAI has them:
+- messages:
+  - *question
+  - role: assistant
+    content: null
+    refusal: null
+    annotations: []
+    tool_calls:
+    - id: c1
+      type: function
+      function: {name: add, arguments: '{"a": 1, "b": 1}'}
+  - &of_c1 {role: tool, tool_call_id: c1, name: add, content: "2"}
+  - &easy {role: assistant, content: "2", reasoning_content: easy}
+  parallel_tool_calls: false
+- messages
+- messages:
+  - *question
+  - {role: assistant, content: "", tool_calls: [{id: c1, type: function, function: *add}]}
+  - *of_c1
+  - *easy
+ms-swift, with a turn for each call:
+- messages:
+  - *question
+  - {role: assistant, content: Both.}
+  - {role: tool_call, content: '{"name": "add", "arguments": {"a": 1, "b": 1}}'}
+  - {role: tool_call, content: '{"name": "add", "arguments": {"a": 1, "b": 1}}'}
+  - {role: tool_response, content: "2"}
+  - {role: tool_response, content: "2"}
+  - *answer
+- messages
+- &called_twice
+  messages:
+  - *question
+  - {role: assistant, content: Both., tool_calls: [*add, *add]}
+  - *result
+  - *result
+  - *answer
+OpenAI's parts of responses, and its first form of calls:
+- messages:
+  - {role: user, content: [{type: input_text, text: "1+1?"}]}
+  - {role: assistant, content: [{type: output_text, text: Both.}], function_call: *add}
+  - {role: assistant, content: null, tool_calls: null, function_call: *add}
+  - {role: function, content: [{type: text, text: "2"}]}
+  - {role: function, content: [{type: text, text: "2"}]}
+  - {role: assistant, content: [{type: output_text, text: "2"}]}
+- messages
+- *called_twice
+JSON in the strings of a list, with all keys of a table:
+- tools: ['{"type": "function", "function": {"name": "add"}, "id": null}']
+  messages:
+  - '{"tool_calls": null, "role": "user", "content": "1+1?"}'
+  - '{"tool_calls": [{"name": "add", "arguments": {"a": 1, "c": null, "b": 1}}],
+    "role": "assistant", "content": null}'
+  - '{"tool_calls": null, "role": "assistant", "content": "2"}'
+- messages
+- tools: *tools
+  messages: [*question, *call, *answer]
+""")
 
 
 @pytest.mark.parametrize("case", AS_THEY_ARE)
 def test_rows_as_they_are_found(case):
-    text, format, expected = AS_THEY_ARE[case]
-    row = json.loads(text)
+    row, format, expected = AS_THEY_ARE[case]
     assert detect_format(row) == format
     assert canonical(row) == expected
 
 
 # Each row with what its message must name. If that is a cure: how it is followed, by a setting
 # (default: the cure as the message spells it) or in the row.
-REFUSED = {
-    "other keys": (
-        {"question": "1+1?", "answer": "2"},
-        "columns: {our key: key in the file}",
-        "columns: {prompt: question, completion: answer}",
-    ),
-    "other keys of messages": (
-        {"messages": [{"speaker": "human", "text": "1+1?"}, {"speaker": "bot", "text": "2"}]},
-        "columns: {role: KEY, content: KEY}",
-        "columns: {role: speaker, content: text}",
-    ),
-    "another key of the tools": (
-        {"messages": ASKED, "functions": TOOLS},
-        "columns: {our key: key in the file}",
-        "columns: {tools: functions}",
-    ),
-    "a class": ({"text": "a", "label": 1}, "data.ignore_keys: [label]"),
-    "keys that YAML would read": (
-        {"text": "a", "no": 1, "b: [c, d]": 2, "e#": 3},
-        "data.ignore_keys: ['b: [c, d]', e#, 'no']",
-    ),
-    "a system prompt without a chat": (
-        {"prompt": "1+1?", "completion": "2", "system": "Be brief.", "tools": TOOLS},
-        "data.as_chat: true",
-    ),
-    "a call of two functions": (
-        {"messages": [user("a"), assistant("", tool_calls=[{"function": [{"name": "f"}] * 2}])]},
-        "function",
-    ),
-    "calls after a turn of weight 0": (
-        {"messages": [user("a"), assistant("b", train=False), assistant("", tool_calls=[CALL])]},
-        "message 3 of 'messages': it calls tools directly after another turn of the assistant; "
-        "write both as one turn (of weight 0 if either has it)",
-        {"messages": [user("a"), assistant("b", train=False, tool_calls=[CALL])]},
-    ),
-    "two thoughts in a row": (
-        {"messages": [user("a"), *[THOUGHT] * 2]},
-        "or the tool's result between them",
-        {"messages": [user("a"), THOUGHT, {"role": "tool", "content": "2"}, THOUGHT]},
-    ),
-    "a question without content": (
-        {"messages": [user(None), assistant("b")]},
-        "message 1 of 'messages': the user has no content; write it",
-        {"messages": [user("a"), assistant("b")]},
-    ),
-    "an empty part": ({"messages": [user([{"text": None}]), assistant("b")]}, "message 1"),
-    "a list per column": (
-        {"prompt": ["a", "b"], "completion": ["c", "d"]},
-        "write a row for each",
-        {"prompt": "a", "completion": "c"},
-    ),
-    "an empty answer": ({"messages": [user("a"), assistant(" ")]}, "message 2"),
-    "a call of no object": (
-        {"messages": [user("a"), assistant(None, tool_calls=[called("f")])]},
-        "'function'",
-    ),
-    "arguments that no tool can read": (
-        {"messages": [user("a"), assistant("", tool_calls=[called({**CALL, "arguments": "1"})])]},
-        "arguments of add ... or write a single value as {NAME: VALUE}",
-        {"messages": [user("a"), assistant("", tool_calls=[called(CALL)])]},
-    ),
-    "a tool of no object": (
-        {"messages": [user("a"), assistant("b")], "tools": [{"function": '{"name": "f"}'}]},
-        "tool",
-    ),
-    "the wrong type": ({"prompt": ["a"], "completion": "b"}, "'prompt'"),
-}  # fmt: skip
+REFUSED = yaml.safe_load("""
+other keys:
+- {question: "1+1?", answer: "2"}
+- "columns: {our key: key in the file}"
+- "columns: {prompt: question, completion: answer}"
+other keys of messages:
+- messages: [{speaker: human, text: "1+1?"}, {speaker: bot, text: "2"}]
+- "columns: {role: KEY, content: KEY}"
+- "columns: {role: speaker, content: text}"
+another key of the tools:
+- messages: [{role: user, content: "1+1?"}, {role: assistant, content: "2"}]
+  functions: &tools [{type: function, function: {name: add}}]
+- "columns: {our key: key in the file}"
+- "columns: {tools: functions}"
+a class:
+- {text: a, label: 1}
+- "data.ignore_keys: [label]"
+keys that YAML would read:
+- {text: a, "no": 1, "b: [c, d]": 2, "e#": 3}
+- "data.ignore_keys: ['b: [c, d]', e#, 'no']"
+a system prompt without a chat:
+- {prompt: "1+1?", completion: "2", system: Be brief., tools: *tools}
+- "data.as_chat: true"
+a call of two functions:
+- messages:
+  - &a {role: user, content: a}
+  - {role: assistant, content: "", tool_calls: [{function: [{name: f}, {name: f}]}]}
+- function
+calls after a turn of weight 0:
+- messages:
+  - *a
+  - &unweighted {role: assistant, content: b, train: false}
+  - {role: assistant, content: "", tool_calls: [&add {name: add, arguments: {a: 1, b: 1}}]}
+- "message 3 of 'messages': it calls tools directly after another turn of the assistant; write
+  both as one turn (of weight 0 if either has it)"
+- messages: [*a, {<<: *unweighted, tool_calls: [*add]}]
+two thoughts in a row:
+- messages:
+  - *a
+  - &thought {role: assistant, content: "", thinking: b, tool_calls: [*add]}
+  - *thought
+- "or the tool's result between them"
+- messages: [*a, *thought, {role: tool, content: "2"}, *thought]
+a question without content:
+- messages: [{role: user, content: null}, &b {role: assistant, content: b}]
+- "message 1 of 'messages': the user has no content; write it"
+- messages: [*a, *b]
+an empty part:
+- messages: [{role: user, content: [{text: null}]}, *b]
+- message 1
+a list per column:
+- {prompt: [a, b], completion: [c, d]}
+- write a row for each
+- {prompt: a, completion: c}
+an empty answer:
+- messages: [*a, {role: assistant, content: " "}]
+- message 2
+a call of no object:
+- messages:
+  - *a
+  - {role: assistant, content: null, tool_calls: [{id: c1, type: function, function: f}]}
+- "'function'"
+arguments that no tool can read:
+- messages:
+  - *a
+  - role: assistant
+    content: ""
+    tool_calls: [{id: c1, type: function, function: {name: add, arguments: "1"}}]
+- "arguments of add ... or write a single value as {NAME: VALUE}"
+- messages:
+  - *a
+  - {role: assistant, content: "", tool_calls: [{id: c1, type: function, function: *add}]}
+a tool of no object:
+- {messages: [*a, *b], tools: [{function: '{"name": "f"}'}]}
+- tool
+the wrong type:
+- {prompt: [a], completion: b}
+- "'prompt'"
+""")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -105,32 +105,28 @@ def as_lines(rows):
     return "\n".join(map(json.dumps, rows)).encode()
 
 
-def turns(answer, **more):
-    answer = {"role": "assistant", "content": answer, **more}
-    return [{"role": "user", "content": "p"}, answer]
-
-
-GOOD, BAD = turns("good"), turns("bad")
+GOOD = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "good"}]
 JUDGED = [{**SHORT, "completion": f"is {label!r}", "label": label} for label in (True, 0, 1, False)]
-MENDED = {  # rows of which nothing but "good" is to be trained on after the command of the message
-    "a role": {"conversations": [GOOD[0], {"from": "it's", "value": "good"}]},
-    "a developer": {"messages": [{"role": "developer", "content": "p"}, *GOOD]},
-    "a pair": {"prompt": "p", "chosen": "good", "rejected": "bad"},
-    "chats": {
-        "prompt": "p",
-        "chosen": GOOD,
-        "rejected": BAD,
-        "messages": GOOD,
-        "score_chosen": 8.0,
-    },
-    "ends of chats": {"conversations": GOOD[:1], "chosen": GOOD[1], "rejected": BAD[1]},
-    "answers to chats": {"prompt": GOOD[:1], "chosen": GOOD[1:], "rejected": BAD[1:]},
-    "a pair of Alpaca": {"instruction": "p", "input": "", "chosen": "good", "rejected": "bad"},
-    "a pair of ms-swift": {"messages": GOOD, "rejected_response": "bad"},
-    "spans": {"messages": [*turns("bad", train_detail=[{"train": False}]), *GOOD]},
-    "weights": {"messages": [*turns("bad", loss=0.5), *turns("good", loss=1)]},
-    "a user's weight": {"messages": [{**GOOD[0], "train": True}, GOOD[1], *turns("bad", train=0)]},
-}
+# rows of which nothing but "good" is to be trained on after the command of the message
+MENDED = yaml.safe_load("""
+a role: {conversations: [&user {role: user, content: p}, {from: it's, value: good}]}
+a developer:
+  messages: [{role: developer, content: p}, *user, &good {role: assistant, content: good}]
+a pair: {prompt: p, chosen: good, rejected: bad}
+chats:
+  prompt: p
+  chosen: &chat [*user, *good]
+  rejected: [*user, &bad {role: assistant, content: bad}]
+  messages: *chat
+  score_chosen: 8.0
+ends of chats: {conversations: [*user], chosen: *good, rejected: *bad}
+answers to chats: {prompt: [*user], chosen: [*good], rejected: [*bad]}
+a pair of Alpaca: {instruction: p, input: "", chosen: good, rejected: bad}
+a pair of ms-swift: {messages: *chat, rejected_response: bad}
+spans: {messages: [*user, {<<: *bad, train_detail: [{train: false}]}, *user, *good]}
+weights: {messages: [*user, {<<: *bad, loss: 0.5}, *user, {<<: *good, loss: 1}]}
+a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
+""")
 CURES = {  # the file as it is, and the answers that are left after the command of the message
     "several lines": ((json.dumps(SHORT, indent=1) * 2).encode(), ["ccccc", "ccccc"]),
     "commas": (b"%s,\n%s,} " % (as_lines([SHORT]), as_lines([SHORT])[:-1]), ["ccccc", "ccccc"]),

@@ -80,16 +80,18 @@ def test_tokens_of_rendered_rows_give_the_same_examples(
 IDS = [5, 6, 7, 8]
 LABELS = [-100, -100, 7, 8]
 LAST_TWO = [False, False, True, True]
-SAME = {
-    "axolotl": {"labels": LABELS, "attention_mask": [1] * 4, "position_ids": [0, 1, 2, 3],
-                "length": 4},
-    "TRL": {"completion_mask": [0, 0, 1, 1], "seq_lengths": [4], "text": "any", "messages": []},
-    "masks that agree in two tokens": {"completion_mask": [0, 1, 1, 1],
-                                       "assistant_masks": [1, 0, 1, 1]},
-    "a mask and labels": {"labels": [5, 6, 7, 8], "loss_mask": LAST_TWO},
-    "JSON in a string": {"labels": json.dumps(LABELS)},
-    "a tokenizer of sentence pairs": {"labels": LABELS, "token_type_ids": [0] * 4},
-}  # fmt: skip
+SAME = yaml.safe_load("""
+axolotl:
+  labels: &labels [-100, -100, 7, 8]
+  attention_mask: [1, 1, 1, 1]
+  position_ids: [0, 1, 2, 3]
+  length: 4
+TRL: {completion_mask: [0, 0, 1, 1], seq_lengths: [4], text: any, messages: []}
+masks that agree in two tokens: {completion_mask: [0, 1, 1, 1], assistant_masks: [1, 0, 1, 1]}
+a mask and labels: {labels: [5, 6, 7, 8], loss_mask: [false, false, true, true]}
+JSON in a string: {labels: "[-100, -100, 7, 8]"}
+a tokenizer of sentence pairs: {labels: *labels, token_type_ids: [0, 0, 0, 0]}
+""")
 
 
 @pytest.mark.parametrize("case", SAME)
