@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import yaml
 from harness.cures import refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -76,145 +77,126 @@ def assert_supervised(tokenizer, messages, expected):
 # Families
 
 LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
-FAMILIES = {
-    "chatml": (
-        LOOP % "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        "<|im_end|>",
-        ["<|im_start|>", "<|im_end|>"],
-        ["2<|im_end|>", "4<|im_end|>"],
-    ),
-    "chatml, another eos at the end": (  # OLMo
-        LOOP % "<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}"
-        "<|im_end|>\n{% endif %}"
-        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        "<|endoftext|>",
-        ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-        ["2<|im_end|>", "4<|endoftext|>"],
-    ),
-    "phi-3": (
-        LOOP % "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
-        + "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
-        "<|endoftext|>",
-        ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"],
-        ["2<|end|>", "4<|end|>\n<|endoftext|>"],
-    ),
-    "gpt-oss": (
-        "<|start|>system<|message|>You are a model.<|end|>"
-        + LOOP % "{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>"
-        "{{ m.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}"
-        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
-        + "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-        "<|return|>",
-        ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"],
-        ["<|channel|>final<|message|>2<|end|>", "<|channel|>final<|message|>4<|return|>"],
-    ),
-    "command-a": (
-        "{{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># Preamble\n<|END_OF_TURN_TOKEN|>"
-        + LOOP % "<|START_OF_TURN_TOKEN|>"
-        "{% if m.role == 'assistant' %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content | trim }}"
-        "{% if loop.last %}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>"
-        "{% else %}<|{{ m.role | upper }}_TOKEN|>{{ m.content | trim }}<|END_OF_TURN_TOKEN|>"
-        "{% endif %}"
-        + "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
-        "<|END_OF_TURN_TOKEN|>",
-        ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>",
-         "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
-        ["<|START_RESPONSE|>2<|END_OF_TURN_TOKEN|>",
-         "<|START_RESPONSE|>4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
-    ),
-    "deepseek": (
-        "{{ bos_token }}"
-        + LOOP % "{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
-        "{% elif m.role == 'assistant' %}"
-        "<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% else %}"
-        "{{ m.content }}{% endif %}"
-        + "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
-        "<｜end▁of▁sentence｜>",
-        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"],
-        ["2<｜end▁of▁sentence｜>", "4<｜end▁of▁sentence｜>"],
-    ),
-    "llama-3": (
-        LOOP % "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>"
-        + "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
-        "{% endif %}",
-        "<|eot_id|>",
-        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        ["2<|eot_id|>", "4<|eot_id|>"],
-    ),
-    "qwen3": (
-        "{% set ns = namespace(last=0) %}"
-        + LOOP % "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-        + LOOP % "<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' %}{% set text = m.content %}"
-        "{% set thought = m.reasoning_content or '' %}{% if '</think>' in text %}"
-        "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
-        "{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
-        "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ text }}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
-        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        "<|im_end|>",
-        ["<|im_start|>", "<|im_end|>"],
-        ["2<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"],
-    ),
-    "exaone 4": (  # the thinking block, which the prompt also has, belongs to the answer
-        LOOP % "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
-        "{% endif %}{{ m.content }}<|im_end|>\n"
-        + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}",
-        "<|im_end|>",
-        ["<|im_start|>", "<|im_end|>"],
-        ["<think></think>2<|im_end|>", "<think></think>4<|im_end|>"],
-    ),
-    "gemma": (
-        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
-        "'\n\n' %}{% set messages = messages[1:] %}{% else %}{% set first = '' %}{% endif %}"
-        + LOOP % "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}<start_of_turn>"
-        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first else '' }}"
-        "{{ m.content | trim }}<end_of_turn>\n"
-        + "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        "<eos>",
-        ["<start_of_turn>", "<end_of_turn>", "<eos>"],
-        ["2<end_of_turn>", "4<end_of_turn>"],
-    ),
-    "mistral": (  # the system turn is inside the last user turn
-        "{% set ns = namespace(last=0) %}"
-        + LOOP % "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-        + LOOP % "{% if m.role == 'user' %}[INST] "
-        "{% if loop.index0 == ns.last and messages[0].role "
-        "== 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
-        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}",
-        "</s>",
-        ["</s>"],
-        ["2</s>", "4</s>"],
-    ),
-    "glm-4": (
-        "[gMASK]<sop>" + LOOP % "<|{{ m.role }}|>\n{{ m.content }}"
-        + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-        "<|endoftext|>",
-        ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"],
-        ["2<|endoftext|>", "4<|endoftext|>"],
-    ),
-    "qwen1.5": (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
-        + LOOP % "<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{% endif %}"
-        + "{% if add_generation_prompt and messages[-1].role != 'assistant' %}"
-        "<|im_start|>assistant\n{% endif %}",
-        "<|im_end|>",
-        ["<|im_start|>", "<|im_end|>"],
-        ["2<|im_end|>", "4<|im_end|>"],
-    ),
-    "words": (
-        LOOP % "{{ m.role | title }}: {{ m.content }}\n"
-        + "{% if add_generation_prompt %}Assistant:{% endif %}",
-        "</s>",
-        ["</s>"],
-        ["2</s>", "4</s>"],
-    ),
-}  # fmt: skip
+# A template, its end token, its special tokens, and what is supervised of the two answers of CHAT.
+FAMILIES = yaml.safe_load(r"""
+chatml:
+- "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+  {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+- <|im_end|>
+- [<|im_start|>, <|im_end|>]
+- [2<|im_end|>, 4<|im_end|>]
+chatml, another eos at the end:  # OLMo
+- "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\
+  {% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}<|im_end|>\n{% endif %}\
+  {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+- <|endoftext|>
+- [<|im_start|>, <|im_end|>, <|endoftext|>]
+- [2<|im_end|>, 4<|endoftext|>]
+phi-3:
+- "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}\
+  {% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+- <|endoftext|>
+- [<|system|>, <|user|>, <|assistant|>, <|end|>, <|endoftext|>]
+- [2<|end|>, "4<|end|>\n<|endoftext|>"]
+gpt-oss:
+- "<|start|>system<|message|>You are a model.<|end|>{% for m in messages %}\
+  {% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}\
+  {% if loop.last %}<|return|>{% else %}<|end|>{% endif %}{% else %}<|start|>{{ m.role }}\
+  <|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}\
+  <|start|>assistant{% endif %}"
+- <|return|>
+- [<|start|>, <|message|>, <|channel|>, <|end|>, <|return|>]
+- [<|channel|>final<|message|>2<|end|>, <|channel|>final<|message|>4<|return|>]
+command-a:
+- "{{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># Preamble\n<|END_OF_TURN_TOKEN|>\
+  {% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'assistant' %}\
+  <|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content | trim }}{% if loop.last %}<|END_RESPONSE|>\
+  {% endif %}<|END_OF_TURN_TOKEN|>{% else %}<|{{ m.role | upper }}_TOKEN|>{{ m.content | trim }}\
+  <|END_OF_TURN_TOKEN|>{% endif %}{% endfor %}{% if add_generation_prompt %}\
+  <|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+- <|END_OF_TURN_TOKEN|>
+- [<|START_OF_TURN_TOKEN|>, <|END_OF_TURN_TOKEN|>, <|CHATBOT_TOKEN|>, <|USER_TOKEN|>,
+  <|SYSTEM_TOKEN|>, <|START_RESPONSE|>, <|END_RESPONSE|>]
+- [<|START_RESPONSE|>2<|END_OF_TURN_TOKEN|>,
+  <|START_RESPONSE|>4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>]
+deepseek:
+- "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}\
+  {% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}\
+  <｜end▁of▁sentence｜>{% else %}{{ m.content }}{% endif %}{% endfor %}\
+  {% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+- <｜end▁of▁sentence｜>
+- [<｜User｜>, <｜Assistant｜>, <｜end▁of▁sentence｜>]
+- [2<｜end▁of▁sentence｜>, 4<｜end▁of▁sentence｜>]
+llama-3:
+- "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n\
+  {{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}\
+  <|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+- <|eot_id|>
+- [<|start_header_id|>, <|end_header_id|>, <|eot_id|>]
+- [2<|eot_id|>, 4<|eot_id|>]
+qwen3:
+- "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}\
+  {% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>\
+  {{ m.role }}\n{% if m.role == 'assistant' %}{% set text = m.content %}\
+  {% set thought = m.reasoning_content or '' %}{% if '</think>' in text %}\
+  {% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}\
+  {% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}\
+  {% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ text }}{% else %}\
+  {{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}\
+  <|im_start|>assistant\n{% endif %}"
+- <|im_end|>
+- [<|im_start|>, <|im_end|>]
+- [2<|im_end|>, "<think>\n\n</think>\n\n4<|im_end|>"]
+exaone 4:  # the thinking block, which the prompt also has, belongs to the answer
+- "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}\
+  <think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}\
+  {% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+- <|im_end|>
+- [<|im_start|>, <|im_end|>]
+- [<think></think>2<|im_end|>, <think></think>4<|im_end|>]
+gemma:
+- "{{ bos_token }}{% if messages[0].role == 'system' %}\
+  {% set first = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% else %}\
+  {% set first = '' %}{% endif %}{% for m in messages %}\
+  {% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+  {{ raise_exception('Conversation roles must alternate') }}{% endif %}<start_of_turn>\
+  {{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first else '' }}\
+  {{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}\
+  <start_of_turn>model\n{% endif %}"
+- <eos>
+- [<start_of_turn>, <end_of_turn>, <eos>]
+- [2<end_of_turn>, 4<end_of_turn>]
+mistral:  # the system turn is inside the last user turn
+- "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}\
+  {% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}\
+  {% if m.role == 'user' %}[INST] {% if loop.index0 == ns.last and messages[0].role == 'system' %}\
+  {{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]{% elif m.role == 'assistant' %} \
+  {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+- </s>
+- [</s>]
+- [2</s>, 4</s>]
+glm-4:
+- "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}\
+  {% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+- <|endoftext|>
+- ["[gMASK]", <sop>, <|system|>, <|user|>, <|assistant|>, <|endoftext|>]
+- [2<|endoftext|>, 4<|endoftext|>]
+qwen1.5:
+- "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}\
+  {% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\
+  {% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{% endif %}\
+  {% endfor %}{% if add_generation_prompt and messages[-1].role != 'assistant' %}\
+  <|im_start|>assistant\n{% endif %}"
+- <|im_end|>
+- [<|im_start|>, <|im_end|>]
+- [2<|im_end|>, 4<|im_end|>]
+words:
+- "{% for m in messages %}{{ m.role | title }}: {{ m.content }}\n{% endfor %}\
+  {% if add_generation_prompt %}Assistant:{% endif %}"
+- </s>
+- [</s>]
+- [2</s>, 4</s>]
+""")
 for name in ("chatml", "llama-3"):  # variants that always end with the header of an answer
     template, *rest = FAMILIES[name]
     unasked = re.sub("{% if add_generation_prompt %}(.*){% endif %}", r"\1", template, flags=re.S)
