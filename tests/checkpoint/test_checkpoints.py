@@ -72,7 +72,7 @@ def test_weights_only_and_what_cannot_be_resumed(forks, tiny_config, tmp_path):
     checkpoint = tmp_path / "first" / "checkpoints" / "step_00000002"
     config = tiny_config(
         train__steps=3, train__learning_rate=1e-3, eval__every_steps=9,
-        checkpoint__resume=str(checkpoint),
+        checkpoint__resume=checkpoint,
     )  # fmt: skip
     rows = tmp_path / "fewer.jsonl"
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)

@@ -11,7 +11,7 @@ def test_ranks_with_different_plans_are_refused(forks, tiny_config):
 def test_inspect_data(forks, tiny_config, tmp_path, chat_rows):
     row = chat("bold \033[31m", "1 < 2 & 3", "And?", "No.")
     rows = write_rows(tmp_path / "rows.jsonl", [row, *chat_rows[:69]])
-    inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[str(rows)])]
+    inspect = ["scripts.inspect_data", "--config", tiny_config(data__train_sources=[rows])]
     finished = forks.script(*inspect, "--rank", 2, 64, code=0, FORCE_COLOR="1")
     assert "rows.jsonl, read as messages: 70 examples, repeat 1" in finished.output
     assert "\033[32m1 < 2 & 3\033[0m\033[1;35m<|end|>\033[0m<|user|>" in finished.output

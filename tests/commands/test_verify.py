@@ -44,8 +44,8 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     mine = tmp_path / "mine"
     config = tiny_config(
         ds_config=strategy(tmp_path, "zero3"), train__precision="bf16", train__steps=2,
-        data__max_length=120, data__eval_sources=[str(held_out)], data__cache_dir=str(mine),
-        model__chat_template=str(no_end), train__learning_rate=4e-4, train__global_batch_size=8,
+        data__max_length=120, data__eval_sources=[held_out], data__cache_dir=mine,
+        model__chat_template=no_end, train__learning_rate=4e-4, train__global_batch_size=8,
     )  # fmt: skip
     forks.finish(config, ranks=2)
     [checkpoint], out = list_complete(tmp_path / "run" / "checkpoints"), tmp_path / "deep" / "hf"
@@ -108,7 +108,7 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
     """
     template = tmp_path / "template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE.replace("PROMPT", ""))
-    config = tiny_config(model__chat_template=str(template), data__eval_sources=None)
+    config = tiny_config(model__chat_template=template, data__eval_sources=None)
     assert "requests give" in check_requests(config), "of another day"
     no_end = TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}<|end|>", "{{ m.content }}", 1)
     template.write_text(no_end)
@@ -120,8 +120,8 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
     template.write_text(TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}", called, 1))
     calls = tiny_config(
         name="calls.yaml",
-        model__chat_template=str(template), data__eval_sources=None,
-        data__train_sources=[str(rows)],
+        model__chat_template=template, data__eval_sources=None,
+        data__train_sources=[rows],
     )  # fmt: skip
     assert "requests give" in check_requests(calls), "arguments as JSON"
     template.write_text(TEMPLATE.replace("PROMPT", "<think>"))

@@ -177,7 +177,7 @@ def test_a_mistake_on_the_command_line_names_its_key_and_its_cure_works(tiny_con
 def test_the_output_folder_and_the_ranks_are_checked_before_the_data(tiny_config, tmp_path):
     (tmp_path / "file").touch()
     for output_dir in (tmp_path / "file" / "run", "$HOME/run", "~/run"):
-        config = parse(tiny_config(output_dir=str(output_dir)))
+        config = parse(tiny_config(output_dir=output_dir))
         assert refused(config, by=check_start).key == "output_dir"
     config = parse(tiny_config(train__global_batch_size=3))
     check_start(config)
@@ -246,8 +246,8 @@ def test_help_has_every_setting_and_imports_no_torch():
         "except SystemExit as ended:\n    assert ended.code == 0\n"
         "print('IMPORTED', [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     )
-    finished = run([sys.executable, "-c", source])
-    assert finished.code == 0 and "IMPORTED []" in finished.output, finished.output
+    finished = run([sys.executable, "-c", source], code=0)
+    assert "IMPORTED []" in finished.output, finished.output
     assert all(f"  --{key}  " in finished.output for key in config_keys())
     for line in (
         "train.seed  integer; default 42\n      Seeds weight",
@@ -280,7 +280,7 @@ def resolved(tiny_config, tmp_path):
             else:
                 set_value(ds_config, dotted, value)
         path.write_text(json.dumps(ds_config))
-        config = parse(tiny_config(ds_config=str(path), **changes))
+        config = parse(tiny_config(ds_config=path, **changes))
         return resolve_ds_config(config, Machine(1, 1, precision="fp32"), 32)
 
     return resolve
@@ -288,14 +288,14 @@ def resolved(tiny_config, tmp_path):
 
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda p: p.stem)
 def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
-    config = parse(tiny_config(ds_config=str(path)))
+    config = parse(tiny_config(ds_config=path))
     resolved, merged = resolve_ds_config(config, Machine(1, 1, precision="bf16"), hidden_size=64)
     assert '"auto"' not in json.dumps(merged) and resolved.train.precision == "bf16"
     assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
     assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
     # the resolved configs alone give the same run
     (tmp_path / "resolved.json").write_text(json.dumps(merged))
-    again = parse(tiny_config(ds_config=str(tmp_path / "resolved.json")))
+    again = parse(tiny_config(ds_config=tmp_path / "resolved.json"))
     assert resolve_ds_config(again, Machine(1, 1), hidden_size=64)[1] == merged
 
 
@@ -352,15 +352,15 @@ def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
 
 def test_other_files_are_rejected_as_ds_config(tiny_config, tmp_path):
     file = tmp_path / "zero2"
-    config = parse(tiny_config(ds_config=str(file)))
+    config = parse(tiny_config(ds_config=file))
     assert refused(config, Machine(1, 1), 32, by=resolve_ds_config).key == "ds_config"
     for text in ("[]", '{"a": 1, "a": 2}', '{"a": 1,}', "zero_optimization: {stage: 2}"):
         file.write_text(text)
         error = refused(config, Machine(1, 1), 32, by=resolve_ds_config)
         assert error.place == str(file)
     command = re.search(r"python -c .*?> ds\.json", str(error))[0].replace("python", sys.executable)
-    assert run(["bash", "-c", command], cwd=tmp_path).code == 0
-    converted = parse(tiny_config(ds_config=str(tmp_path / "ds.json")))
+    run(["bash", "-c", command], cwd=tmp_path, code=0)
+    converted = parse(tiny_config(ds_config=tmp_path / "ds.json"))
     resolve_ds_config(converted, Machine(1, 1), 32)
 
 

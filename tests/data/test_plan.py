@@ -109,8 +109,8 @@ def test_a_global_batch_over_the_epoch_is_refused(tiny_config, tmp_path, chat_ro
         "epoch (70 after ... ); lower it, add data, or raise `repeat` of a source",
         plan,
         {},
-        {"data__train_sources": [str(rows), str(more)]},
-        {"data__train_sources": [{"path": str(rows), "repeat": 1.1}]},
+        {"data__train_sources": [rows, more]},
+        {"data__train_sources": [{"path": rows, "repeat": 1.1}]},
     )
 
 

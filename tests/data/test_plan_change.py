@@ -25,7 +25,7 @@ def test_each_example_comes_equally_often_through_changes(tiny_config, tmp_path,
     Continuing with the same plan changes nothing. The test follows plans as train.py does, without
     a model.
     """
-    rows = {"path": str(tmp_path / "train.jsonl"), "repeat": repeat}
+    rows = {"path": tmp_path / "train.jsonl", "repeat": repeat}
     plans = [
         open_plans(read_config(tiny_config(data__train_sources=[rows], **changes)), 2)[2]
         for changes in PLANS

@@ -12,6 +12,7 @@ from harness.repository import REPO
 from zerotrain.checkpoint.manifest import measure
 from zerotrain.config.parse import parse_command_line
 
+yaml.SafeDumper.add_multi_representer(Path, lambda dumper, path: dumper.represent_str(str(path)))
 SMALL_SIZES = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -73,7 +74,7 @@ def mix_of_formats(tmp_path, chat_rows):
     tasks = [{"instruction": "Add", "input": f"{i} and 1", "output": "ok"} for i in range(6)]
     files = {"chat": chats, "pairs": pairs, "tasks": tasks, "text": [{"text": "one two"}] * 3}
     files["tokens"] = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 3
-    return [str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
+    return [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in files.items()]
 
 
 def save_tiny_llama(folder, tokenizer, dropout=0.0, **sizes):
@@ -131,10 +132,10 @@ def write_tiny_config(tmp_path, chat_rows, model, name, **changes):
         if not (tmp_path / file).exists():
             (tmp_path / file).symlink_to(shared / file)
     values = {
-        "output_dir": str(tmp_path / "run"), "model__name_or_path": str(model),
-        "data__train_sources": [str(tmp_path / "train.jsonl")],
-        "data__eval_sources": [str(tmp_path / "eval.jsonl")],
-        "data__cache_dir": str(shared / "cache"),
+        "output_dir": tmp_path / "run", "model__name_or_path": model,
+        "data__train_sources": [tmp_path / "train.jsonl"],
+        "data__eval_sources": [tmp_path / "eval.jsonl"],
+        "data__cache_dir": shared / "cache",
         "train__epochs": None if "train__steps" in changes else 2,
     }  # fmt: skip
     config = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text())

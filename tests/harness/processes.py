@@ -56,8 +56,10 @@ def free_port():
     return str(ports.free_port())
 
 
-def run(command, timeout=500, cwd=REPO):
-    """Run a command to its end. At the time-out, kill it and all that it has started."""
+def run(command, timeout=500, cwd=REPO, code=None):
+    """Run a command to its end. At the time-out, kill it and all that it has started. Fails if
+    `code` is given and the exit code differs.
+    """
     process = subprocess.Popen(
         [str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -68,6 +70,7 @@ def run(command, timeout=500, cwd=REPO):
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"still running after {timeout} s: {command}\n{output[-4000:]}")
+    assert code in (None, process.returncode), f"{command}\n{output}"
     return Finished(process.returncode, output)
 
 

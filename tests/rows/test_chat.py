@@ -406,12 +406,20 @@ def test_templates_whose_turns_cannot_be_located_are_refused():
     assert_supervised(tokenizer_with(WORDS, template, special), CHAT, ["2<|user|>", "4<|user|>"])
 
 
-NAMED = {
-    "alpaca": "2</s>", "chatml": "2<|im_end|>", "deepseek": "2</s>", "gemma": "2<end_of_turn>",
-    "gpt-oss": "<|channel|>final<|message|>2<|return|>", "llama3": "2<|eot_id|>",
-    "mistral": "2</s>", "olmo": "2</s>", "phi": "2<|end|>", "plain": "2</s>",
-    "qwen": "2<|im_end|>", "zephyr": "2</s>",
-}  # fmt: skip
+NAMED = yaml.safe_load("""
+alpaca: 2</s>
+chatml: 2<|im_end|>
+deepseek: 2</s>
+gemma: 2<end_of_turn>
+gpt-oss: <|channel|>final<|message|>2<|return|>
+llama3: 2<|eot_id|>
+mistral: 2</s>
+olmo: 2</s>
+phi: 2<|end|>
+plain: 2</s>
+qwen: 2<|im_end|>
+zephyr: 2</s>
+""")
 
 
 @pytest.mark.parametrize("name", NAMED)

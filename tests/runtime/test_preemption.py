@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ def config(tiny_config, tmp_path, chat_rows, tiny_model_with_dropout):
     """Evaluations take half a second, so that a signal can arrive during one."""
     return tiny_config(
         model=tiny_model_with_dropout,
-        data__eval_sources=[str(write_rows(tmp_path / "many.jsonl", chat_rows * 6))],
+        data__eval_sources=[write_rows(tmp_path / "many.jsonl", chat_rows * 6)],
         train__steps=12, eval__every_steps=6,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
@@ -35,10 +36,12 @@ def curves(folder):
     return determined(folder), evals
 
 
-# When to send the signal.
+# When to send the signal to a run that has started at the time `began`.
 MOMENTS = {
     "at the start": lambda folder, began: (folder / "metrics.jsonl").exists(),
-    "in the first step": lambda folder, began: logged(folder, "eval"),
+    "in the first step": lambda folder, began: [
+        record for record in logged(folder, "eval") if record["time"] > began
+    ],
     "in a save": lambda folder, began: is_saving(folder / "checkpoints", began),
     "in an evaluation": lambda folder, began: (
         len(logged(folder, "train")) == 6 and len(logged(folder, "eval")) == 1
@@ -47,12 +50,15 @@ MOMENTS = {
 
 
 def test_preempted_at_any_moment(forks, config, tmp_path):
-    """All ranks save the same step and exit with code 75; the resumed run completes the curve."""
+    """All ranks save the same step and exit with code 75. The next start resumes, and is preempted
+    at another moment. At last the run completes the curve.
+    """
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
+    folder = tmp_path / "run"
     for number, (moment, has_come) in enumerate(MOMENTS.items()):
-        folder, began = tmp_path / moment, time.time()
-        run = forks.start(config, "--output_dir", folder, ranks=2)
-        run.until(lambda f=folder, b=began, h=has_come: h(f, b))
+        began = time.time()
+        run = forks.start(config, ranks=2)
+        run.until(partial(has_come, folder, began))
         run.kill(number % 2, (signal.SIGTERM, signal.SIGUSR1)[number // 2])
         finished = run.wait()
         steps, evals = len(logged(folder, "train")), len(logged(folder, "eval"))
@@ -69,8 +75,8 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
             assert (steps, evals) == (6, 1)  # it is interrupted, and no step follows
         else:
             assert steps < 6, moment
-        forks.finish(config, "--output_dir", folder, ranks=2)
-        assert curves(folder) == curves(tmp_path / "whole"), moment
+    forks.finish(config, ranks=2)
+    assert curves(folder) == curves(tmp_path / "whole")
 
 
 def test_a_hanging_rank_ends_after_the_grace_time(forks, left_running, tiny_config, tmp_path):
@@ -153,20 +159,34 @@ def ranks_in(processes):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("victim", ["deepspeed", "deepspeed's launcher", "torchrun"])
-def test_ranks_whose_launcher_is_killed_save_and_end(
-    left_running, tiny_config, tmp_path, victim, trains
+@pytest.mark.parametrize(
+    "victim, number, ranks, trains",
+    [
+        ("deepspeed", signal.SIGKILL, 1, False),
+        ("torchrun", signal.SIGKILL, 1, False),
+        ("deepspeed", signal.SIGTERM, 2, True),  # its launcher and the ranks go on
+        ("deepspeed's launcher", signal.SIGKILL, 2, True),
+        ("torchrun", signal.SIGKILL, 1, True),
+        ("torchrun", signal.SIGTERM, 1, True),  # it ends its ranks, and kills them 30 s later
+    ],
+)
+def test_ranks_whose_launcher_is_ended_save_and_end(
+    left_running, tiny_config, tmp_path, victim, number, ranks, trains
 ):
-    """Otherwise they would train for ever, with the GPUs and the lock of the folder."""
-    folder = tmp_path / "run"
-    started = start(tiny_config(train__steps=100_000), ranks=2, launcher=victim.split("'")[0])
+    """Otherwise they would train for ever, with the GPUs and the lock of the folder. With W&B there
+    are more processes.
+    """
+    folder, wandb = tmp_path / "run", "offline" if number == signal.SIGTERM else "disabled"
+    config = tiny_config(train__steps=100_000, tracking__wandb=wandb)
+    started = start(config, ranks=ranks, launcher=victim.split("'")[0])
     wait_until(lambda: logged(folder, "train") or not trains, started)
-    ranks = wait_until(lambda: ranks_in(left_running())[1:], started)
-    os.kill(ranks[0].ppid() if "'" in victim else started.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
+    found = wait_until(lambda: ranks_in(left_running())[ranks - 1 :], started, interval=0.2)
+    os.kill(found[0].ppid() if "'" in victim else started.pid, number)
+    code = started.wait(200)
+    assert code or number == signal.SIGKILL
+    deadline = time.monotonic() + 120  # W&B's own process ends 20 s after the last rank
     while left_running() and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.2)
     assert not left_running()
     if not trains:  # the ranks were importing
         assert not folder.exists()
@@ -182,10 +202,10 @@ def test_a_rank_that_is_stopped_while_rows_are_tokenized_leaves_no_process(
     left_running, tiny_config, tmp_path
 ):
     rows = write_rows(tmp_path / "many.jsonl", [{"text": f"row {i} " * 200} for i in range(30_000)])
-    config = tiny_config(data__train_sources=[str(rows)], data__on_too_long="split")
+    config = tiny_config(data__train_sources=[rows], data__on_too_long="split")
     started = start(config, ranks=1, launcher="torchrun")
     # the launcher, the rank, the program and its pool
-    wait_until(lambda: len(left_running()) > 3, started)
+    wait_until(lambda: len(left_running()) > 3, started, interval=0.1)
     ranks_in(left_running())[0].terminate()
     assert started.wait(120) != 0
     assert not left_running()

@@ -22,7 +22,7 @@ def test_prove_epochs_of_a_mix_on_two_world_sizes(
     prove, tiny_config, tmp_path, chat_rows, batching
 ):
     sources = [
-        {"path": str(write_rows(tmp_path / f"{times}.jsonl", rows)), "repeat": times}
+        {"path": write_rows(tmp_path / f"{times}.jsonl", rows), "repeat": times}
         for times, rows in ((0.3, chat_rows[:40]), (2.5, chat_rows[40:60]), (1, chat_rows[60:]))
     ]
     config = tiny_config(data__train_sources=sources)
@@ -64,9 +64,7 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
     edge, shift, value, said = WRONG[defect]
     rows = [{"messages": a["messages"] + b["messages"][-2:]} for a, b in pairwise(chat_rows[:21])]
     rows = write_rows(tmp_path / "answers.jsonl", rows)
-    config = tiny_config(
-        data__train_sources=[str(rows)], data__eval_sources=None, data__max_length=1000
-    )
+    config = tiny_config(data__train_sources=[rows], data__eval_sources=None, data__max_length=1000)
     code, out = prove("data", config)
     assert code == 0, out
     assert "20 rows, 20 compared with their text" in out and "  40 answers, compared" in out
@@ -87,7 +85,7 @@ def test_right_masks_are_proved_and_a_wrong_one_in_the_cache_is_not(
 def test_rows_of_tokens_are_compared_token_by_token(prove, tiny_config, tmp_path, monkeypatch):
     row = {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
     rows = write_rows(tmp_path / "tokens.jsonl", [row] * 12)
-    config = tiny_config(data__train_sources=[str(rows)], data__eval_sources=None)
+    config = tiny_config(data__train_sources=[rows], data__eval_sources=None)
     code, out = prove("data", config)
     assert code == 0 and "12 rows, 12 compared" in out, out
     fetch = zerotrain.data.cache.TokenizedRows.fetch
@@ -116,7 +114,7 @@ def test_nulls_that_a_table_adds_are_not_trained_as_arguments(
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     config = tiny_config(
-        data__train_sources=[str(rows)], data__eval_sources=None, model__chat_template=str(template)
+        data__train_sources=[rows], data__eval_sources=None, model__chat_template=template
     )
     code, out = prove("data", config)
     assert code == 0, out
@@ -127,7 +125,7 @@ def test_nulls_that_a_table_adds_are_not_trained_as_arguments(
 
 def test_rows_that_cannot_be_compared_prove_nothing(forks, prove, tiny_config, capsys):
     cache, *_ = make_caches(read_config(tiny_config()))
-    for changes in ({"data__supervise": "all"}, {"data__train_sources": [str(cache)]}):
+    for changes in ({"data__supervise": "all"}, {"data__train_sources": [cache]}):
         config = tiny_config(data__eval_sources=None, **changes)
         line = refused("no row could be compared", partial(prove, "data"), config)
         command = re.search(r"python -m (\S+) shows them with their masks", line)[1]

@@ -184,7 +184,7 @@ def test_each_switch_of_the_security_page_keeps_its_facts_out_of_wandb(
         """The records of a run with a switch, as text."""
         folder = tmp_path / switch
         folder.mkdir()
-        config = read_config(tiny_config(tracking__wandb="offline", output_dir=str(folder)))
+        config = read_config(tiny_config(tracking__wandb="offline", output_dir=folder))
         with monkeypatch.context() as patch:
             patch.setenv(switch, value)
             sink = WandbSink(config, "id")

@@ -18,8 +18,8 @@ def test_one_and_two_ranks_measure_the_same_losses_and_answers(
 ):
     short = sorted(chat_rows, key=lambda row: len(json.dumps(row)))
     sets = {
-        "first": [str(write_rows(tmp_path / "first.jsonl", chat_rows[:9]))],
-        "second": [str(write_rows(tmp_path / "second.jsonl", short[:5]))],
+        "first": [write_rows(tmp_path / "first.jsonl", chat_rows[:9])],
+        "second": [write_rows(tmp_path / "second.jsonl", short[:5])],
     }
     config = tiny_config(
         data__eval_sources=sets, train__steps=3, train__learning_rate=0.02,
@@ -47,7 +47,7 @@ def test_one_and_two_ranks_measure_the_same_losses_and_answers(
 def test_it_learns_to_answer(forks, tiny_config, tmp_path, chat_rows):
     """Training on one short row, many times, raises exact match from 0 to 1."""
     row = min(chat_rows, key=lambda row: len(json.dumps(row)))
-    one, same = (str(write_rows(tmp_path / name, [row])) for name in ("one.jsonl", "same.jsonl"))
+    one, same = (write_rows(tmp_path / name, [row]) for name in ("one.jsonl", "same.jsonl"))
     config = tiny_config(
         data__train_sources=[one], data__eval_sources=[same], train__epochs=60,
         train__global_batch_size=1, train__warmup_examples=0, train__learning_rate=0.01,
@@ -63,7 +63,7 @@ def test_preempted_while_it_generates(forks, tiny_config, tmp_path, chat_rows):
     """One of two ranks is preempted. Both stop after the same token and save. The resumed run
     begins with the evaluation.
     """
-    one = str(write_rows(tmp_path / "one.jsonl", chat_rows[:1]))
+    one = write_rows(tmp_path / "one.jsonl", chat_rows[:1])
     config = tiny_config(
         data__eval_sources=[one], train__steps=2,
         eval={"generate": 1, "max_new_tokens": 400}, ds_config="ds_configs/zero3.json",

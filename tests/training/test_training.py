@@ -62,7 +62,7 @@ def test_equals_a_plain_loop(
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching,
         model__activation_checkpointing=recompute, ds_config=ds_config,
-        data__eval_sources=[str(write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30]))],
+        data__eval_sources=[write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30])],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
     plain = plain_once(config)

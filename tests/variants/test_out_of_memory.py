@@ -20,7 +20,7 @@ def test_out_of_memory_is_one_line_that_names_rows_and_key(
     model = save_tiny_llama(tmp_path / "wide", sample_tokenizer, intermediate_size=16384)
     config = tiny_config(
         model=model, ds_config="ds_configs/zero0.json", data__micro_batch_tokens=8192,
-        data__eval_sources=[str(tmp_path / "held.jsonl")], train__global_batch_size=70,
+        data__eval_sources=[tmp_path / "held.jsonl"], train__global_batch_size=70,
     )  # fmt: skip
     shutil.copy(tmp_path / "train.jsonl", tmp_path / "held.jsonl")
     for name, flags in (("train", []), ("held", ["--eval.every_steps", 1])):
