@@ -15,7 +15,6 @@ import yaml
 from harness.processes import environment, wait_until
 from harness.repository import REPO
 from harness.runs import determined
-from kubeflow_trainer_api import models
 from namespaces import needs_hosts
 
 from zerotrain.config.schema import DistributedConfig
@@ -44,6 +43,8 @@ def option(name, words=WORDS):
 
 def test_the_manifests_are_objects_of_their_apis():
     """The APIs' models accept every field and keep it."""
+    from kubeflow_trainer_api import models  # takes 5 s, which no other test file needs
+
     assert models.IoK8sApiCoreV1PersistentVolumeClaim.from_dict(CLAIM).to_dict() == CLAIM
     assert models.JobsetV1alpha2JobSet.from_dict(JOB_SET).to_dict() == JOB_SET
     assert models.IoK8sApiCoreV1Pod.from_dict(DISK).to_dict() == DISK

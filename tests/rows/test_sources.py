@@ -261,11 +261,11 @@ except UserError as error:
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(json.dumps([peak / 1024, len(found), sorted(set(found))]))
 """
-MANY, HUGE = 300, "x" * 4_000_000
+MANY, HUGE = 200, "x" * 4_000_000
 
 
 def giants(path):
-    """A small file whose rows take up to 1.2 GB."""
+    """A small file whose rows take up to 0.8 GB."""
     column = pa.DictionaryArray.from_arrays(pa.array([0] * MANY, pa.int32()), pa.array([HUGE]))
     if path.name == "rows.parquet":  # one value in a dictionary, and a run of references to it
         pq.write_table(pa.table({"text": column}), path, compression="zstd")
@@ -302,8 +302,8 @@ def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected)
 
 def test_few_bytes_that_stand_for_many_values_are_refused_unparsed(tmp_path, monkeypatch):
     """A row group of Parquet, an Arrow list, and a JSON list under gzip."""
-    monkeypatch.setattr(readers, "MAX_GROUP_VALUES", 1 << 20)
-    row = {"text": "a", "x": [0] * 300, "y": [0] * 300}
+    monkeypatch.setattr(readers, "MAX_GROUP_VALUES", 1 << 18)
+    row = {"text": "a", "x": [0] * 100, "y": [0] * 100}
     frame = pd.DataFrame([row] * 2000)
     path = tmp_path / "rows.parquet"
     frame.to_parquet(path, compression="zstd")
@@ -321,7 +321,7 @@ def test_few_bytes_that_stand_for_many_values_are_refused_unparsed(tmp_path, mon
             assert "over 9 values; split the row" in refusal(path)
     assert len(rows_in(path)) == 2
     path = tmp_path / "rows.json.gz"
-    path.write_bytes(gzip.compress(b'[{"a":[' + b"[]," * 5_000_000 + b"[]]}]"))
+    path.write_bytes(gzip.compress(b'[{"a":[' + b"[]," * 3_000_000 + b"[]]}]"))
     assert "row 1 of the list is not JSON, or too long" in refusal(path)
 
 

@@ -80,7 +80,8 @@ def test_a_shell_of_slurm_is_one_rank_or_names_the_ranks_that_it_waits_for(forks
     """`salloc` opens a shell of one rank. In `srun --pty --ntasks 16`, nobody starts the others."""
     shell = {"RANK": "", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
     forks.finish(tiny_config(), "--dry_run", SLURM_STEP_NUM_TASKS="1", **shell)
-    waiting = forks.start(tiny_config(), SLURM_STEP_NUM_TASKS="16", **shell)
+    soon = {"zerotrain.runtime.process_group.QUIET_SECONDS": "1"}
+    waiting = forks.start(tiny_config(), patches=soon, SLURM_STEP_NUM_TASKS="16", **shell)
     waiting.until(lambda: "SLURM_NTASKS is 16" in waiting.log.read_text())
     waiting.kill(0)
     waiting.wait(-9)

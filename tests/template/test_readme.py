@@ -17,9 +17,6 @@ from harness.repository import REPO, copy_repository, repository_files
 from harness.runs import read_metrics
 from pages import commands_in, run_command
 
-pytest.importorskip("matplotlib")
-
-from benchmarks import pictures
 from zerotrain.config.schema import config_keys
 
 README = (REPO / "README.md").read_text()
@@ -83,6 +80,9 @@ def test_every_file_and_setting_named_in_the_pages_exists():
 
 
 def test_pictures_show_their_data_and_load_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from benchmarks import pictures
+
     shutil.copytree(REPO / pictures.DATA, tmp_path / pictures.DATA)
     monkeypatch.chdir(tmp_path)
     pictures.main()

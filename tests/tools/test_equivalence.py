@@ -35,15 +35,15 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
     changes = {"optimizer.type": "Adam", "optimizer.params.adam_w_mode": False}
     l2_decay = strategy(tmp_path, "zero1", changes)
     quantized = strategy(tmp_path, "zeropp", {"zero_optimization.zero_quantized_weights": True})
-    files = [f"ds_configs/zero{stage}.json" for stage in range(4)]
+    files = [f"ds_configs/zero{stage}.json" for stage in (0, 3)]
     code, out = equivalence(config, "--ds_configs", *files, quantized)
     assert code == 0 and out.endswith("\nproved\n"), out
     lines = [line for line in out.splitlines() if " ranks " in line]
-    for line, verdict in zip(lines, ["equal"] * 16 + ["zero_quantized_weights"], strict=True):
+    for line, verdict in zip(lines, ["equal"] * 8 + ["zero_quantized_weights"], strict=True):
         assert verdict in line, out
-    rows = [line.split() for line in lines[:16]]
+    rows = [line.split() for line in lines[:8]]
     cases = [("bucketed,", "2"), ("bucketed,", "1"), ("packed,", "2"), ("packed,", "1")]
-    assert [tuple(row[1:3]) for row in rows] == cases * 4
+    assert [tuple(row[1:3]) for row in rows] == cases * 2
     for _, _, ranks, _, *numbers, _ in rows:
         assert (numbers[0] == "1") == (ranks == "2"), "micro-steps"
         assert max(map(float, numbers[-3:])) < 2e-6, "a fifth of the tolerance"
@@ -67,7 +67,7 @@ def test_what_cannot_run_proves_nothing(equivalence, tiny_config, tmp_path, monk
     with pytest.raises(UserError, match="nothing could be run"):
         equivalence(config, "--ranks", 1, "--ds_configs", file)
     config = read_config(config)
-    code, output = start_training(config, 1)
+    code, output = start_training(replace(config, ds_config="none.json"), 1)
     assert code == 2 and "error: " in output == Path(f"{config.output_dir}.log").read_text()
     train = replace(config.train, epochs=None, steps=2)
     code, output = start_training(
