@@ -20,6 +20,7 @@ from engine_logits import TOKENS
 from harness.cures import refused
 from harness.inputs import (
     SMALL_SIZES,
+    change_json,
     chat,
     copy_with_code,
     rewrite,
@@ -277,7 +278,7 @@ def test_rows_with_tools_have_the_same_template_in_the_export(
     names = {"default": template.read_text(), "tool_use": "{{ tools }}" + template.read_text()}
     template.unlink()
     named = [{"name": name, "template": text} for name, text in names.items()]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+    change_json(file, chat_template=named)
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     rows = write_rows(tmp_path / "tools.jsonl", [row | {"tools": [tool]} for row in chat_rows])
     config = tiny_config(

@@ -55,6 +55,11 @@ def rewrite(checkpoint, name, content):
     manifest.write_text(json.dumps(values))
 
 
+def change_json(file, **changes):
+    """Replace values of the object in a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -104,9 +109,7 @@ def copy_with_code(model, folder, ran):
         "from transformers import LlamaConfig\nclass Evil(LlamaConfig):\n    model_type = 'evil'\n"
     )
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n{code}")
-    architecture = json.loads((folder / "config.json").read_text())
-    architecture |= {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
-    (folder / "config.json").write_text(json.dumps(architecture))
+    change_json(folder / "config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil")
     return folder
 
 

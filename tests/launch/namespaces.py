@@ -188,9 +188,9 @@ def start(hosts, log, *command):
     )  # fmt: skip
 
 
-def run(hosts, *command):
-    """Run a command to its end."""
-    return processes.run(with_ssh(hosts, command))
+def run(hosts, *command, code=None):
+    """Run a command to its end. Fails if `code` is given and the exit code differs."""
+    return processes.run(with_ssh(hosts, command), code=code)
 
 
 def left_on(hosts, text):

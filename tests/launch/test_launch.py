@@ -101,10 +101,8 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 "),
         ([*NODE, *OPTIONS, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
     ):
-        done = run(command)
-        *usage, line = done.output.splitlines()
-        assert done.code == 2 and named in line, done.output
-        assert not usage or usage[0].startswith("usage: "), done.output
+        *usage, line = run(command, code=2).output.splitlines()
+        assert named in line and (not usage or usage[0].startswith("usage: ")), usage
 
 
 def test_mistakes_in_a_job_are_refused_with_cures_that_work(tmp_path, monkeypatch):
@@ -172,7 +170,7 @@ def test_an_unresolved_address_is_a_failure_unless_the_interface_is_given(tmp_pa
     script.touch()
     command = [*NODE, *OPTIONS, "--ranks_per_node=1", "--master_addr=nosuch.invalid", script]
     assert "nosuch.invalid" in run(command).error
-    assert run(["env", "GLOO_SOCKET_IFNAME=eth0", *command]).code == 0
+    run(["env", "GLOO_SOCKET_IFNAME=eth0", *command], code=0)
 
 
 def launch_here(tmp_path, code, slots):
@@ -283,9 +281,9 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
         hosts, "env", *(f"{name}={value}" for name, value in given.items()),
         LAUNCH, "--hostfile", hostfile, "--include", "node-1:1@node-2:0,2",
         "--env", "MINE", "--env", "MY_PASSWORD", "--", script, tmp_path, *AWKWARD,
+        code=0,
     )  # fmt: skip
     hosts.boot(2)
-    assert done.code == 0, done.output
     assert "s3cret" not in done.output
     assert "node-1: hello from rank 0\n" in done.output
     assert "node-2: hello from rank 2\n" in done.output
@@ -355,6 +353,7 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
         looked = time.monotonic()
         while left := left_on(hosts, str(script)):
             assert looked < began + 64, left  # 60 s, and 4 s for signals
+            time.sleep(0.5)
             looked = time.monotonic()
         assert other.poll() is None, "another job's process"
     finally:
@@ -403,8 +402,8 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
         "--hostfile", hostfile, "--master_addr", "node-1", "--master_port", "29572",
         "--no_ssh_check", "train.py", "--config", config,
     ]  # fmt: skip
-    resumed = run(hosts.ssh(1, shlex.join(map(str, deepspeed))))
-    assert resumed.code == 0 and "resuming from" in resumed.output, resumed.output
+    resumed = run(hosts.ssh(1, shlex.join(map(str, deepspeed))), code=0)
+    assert "resuming from" in resumed.output, resumed.output
     assert curve(tmp_path / "run") == curve(tmp_path / "whole"), "bit for bit"
     assert not left_on(hosts, str(config))
 

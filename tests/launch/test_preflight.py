@@ -56,8 +56,8 @@ def test_slow_pairs_are_reported_even_if_most_pairs_are_slow(capsys):
 def test_a_check_that_was_not_possible_is_not_shown_as_ok(tmp_path):
     (tmp_path / "hostfile").write_text("nosuch.invalid slots=1\n")
     preflight = [sys.executable, "-m", "scripts.preflight", "--hostfile", tmp_path / "hostfile"]
-    done = run([*preflight, "--", "scripts/preflight.py"])
-    assert done.code == 1 and done.output.split()[10:21] == ["nosuch.invalid", "FAIL", *["-"] * 9]
+    done = run([*preflight, "--", "scripts/preflight.py"], code=1)
+    assert done.output.split()[10:21] == ["nosuch.invalid", "FAIL", *["-"] * 9]
     assert done.output.count("ssh:") == 1, done.output
 
 
@@ -71,37 +71,35 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     rows.write_text(eval_rows.read_text() + "\n")
     code.write_text((REPO / "train.py").read_text() + "\n")
     output.mkdir()
-    config = tiny_config(output_dir=str(output / "run"), data__eval_sources=[str(eval_rows)])
+    config = tiny_config(output_dir=output / "run", data__eval_sources=[eval_rows])
 
-    def preflight(*options, command=("train.py", "--config", config)):
+    def preflight(*options, command=("train.py", "--config", config), code=0):
         return namespaces.run(
             hosts, sys.executable, "-m", "scripts.preflight",
-            "--hostfile", hostfile, *options, "--", *command,
+            "--hostfile", hostfile, *options, "--", *command, code=code
         )  # fmt: skip
 
     faults = {code: REPO / "train.py", rows: eval_rows}
     hosts.boot(2, binds={**faults, "/sys": output})  # no file can be created there
-    found = preflight()
-    assert found.code == 1, found.output
+    found = preflight(code=1)
     failed = {line.split()[2] for line in found.output.splitlines() if line.startswith("FAIL")}
     assert failed == {"code:", "data:", "disk:"}, found.output
     assert "node-1:" not in found.output and "train.py" in found.output
     hosts.boot(2)
     links = tmp_path / "links.json"
     good = preflight("--timeout", "200", "--links", links)
-    assert good.code == 0, good.output
     assert json.loads(links.read_text())["network_gb_per_s"] > 0
     for measured in ("all ranks:", "node-1 - node-2:", "matmul of rank 1 on node-2:"):
         assert measured in good.output, good.output
-    other_script = preflight("--hosts_only", command=["scripts/preflight.py"])
-    assert other_script.code == 0, other_script.output
+    one_host = "--hosts_only", "--include", "node-1"
+    other_script = preflight(*one_host, command=["scripts/preflight.py"])
     on_node_1 = [*["ok"] * 4, "-", "-", "-", "ok", "-", "ok"]  # no config, model, data and disk
     assert other_script.output.split()[10:21] == ["node-1", *on_node_1]
     node_1, no_answers = f"{namespaces.TAG}1", f"blackhole {namespaces.PREFIX}.2"
     namespaces.sh(f"ip -n {node_1} route add {no_answers}")
     try:
-        blocked = preflight("--timeout", "20", "--links", links)
+        blocked = preflight("--timeout", "20", "--links", links, code=1)
     finally:
         namespaces.sh(f"ip -n {node_1} route del {no_answers}")
-    assert blocked.code == 1 and "error: ports: node-2: " in blocked.output
+    assert "error: ports: node-2: " in blocked.output
     assert not namespaces.left_on(hosts, str(links))

@@ -23,13 +23,13 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
             "burst 32kbit latency 400ms"
         )
     (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\nnode-9 slots=1\n")
-    weights_of = {"resume": str(tmp_path / "other_run"), "weights_only": True}
+    weights_of = {"resume": tmp_path / "other_run", "weights_only": True}
     done = namespaces.run(
         hosts, sys.executable, *SCRIPT, "--hostfile", tmp_path / "hostfile",
         "--nodes", "1", "2", "3", "--steps", "15", "--output", tmp_path / "out", "--",
         "train.py", "--config", tiny_config(checkpoint=weights_of),
+        code=1,
     )  # fmt: skip
-    assert done.code == 1, done.output
     assert "3 nodes: node-9" in done.output, done.output
     *_, efficiency, grown_most = re.search(r"^2 +2 .*$", done.output, re.MULTILINE)[0].split()
     assert float(efficiency) < 0.7, done.output

@@ -1,6 +1,5 @@
 """Models and data of the hub, and code that comes with models.    pytest tests/model/test_hub.py"""
 
-import json
 import shutil
 import sys
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from harness.cures import refused
-from harness.inputs import copy_with_code, read_config, strategy
+from harness.inputs import change_json, copy_with_code, read_config, strategy
 from harness.processes import free_port, run
 from transformers import AutoTokenizer
 
@@ -38,11 +37,10 @@ def hub(tmp_path, tiny_model, chat_rows):
     prepared.mkdir(parents=True)
     [arrow] = (tmp_path / "saved").glob("*.arrow")
     shutil.copy(arrow, prepared / "rows-train.arrow")
-    info = json.loads((tmp_path / "saved" / "dataset_info.json").read_text())
+    info = shutil.copy(tmp_path / "saved" / "dataset_info.json", prepared)
     split = {"name": "train", "num_examples": len(rows), "dataset_name": "rows"}
-    info |= {"config_name": "default", "dataset_name": "rows", "version": "0.0.0",
-             "splits": {"train": split}}  # fmt: skip
-    (prepared / "dataset_info.json").write_text(json.dumps(info))
+    named = {"config_name": "default", "dataset_name": "rows", "version": "0.0.0"}
+    change_json(Path(info), splits={"train": split}, **named)
     return {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
 
 
@@ -58,9 +56,8 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, tin
 
 def test_a_tokenizer_in_which_rust_panics_is_one_line(tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "damaged")
-    tree = json.loads((folder / "tokenizer.json").read_text())
-    tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    change_json(folder / "tokenizer.json", normalizer=normalizer)
     with pytest.raises(UserError, match=r"^model.tokenizer: cannot load"):
         load_pretrained(AutoTokenizer.from_pretrained, str(folder), "model.tokenizer")
 

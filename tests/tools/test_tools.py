@@ -1,9 +1,8 @@
 """scripts/exact_match.py.    pytest tests/tools/test_tools.py"""
 
-import json
 import shutil
 
-from harness.inputs import write_rows
+from harness.inputs import change_json, write_rows
 
 
 def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_path):
@@ -12,9 +11,7 @@ def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_pa
     assert "exact match: 0 of 5" in counted.output, counted.output
     question, answer = chat_rows[0]["messages"][-2:]
     no_ends = shutil.copytree(tiny_model, tmp_path / "no_ends")
-    generation = json.loads((no_ends / "generation_config.json").read_text())
-    generation["eos_token_id"] = None
-    (no_ends / "generation_config.json").write_text(json.dumps(generation))
+    change_json(no_ends / "generation_config.json", eos_token_id=None)
     for rows, model, named in (
         ([{"messages": [question]}], tiny_model, "rows.jsonl:1"),
         ([{"messages": [answer]}], tiny_model, "rows.jsonl:1"),
@@ -24,8 +21,6 @@ def test_answers_are_compared_with_the_rows(forks, tiny_model, chat_rows, tmp_pa
         (chat_rows[:1], no_ends, "eos_token_id"),
     ):
         write_rows(file, rows)
-        refused = forks.script("scripts.exact_match", model, file)
-        assert refused.code == 2 and len(refused.errors) == 1, refused.output
-        assert named in refused.errors[0]
-    swapped = forks.script("scripts.exact_match", file, tiny_model)
-    assert swapped.code == 2 and f"{file} is not a model folder" in swapped.errors[0]
+        assert named in forks.script("scripts.exact_match", model, file, code=2).error
+    swapped = forks.script("scripts.exact_match", file, tiny_model, code=2)
+    assert f"{file} is not a model folder" in swapped.error
