@@ -43,34 +43,21 @@ from zerotrain.tools import ask_export
 from zerotrain.tools.export import export_checkpoint
 from zerotrain.tools.older_transformers import add_class, add_rope, edit_json
 
-MODELS = yaml.safe_load("""
-llama, tied:
-  <<: &dense
-    vocab_size: 320
-    num_hidden_layers: 2
-    max_position_embeddings: 512
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    hidden_size: 40
-    intermediate_size: 52
-  tie_word_embeddings: true
-qwen3: {<<: *dense, head_dim: 10}
-gpt2: {vocab_size: 320, n_embd: 40, n_layer: 2, n_head: 4, n_positions: 512}
-deepseek_v3:  # It has experts that save_pretrained takes apart, and a buffer.
-  <<: *dense
-  num_key_value_heads: 4
-  moe_intermediate_size: 20
-  n_routed_experts: 4
-  num_experts_per_tok: 2
-  n_group: 1
-  topk_group: 1
-  first_k_dense_replace: 1
-  q_lora_rank: 16
-  kv_lora_rank: 16
-  qk_rope_head_dim: 8
-  qk_nope_head_dim: 8
-  v_head_dim: 8
-""")
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
+DENSE = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512,
+         **ATTENTION, "hidden_size": 40, "intermediate_size": 52}  # fmt: skip
+MODELS = {
+    "llama, tied": {**DENSE, "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "head_dim": 10},
+    "gpt2": {"vocab_size": 320, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    # It has experts that save_pretrained takes apart, and a buffer.
+    "deepseek_v3": {
+        **DENSE, "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
