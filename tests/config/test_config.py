@@ -313,16 +313,19 @@ def test_runs_with_one_nvme_path_have_folders_of_their_own(resolved):
 
 
 def test_files_of_trainer_with_auto_are_accepted(resolved):
-    offload = {"device": "auto", "buffer_size": 1e8, "max_in_cpu": 1e9}
-    gather = {"stage3_gather_16bit_weights_on_model_save": True, "sub_group_size": 1e9}
-    values = {
-        "scheduler.type": "WarmupLR",
-        "scheduler.params": {"warmup_num_steps": "auto", "warmup_type": "linear"},
-        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto", **gather},
-        "zero_optimization.offload_param": offload, "steps_per_print": "auto",
-        "fp16": {"enabled": "auto", "loss_scale_window": 1000, "hysteresis": 2, "auto_cast": False},
-        "wall_clock_breakdown": False,
-    }  # fmt: skip
+    values = yaml.safe_load("""
+        scheduler.type: WarmupLR
+        scheduler.params: {warmup_num_steps: auto, warmup_type: linear}
+        zero_optimization:
+          stage: 3
+          stage3_max_live_parameters: auto
+          stage3_gather_16bit_weights_on_model_save: true
+          sub_group_size: 1.0e+9
+          offload_param: {device: auto, buffer_size: 1.0e+8, max_in_cpu: 1.0e+9}
+        steps_per_print: auto
+        fp16: {enabled: auto, loss_scale_window: 1000, hysteresis: 2, auto_cast: false}
+        wall_clock_breakdown: false
+    """)
     for named in (None, "constant_with_warmup"):
         config, merged = resolved(values, train__lr_schedule=named)
         assert config.train.lr_schedule == "WarmupLR"

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import yaml
 from harness.batches import micro_batch
 from harness.inputs import SMALL_SIZES as SIZES
 from harness.processes import run
@@ -13,16 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    CohereConfig,
-    FalconH1Config,
-    Gemma3TextConfig,
-    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
-    NanoChatConfig,
-    PhiConfig,
 )
 
 from zerotrain.data.loader import MicroBatch
@@ -30,20 +26,22 @@ from zerotrain.training.loss import CHUNK_TOKENS, SupervisedLoss
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
-HEADS = {"head_dim": 8}
-ARCHITECTURES = {
-    "llama": LlamaConfig(**SIZES),
-    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "gemma3, soft-capped logits": Gemma3TextConfig(**SIZES, **HEADS, final_logit_softcapping=5.0),
-    "cohere, scaled logits": CohereConfig(**SIZES, logit_scale=0.25, bos_token_id=1,
-                                          eos_token_id=2),
-    "granite, divided logits": GraniteConfig(**SIZES, logits_scaling=4.0),
-    "nanochat, soft caps of a float": NanoChatConfig(**SIZES, final_logit_softcapping=5.0),
-    "falcon_h1, multiplied logits": FalconH1Config(**SIZES, lm_head_multiplier=0.5, mamba_d_ssm=64,
-                                                   mamba_n_heads=4, mamba_d_state=8,
-                                                   mamba_d_head=16),
-    "phi, a head with bias": PhiConfig(**SIZES, embd_pdrop=0, resid_pdrop=0),
-}  # fmt: skip
+ARCHITECTURES = yaml.safe_load("""
+llama: {model_type: llama}
+llama, tied: {model_type: llama, tie_word_embeddings: true}
+gemma3, soft-capped logits: {model_type: gemma3_text, head_dim: 8, final_logit_softcapping: 5.0}
+cohere, scaled logits: {model_type: cohere, logit_scale: 0.25, bos_token_id: 1, eos_token_id: 2}
+granite, divided logits: {model_type: granite, logits_scaling: 4.0}
+nanochat, soft caps of a float: {model_type: nanochat, final_logit_softcapping: 5.0}
+falcon_h1, multiplied logits:
+  model_type: falcon_h1
+  lm_head_multiplier: 0.5
+  mamba_d_ssm: 64
+  mamba_n_heads: 4
+  mamba_d_state: 8
+  mamba_d_head: 16
+phi, a head with bias: {model_type: phi, embd_pdrop: 0, resid_pdrop: 0}
+""")
 
 
 def plain_loss(model, batch):
@@ -57,7 +55,8 @@ def plain_loss(model, batch):
 def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch):
     monkeypatch.setitem(CHUNK_TOKENS, "cpu", chunk_tokens)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
+    config = AutoConfig.for_model(**SIZES | ARCHITECTURES[name])
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # large logits, which soft caps change
         nn.init.normal_(parameter, std=0.2)
     batch = micro_batch(packed=False)
@@ -181,7 +180,7 @@ class OverPositions(LlamaForCausalLM):
 
 
 def test_a_model_with_an_unknown_logit_function_gets_full_logits():
-    model = OverPositions(ARCHITECTURES["llama"])
+    model = OverPositions(LlamaConfig(**SIZES))
     loss = SupervisedLoss(model)
     assert "OverPositions" in loss.check(model)
     batch = micro_batch(packed=False)

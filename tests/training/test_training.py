@@ -51,7 +51,7 @@ def test_equals_a_plain_loop(
     forks, tiny_config, tmp_path, chat_rows, plain_once, name, ranks, budget, batching,
     recompute,
 ):  # fmt: skip
-    """DeepSpeed's CPU Adam is used if g++ can compile it (30 s, once), otherwise torch's. The
+    """DeepSpeed's CPU Adam is used if g++ can compile it (10 s, once), otherwise torch's. The
     held-out set takes several steps.
     """
     ds_config = f"ds_configs/{name}.json"
