@@ -2,6 +2,7 @@
 pytest tests/commands/test_export.py
 """
 
+import copy
 import io
 import json
 import os
@@ -279,38 +280,33 @@ def test_rows_with_tools_have_the_same_template_in_the_export(
     assert "4.57" in (out / "README.md").read_text()
 
 
-LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LOCAL = {"rope_type": "default", "rope_theta": 7e3}
-ROPES = [  # model type, transformers 5's rotary embeddings, keys for transformers 4
-    ("llama", {**LOCAL}, {"rope_theta": 7e3, "rope_scaling": None}),
-    (
-        "llama",
-        {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONG, "factor": 16.0},
-        {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096, **LONG,
-                          "factor": 16.0, "attention_factor": pytest.approx((4 / 3) ** 0.5)}},
-    ),
-    (
-        "phi3",
-        {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONG},
-        {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", **LONG}},
-    ),
-    (
-        "gpt_neox",
-        {**LOCAL, "partial_rotary_factor": 0.5},
-        {"rotary_emb_base": 7e3, "rotary_pct": 0.5},
-    ),
-    (
-        "gemma3_text",
-        {"full_attention": {"rope_theta": 9e5, **YARN}, "sliding_attention": LOCAL},
-        {"rope_theta": 9e5, "rope_local_base_freq": 7e3, "rope_scaling": YARN},
-    ),
-    (
-        "olmo3",
-        {"full_attention": {**LOCAL, "rope_theta": 9e5}, "sliding_attention": LOCAL},
-        {"rope_theta": None},
-    ),
-]  # fmt: skip
+# A model type, transformers 5's rotary embeddings, and the keys for transformers 4.
+ROPES = yaml.safe_load("""
+- - llama
+  - &local {rope_type: default, rope_theta: 7000.0}
+  - {rope_theta: 7000.0, rope_scaling: null}
+- - llama
+  - {<<: &long {original_max_position_embeddings: 4096, <<: &factors {
+      short_factor: [1.0, 1.0, 1.0, 1.0], long_factor: [2.0, 2.0, 2.0, 2.0]}},
+     rope_type: longrope, factor: 16.0}
+  - rope_scaling: {<<: *long, type: longrope, factor: 16.0, attention_factor: 1.1547005383792517}
+- - phi3
+  - {<<: *long, rope_type: longrope}
+  - original_max_position_embeddings: 4096
+    rope_scaling: {<<: *factors, type: longrope}
+- - gpt_neox
+  - {<<: *local, partial_rotary_factor: 0.5}
+  - {rotary_emb_base: 7000.0, rotary_pct: 0.5}
+- - gemma3_text
+  - full_attention: {rope_theta: 900000.0, <<: &yarn {
+      rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64}}
+    sliding_attention: *local
+  - {rope_theta: 900000.0, rope_local_base_freq: 7000.0, rope_scaling: *yarn}
+- - olmo3
+  - full_attention: {<<: *local, rope_theta: 900000.0}
+    sliding_attention: *local
+  - {rope_theta: null}
+""")
 
 
 @pytest.mark.parametrize("model, rope, older", ROPES)
@@ -323,7 +319,7 @@ def test_transformers_4_reads_the_same_rotary_embeddings(
     sizes = {**SMALL_SIZES, "max_position_embeddings": 8192, "bos_token_id": 1, "pad_token_id": 0}
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if model == "olmo3" else {}
     config = AutoConfig.for_model(
-        model, **sizes, **layers, initializer_range=0.2, rope_parameters=rope
+        model, **sizes, **layers, initializer_range=0.2, rope_parameters=copy.deepcopy(rope)
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     sample_tokenizer.save_pretrained(tmp_path)

@@ -46,7 +46,7 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
     name, precision = LAYOUTS[layout]
     config = tiny_config(
         model=poisoned_model, ds_config=strategy(tmp_path, name),
-        data__train_sources=[write_rows(tmp_path / "rows.jsonl", ROWS)],
+        data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", ROWS))],
         data__eval_sources=None, train__precision=precision, train__epochs=1,
         train__global_batch_size=2, train__learning_rate=0.01, train__warmup_examples=0,
     )  # fmt: skip
