@@ -44,7 +44,7 @@ def option(name, words=WORDS):
 
 def test_the_manifests_are_objects_of_their_apis():
     """The APIs' models accept every field and keep it."""
-    # its import takes 5 s, so the processes that run other tests are spared
+    # not at the top, or each process that runs tests would import its hundreds of modules
     models = pytest.importorskip("kubeflow_trainer_api.models")
     assert models.IoK8sApiCoreV1PersistentVolumeClaim.from_dict(CLAIM).to_dict() == CLAIM
     assert models.JobsetV1alpha2JobSet.from_dict(JOB_SET).to_dict() == JOB_SET
