@@ -39,6 +39,7 @@ import deepspeed
 import torch
 
 from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.masters import spread_masters
 from zerotrain.checkpoint.run_folder import (
     METRICS,
     SAVE_NOW,
@@ -131,6 +132,8 @@ def main(config: Config, dry_run: bool = False) -> None:
         ranks.run_on_first(lambda: write_resolved_configs(setup))
         # Checkpoints need not hold the frozen weights that are in the files of `base`.
         base = load_start(engine, start, ranks, model_base, config.train.seed)
+        if start.checkpoint is None:
+            spread_masters(engine, setup, ranks)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.

@@ -281,8 +281,15 @@ class TrainConfig(Section):
     """Compute precision: fp32, bf16 or fp16; auto: bf16 on GPUs that support it, else fp16; fp32 on
     CPU.
     """
+    masters: Literal["spread", "loaded"] = "spread"
+    """Where the fp32 master weights of a new run in bf16 or fp16 begin. spread: at the values of
+    fp32 files, else at random points that round to the 16-bit weights, so that updates show at
+    once; loaded: at the 16-bit weights.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
-    """Seeds weight initialization and the step plan; dropout uses a hash of seed and rank."""
+    """Seeds weight initialization, spread masters and the step plan; dropout uses a hash of seed
+    and rank.
+    """
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.config.ds_config import zero_stage
@@ -41,6 +42,7 @@ def startup_table(
         f"{counts.trained:,} of them trained",
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
+        **masters_row(setup),
         **data_rows(config.data, plan, eval_plans),
         "supervised": f"{supervised:.0%} of tokens supervised, {plan.order.tokens_per_epoch:,} "
         f"tokens per epoch; {plan.data.meta.masks}",
@@ -73,6 +75,19 @@ def startup_table(
             f"({enough * batch / plan.epoch_size:,.2g} epochs)"
         )
     return rows
+
+
+def masters_row(setup: Setup) -> dict[str, str]:
+    """Say where the master weights begin; nothing in fp32."""
+    config = setup.config
+    if config.train.precision == "fp32":
+        return {}
+    where = f"as the {config.train.precision} weights"
+    if config.train.masters == "spread":
+        where = f"at random points that round to the {config.train.precision} weights"
+        if setup.architecture.model_config.dtype == torch.float32 and not config.model.from_config:
+            where = "from the model's files, in fp32"
+    return {"master weights": where}
 
 
 def data_rows(
