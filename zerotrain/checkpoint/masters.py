@@ -11,6 +11,7 @@ arithmetic and curves.
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from zerotrain.model.load import DTYPES
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.setup import Setup
 
+SAMPLE = 1000
 CHUNK = 1 << 22  # Elements that are moved at a time. Their temporary tensors take some 200 MB.
 
 
@@ -39,15 +41,10 @@ def spread_masters(engine: DeepSpeedEngine, setup: Setup, ranks: Ranks) -> None:
     if train.masters != "spread" or train.precision == "fp32":
         return
     dtype = DTYPES[train.precision]
-    files = [] if model.from_config else weight_files(model.name_or_path)
-    opened = [safe_open(file, "pt") for file in files if file.suffix == ".safetensors"]
-    named = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - no iterator
+    stored = {} if model.from_config else finer_weights(weight_files(model.name_or_path), dtype)
     for name, p, start, states, _ in local_parts(engine):
         if not p.requires_grad or ".lora_" in name:
             continue
-        stored = None
-        if name in named and named[name].get_slice(name).get_dtype() == "F32":
-            stored = named[name].get_tensor(name).flatten()  # memory-mapped
         for masters in states["fp32"].split(CHUNK):
             index = np.arange(start, start + len(masters))
             start += len(masters)
@@ -55,11 +52,24 @@ def spread_masters(engine: DeepSpeedEngine, setup: Setup, ranks: Ranks) -> None:
                 row = math.prod(full_shape(p)[dimension:])
                 index += (index // row * (ranks.tensor - 1) + ranks.rank % ranks.tensor) * row
             moved = random_points(masters, index, f"{train.seed} {name}", dtype)
-            if stored is not None:
-                exact = stored[index].to(masters)
-                is_finer = (exact != masters) & (exact.to(dtype) == masters)
-                moved = exact.where(is_finer, moved)
+            if name in stored:
+                exact = stored[name][index].to(masters)
+                moved = exact.where(exact.to(dtype) == masters, moved)
             masters.copy_(moved)
+
+
+def finer_weights(files: list[Path], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Memory-map the fp32 tensors of safetensors files, flattened, by name; {} if all of them hold
+    numbers of the 16-bit `dtype`, as far as the beginning of each tensor shows.
+    """
+    found = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            opened = safe_open(file, "pt")
+            found |= {name: opened.get_tensor(name).flatten() for name in opened.keys()}  # noqa: SIM118
+    finer = {name: tensor for name, tensor in found.items() if tensor.dtype == torch.float32}
+    starts = [tensor[:SAMPLE] for tensor in finer.values()]
+    return finer if any((start != start.to(dtype)).any() for start in starts) else {}
 
 
 def random_points(

@@ -34,7 +34,7 @@ from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
 from zerotrain.model.architecture import auto_class, meta_model
 from zerotrain.model.hub import summarize
-from zerotrain.model.load import DTYPES, load_model_config
+from zerotrain.model.load import load_model_config
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.rows.sources import read_rows
@@ -180,7 +180,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     except Exception as error:  # A model's own constructor can raise anything.
         raise UserError(f"the model has no small copy: {summarize(error)}") from error
-    model.to(DTYPES[precision]).save_pretrained(model_folder)
+    model.save_pretrained(model_folder)  # in fp32: in bf16 the masters begin with these weights
     sources = []
     for i, source in enumerate(config.data.train_sources):
         rows = work / f"rows_{i}.jsonl"
@@ -218,6 +218,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
             lr_schedule_args={},
             warmup_examples=1,
             precision=precision,
+            masters="spread",
         ),
     )
 
