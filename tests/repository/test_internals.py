@@ -92,6 +92,9 @@ INTERNALS = {
     "zerotrain/model/hub.py": """
         transformers.utils.hub: _raise_exceptions_for_missing_entries get_checkpoint_shard_files
     """,
+    "zerotrain/checkpoint/masters.py": """
+        transformers.modeling_utils: load_state_dict
+    """,
     "zerotrain/model/load.py": """
         transformers.modeling_utils: _keys_to_ignore_on_load_unexpected load_state_dict
             get_expanded_tied_weights_keys

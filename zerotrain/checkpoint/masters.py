@@ -11,13 +11,12 @@ arithmetic and curves.
 """
 
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 from deepspeed import DeepSpeedEngine
-from safetensors import safe_open
+from transformers.modeling_utils import load_state_dict
 
 from zerotrain.checkpoint.zero_state import full_shape, local_parts, split_dimension
 from zerotrain.model.hub import weight_files
@@ -25,7 +24,6 @@ from zerotrain.model.load import DTYPES
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.training.setup import Setup
 
-SAMPLE = 1000
 CHUNK = 1 << 22  # Elements that are moved at a time. Their temporary tensors take some 200 MB.
 
 
@@ -41,9 +39,9 @@ def spread_masters(engine: DeepSpeedEngine, setup: Setup, ranks: Ranks) -> None:
     if train.masters != "spread" or train.precision == "fp32":
         return
     dtype = DTYPES[train.precision]
-    stored = {} if model.from_config else finer_weights(weight_files(model.name_or_path), dtype)
+    stored = {} if model.from_config else finer_weights(model.name_or_path, dtype)
     for name, p, start, states, _ in local_parts(engine):
-        if not p.requires_grad or ".lora_" in name:
+        if not (p.requires_grad and len(states["fp32"])) or ".lora_" in name:
             continue
         for masters in states["fp32"].split(CHUNK):
             index = np.arange(start, start + len(masters))
@@ -58,18 +56,18 @@ def spread_masters(engine: DeepSpeedEngine, setup: Setup, ranks: Ranks) -> None:
             masters.copy_(moved)
 
 
-def finer_weights(files: list[Path], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Memory-map the fp32 tensors of safetensors files, flattened, by name; {} if all of them hold
-    numbers of the 16-bit `dtype`, as far as the beginning of each tensor shows.
+def finer_weights(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Memory-map the fp32 tensors in a model's files, flattened, by name; {} if, as far as the
+    beginning of each tensor shows, all their numbers are numbers of the 16-bit `dtype`.
     """
-    found = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            opened = safe_open(file, "pt")
-            found |= {name: opened.get_tensor(name).flatten() for name in opened.keys()}  # noqa: SIM118
-    finer = {name: tensor for name, tensor in found.items() if tensor.dtype == torch.float32}
-    starts = [tensor[:SAMPLE] for tensor in finer.values()]
-    return finer if any((start != start.to(dtype)).any() for start in starts) else {}
+    found = {
+        key: tensor.flatten()
+        for file in weight_files(name)
+        for key, tensor in load_state_dict(file).items()
+        if tensor.dtype == torch.float32
+    }
+    starts = [tensor[:1000] for tensor in found.values()]
+    return found if any((start != start.to(dtype)).any() for start in starts) else {}
 
 
 def random_points(

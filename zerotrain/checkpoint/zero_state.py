@@ -130,7 +130,7 @@ def _states(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, torch.Tens
     if not on_nvme:
         return states
     paths = zip(states, on_nvme.get_swap_paths(), strict=True)  # in the order of the states
-    return {key: torch.from_file(path, size=on_nvme.numel()) for key, path in paths}
+    return {key: torch.from_file(path, shared=True, size=on_nvme.numel()) for key, path in paths}
 
 
 def _slices(engine: DeepSpeedEngine, flat_tensors: int) -> Iterator[tuple]:
