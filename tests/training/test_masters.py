@@ -74,3 +74,31 @@ def test_masters_begin_within_rounding_the_same_in_every_layout(
     found, _ = masters_of(forks, config, tmp_path, "exact", *of_file, ranks=2)
     for name, weights in found.items():
         assert torch.equal(weights, exact[name]), name
+
+
+def test_the_first_update_changes_as_many_16_bit_weights_as_it_should(
+    forks, tiny_config, tmp_path, sample_tokenizer, tiny_model
+):
+    """AdamW's first update moves each weight by the rate. It leaves the cell with a probability of
+    rate / size of the cell; from the middle of the cell it leaves only the smallest ones.
+    """
+    model = tmp_path / "bf16"
+    half = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    half.save_pretrained(model)
+    sample_tokenizer.save_pretrained(model)
+    config = tiny_config(
+        model=model, train__precision="bf16", train__warmup_examples=0, train__weight_decay=0
+    )
+    rate = 1e-5
+    before = half.model.layers[0].mlp.up_proj.weight
+    cell = 2.0 ** (torch.frexp(before.float()).exponent - 8)
+    for masters, expected in (
+        ("spread", (rate / cell).clamp(max=1).mean().item()),
+        ("loaded", (rate > cell / 2).float().mean().item()),
+    ):
+        after, _ = masters_of(
+            forks, config, tmp_path, masters, "--train.masters", masters,
+            "--train.learning_rate", str(rate),
+        )  # fmt: skip
+        changed = after["model.layers.0.mlp.up_proj.weight"].to(torch.bfloat16) != before
+        assert changed.float().mean().item() == pytest.approx(expected, rel=0.3, abs=2e-3), masters
