@@ -123,7 +123,7 @@ def main(config: Config, dry_run: bool = False) -> None:
         start = find_start(config, identity, data.plan, ranks)
         schedule = make_schedule(config.train, start.plan)
         if ranks.is_first:
-            show_rows(startup_table(setup, start.plan, data.eval_plans, schedule))
+            show_rows(startup_table(setup, start, data.eval_plans, schedule))
         if dry_run:
             return
 
@@ -132,8 +132,8 @@ def main(config: Config, dry_run: bool = False) -> None:
         ranks.run_on_first(lambda: write_resolved_configs(setup))
         # Checkpoints need not hold the frozen weights that are in the files of `base`.
         base = load_start(engine, start, ranks, model_base, config.train.seed)
-        if start.checkpoint is None:
-            spread_masters(engine, setup, ranks)
+        if config.train.masters == "spread" and start.checkpoint is None:
+            spread_masters(engine, config, ranks)
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.

@@ -1,4 +1,4 @@
-"""Draw the README's pictures from docs/pictures/data, where pictures.sh --run puts results.
+"""Draw the pages' pictures from docs/pictures/data, where pictures.sh --run puts results.
 
     python -m benchmarks.pictures
 
@@ -28,6 +28,8 @@ def main() -> None:
     pyplot.style.use(Path(__file__).with_suffix(".mplstyle"))
     draw_losses(read_table("losses.csv"))
     draw_first_run(read_table("first_run.csv"))
+    if (DATA / "bf16.csv").exists():
+        draw_bf16(read_table("bf16.csv"))
     draw_efficiency(read_table("efficiency.csv"))
     draw_terminal((DATA / "terminal.txt").read_text())
 
@@ -62,6 +64,18 @@ def draw_first_run(losses: pd.DataFrame) -> None:
     axes.set(title="SmolLM2-135M on gsm8k: loss, nats per token", xlabel="step")
     figure.legend(loc="outside right center")
     save("first_run.svg")
+
+
+def draw_bf16(losses: pd.DataFrame) -> None:
+    figure, axes = pyplot.subplots()
+    for run, style in (("fp32", "o-"), ("bf16 spread", "s-"), ("bf16 loaded", "D--")):
+        axes.plot(losses[run], style, label=run.replace(" ", ", masters "))
+    axes.set(
+        title="Held-out loss of three runs with the same rows, nats per token",
+        xlabel="step",
+    )
+    figure.legend(loc="outside right center")
+    save("bf16.svg")
 
 
 def draw_efficiency(shares: pd.DataFrame) -> None:

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Draws the pictures of README.md into docs/pictures, from what runs have left in docs/pictures/data:
+# Draws the pictures of the pages into docs/pictures, from what runs have left in docs/pictures/data:
 #   ./benchmarks/pictures.sh                as it is
 #   ./benchmarks/pictures.sh --run          anew; or what is named: losses (on CPUs), first_run, simulation, demo
 # SMOLLM2="MODEL_FOLDER ROWS.jsonl" are the arguments of first_run.sh where no hub can be reached.
+# bf16, for docs/bf16.md, is made only if it is named. It trains STEPS (60) steps at RATE (1e-5): SMOLLM2's
+# model on its rows, or without SMOLLM2 the demo's model, after 120 steps of the demo, on the demo's rows.
 # The picture of the report is drawn by chromium or Google Chrome; without them it stays as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -58,6 +60,37 @@ run_first_run() {
     sed -nE -e 's/.*"kind": "train".*"step": ([0-9]+),.*"loss": ([^,]+),.*/\1,training,\2/p' \
       -e 's/.*"kind": "eval".*"step": ([0-9]+), "eval_loss": ([^,]+),.*/\1,held out,\2/p' "$run/metrics.jsonl"
   } > $data/first_run.csv
+}
+
+# Three runs with the same rows, from the same bf16 weights
+run_bf16() {
+  local steps=${STEPS:-60} model=$work/model rows keys flags run precision masters
+  rm -rf $work/run $work/model
+  if [ -n "${SMOLLM2:-}" ]; then
+    read -r model rows <<< "$SMOLLM2"
+    head -n -40 "$rows" > $work/train.jsonl
+    tail -n 40 "$rows" > $work/held_out.jsonl
+    keys="columns: {prompt: question, completion: answer}"
+    flags=(--config recipes/smollm2-135m.yaml --data.train_sources "[{path: $work/train.jsonl, $keys}]"
+      --data.eval_sources "[{path: $work/held_out.jsonl, $keys}]" --data.max_length 256 --data.on_too_long drop
+      --data.micro_batch_tokens 1024 --eval.generate 0)
+  else
+    train 1 2 --train.steps 120
+    python -m scripts.export $work/run $work/model --dtype bfloat16
+    rm -r $work/run
+    flags=(--model.from_config false --data.eval_sources '[data/sample/eval.jsonl]')
+  fi
+  flags+=(--model.name_or_path "$model" --train.steps "$steps" --train.learning_rate "${RATE:-1e-5}"
+    --train.warmup_examples 16 --eval.every_steps $(((steps + 9) / 10)) --checkpoint.every_steps 0)
+  echo step,run,loss > $work/bf16.csv
+  for run in fp32 "bf16 spread" "bf16 loaded"; do
+    read -r precision masters <<< "$run"
+    train 1 2 "${flags[@]}" --train.precision "$precision" --train.masters "${masters:-loaded}"
+    sed -nE 's/.*"kind": "eval".*"step": ([0-9]+), "eval_loss": ([^,]+),.*/\1,'"$run"',\2/p' \
+      $work/run/metrics.jsonl >> $work/bf16.csv
+    rm -r $work/run
+  done
+  mv $work/bf16.csv $data
 }
 
 run_simulation() {

@@ -42,6 +42,7 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"~/(lm_eval|trl|llama|serve)|llama-server": "other environments: test_after.py",
     r"^(sudo|ssh|tmux|cd|for node|export HF|\S*vllm)": "other machines",
     r"first_run": "pretrained weights: test_recipes.py",
+    r"pictures\.sh": "minutes",
 }
 FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
@@ -86,7 +87,8 @@ def test_pictures_show_their_data_and_load_nothing(tmp_path, monkeypatch):
     shutil.copytree(REPO / pictures.DATA, tmp_path / pictures.DATA)
     monkeypatch.chdir(tmp_path)
     pictures.main()
-    for name in re.findall(r"!\[.+\]\((.+)\)", README):
+    page = (REPO / "docs/bf16.md").read_text().replace("](pictures/", "](docs/pictures/")
+    for name in re.findall(r"!\[.+\]\((.+)\)", README + page):
         picture = (REPO / name).read_text()
         assert not re.search(r"<script|@import|(href|src)=\W*http|url\(\W*http", picture), name
         if "report" not in name:  # a browser draws the report

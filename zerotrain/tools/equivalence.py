@@ -10,8 +10,9 @@ gradient norms and the L2 distance of each weight tensor. Two kinds of elements 
 - An element is left out if its gradient never exceeds 2^-24 of the largest gradient: it is only
   rounding. An example is the bias of keys, which softmax ignores.
 
-In bf16 the plain loop stays in fp32. Only losses and gradient norms are compared, within 1e-2: some
-80 roundings by at most 2^-9 lie between the weights and a gradient of the small copy.
+In bf16 the plain loop begins with the same masters, and computes in fp32 with weights rounded to
+bf16. Only losses and gradient norms are compared, within 1e-2: some 80 roundings by at most 2^-9
+lie between the weights and a gradient of the small copy.
 """
 
 import json
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from zerotrain.checkpoint.masters import points_in_cells
 from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.config.ds_config import read_ds_config
@@ -34,7 +36,7 @@ from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import MAX_INT, Config, DataConfig, Source
 from zerotrain.model.architecture import auto_class, meta_model
 from zerotrain.model.hub import summarize
-from zerotrain.model.load import load_model_config
+from zerotrain.model.load import DTYPES, load_model_config
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.rows.sources import read_rows
@@ -80,9 +82,8 @@ def prove_equivalence(
     """
     config = cut_down(config, work, ranks, precision)
     cases = list(_cases(config, ranks))
-    plain = train_plainly(
-        config, load_tokenizer(config.model), lambda m: _prepared(m, config), EPSILON
-    )
+    tokenizer, dtype = load_tokenizer(config.model), DTYPES[precision]
+    plain = train_plainly(config, tokenizer, lambda m: _prepared(m, config), EPSILON, dtype)
     tolerance = TOLERANCES[precision]
     names = ["loss", "norm", "weights"] if precision == "fp32" else ["loss", "norm"]
     _print_row("", "micro-steps", *names)
@@ -180,7 +181,7 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     except Exception as error:  # A model's own constructor can raise anything.
         raise UserError(f"the model has no small copy: {summarize(error)}") from error
-    model.save_pretrained(model_folder)  # in fp32: in bf16 the masters begin with these weights
+    model.to(DTYPES[precision]).save_pretrained(model_folder)
     sources = []
     for i, source in enumerate(config.data.train_sources):
         rows = work / f"rows_{i}.jsonl"
@@ -253,9 +254,20 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _prepared(model: nn.Module, config: Config) -> nn.Module:
-    """Freeze parts of the model and insert adapters, as train.py does, and return it."""
-    seed_everything(config.train.seed)
+    """Freeze parts of the model, insert adapters and spread the masters, as train.py does, and
+    return the model.
+    """
+    train = config.train
+    seed_everything(train.seed)
     freeze_and_adapt(model, config.model)
+    if train.precision != "fp32":
+        dtype = DTYPES[train.precision]
+        for name, p in model.named_parameters():
+            p.data = p.data.to(dtype).float()
+            if p.requires_grad and ".lora_" not in name:
+                index, key = np.arange(p.numel()), f"{train.seed} {name}"
+                values = p.data.flatten()
+                p.data = points_in_cells(values, values, index, key, dtype).view_as(p)
     return model
 
 

@@ -4,7 +4,8 @@ It shares with the trainer only the rows' tokens and the choice of each step's r
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
@@ -48,12 +49,14 @@ def train_plainly(
     tokenizer: PreTrainedTokenizerBase,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
     eps: float = 1e-8,
+    dtype: torch.dtype | None = None,
 ) -> PlainRun:
     """Train in fp32 on the CPU with AdamW and a linear schedule.
 
     Args:
         prepare: edits the model and returns it. With nn.Module.double, the loop runs in float64.
         eps: eps of AdamW.
+        dtype: a step computes with weights rounded to this type, as in mixed precision.
     """
     train = config.train
     make_caches(config)
@@ -82,7 +85,8 @@ def train_plainly(
     for k in range(steps):
         chosen = order.examples(*divmod(k, per_epoch))
         optimizer.zero_grad()
-        losses.append(mean_loss(model, [rows[i] for i in chosen], backward=True))
+        with rounded(model, dtype):
+            losses.append(mean_loss(model, [rows[i] for i in chosen], backward=True))
         # fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements.
         gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
         for name, gradient in gradients.items():
@@ -99,6 +103,17 @@ def train_plainly(
     evals = before, mean_loss(model, held_out)
     weights = dict(model.named_parameters())
     return PlainRun(losses, norms, rates, evals, weights, peaks)
+
+
+@contextmanager
+def rounded(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """A context in which the model computes with its weights rounded to a type."""
+    masters = [(p, p.data) for p in model.parameters()]
+    for p, data in masters:
+        p.data = data.to(dtype or data.dtype).to(data)
+    yield
+    for p, data in masters:
+        p.data = data
 
 
 def read_rows(cache: TokenizedRows) -> list[Row]:

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 import torch
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
+from zerotrain.checkpoint.start import Start
 from zerotrain.config.ds_config import zero_stage
 from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import DataConfig
@@ -22,11 +23,12 @@ FEW_STEPS = 100  # Epochs with fewer steps get a warning.
 
 
 def startup_table(
-    setup: Setup, plan: DataPlan, eval_plans: dict[str, DataPlan], schedule: Schedule
+    setup: Setup, start: Start, eval_plans: dict[str, DataPlan], schedule: Schedule
 ) -> dict[str, str]:
     """Say what the run is about to do: name of a fact -> text with units."""
     config = setup.config
     train = config.train
+    plan = start.plan
     architecture = setup.architecture
     counts = architecture.counts
     steps = schedule.total_steps
@@ -42,7 +44,6 @@ def startup_table(
         f"{counts.trained:,} of them trained",
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
-        **masters_row(setup),
         **data_rows(config.data, plan, eval_plans),
         "supervised": f"{supervised:.0%} of tokens supervised, {plan.order.tokens_per_epoch:,} "
         f"tokens per epoch; {plan.data.meta.masks}",
@@ -61,6 +62,13 @@ def startup_table(
     if is_multimodal(architecture.model_config):
         is_whole = is_multimodal(architecture.skeleton.config)
         rows["images and audio"] = "their modules are frozen" if is_whole else "left out"
+    if train.precision != "fp32" and start.checkpoint is None:
+        masters = f"the {train.precision} weights"
+        if train.masters == "spread" and not config.model.lora:
+            masters = f"random points that round to {masters}"
+            if architecture.model_config.dtype == torch.float32 and weights == "pretrained":
+                masters = "the numbers of the model's fp32 files"
+        rows["masters begin"] = f"at {masters}"
     # A user's own rows are often few, and the recipes are made for many. train.steps is meant.
     enough = train.steps or max(steps, FEW_STEPS)
     if steps < max(enough, schedule.warmup_steps):
@@ -75,19 +83,6 @@ def startup_table(
             f"({enough * batch / plan.epoch_size:,.2g} epochs)"
         )
     return rows
-
-
-def masters_row(setup: Setup) -> dict[str, str]:
-    """Say where the master weights begin; nothing in fp32."""
-    config = setup.config
-    if config.train.precision == "fp32":
-        return {}
-    where = f"as the {config.train.precision} weights"
-    if config.train.masters == "spread":
-        where = f"at random points that round to the {config.train.precision} weights"
-        if setup.architecture.model_config.dtype == torch.float32 and not config.model.from_config:
-            where = "from the model's files, in fp32"
-    return {"master weights": where}
 
 
 def data_rows(
