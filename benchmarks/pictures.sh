@@ -9,12 +9,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-data=docs/pictures/data work=runs/pictures
+data=docs/pictures/data work=runs/pictures recipe=demo
 mkdir -p $data/demo $work
 
-# RANKS STAGE [FLAG ...]: the demo's recipe for 30 steps
+# RANKS STAGE [FLAG ...]: the recipe for 30 steps
 train() {
-  torchrun --standalone --nproc_per_node "$1" train.py --config recipes/demo.yaml --output_dir $work/run \
+  torchrun --standalone --nproc_per_node "$1" train.py --config "recipes/$recipe.yaml" --output_dir $work/run \
     --ds_config "ds_configs/zero$2.json" --train.steps 30 --data.eval_sources '[]' --eval.every_steps 0 \
     --checkpoint.every_steps 10 --tracking.wandb disabled "${@:3}" >> $work/log 2>&1
 }
@@ -64,14 +64,15 @@ run_first_run() {
 
 # Three runs with the same rows, from the same bf16 weights
 run_bf16() {
-  local steps=${STEPS:-60} model=$work/model rows keys flags run precision masters
+  local steps=${STEPS:-60} recipe=demo model=$work/model rows keys flags run precision masters
   rm -rf $work/run $work/model
   if [ -n "${SMOLLM2:-}" ]; then
     read -r model rows <<< "$SMOLLM2"
     head -n -40 "$rows" > $work/train.jsonl
     tail -n 40 "$rows" > $work/held_out.jsonl
     keys="columns: {prompt: question, completion: answer}"
-    flags=(--config recipes/smollm2-135m.yaml --data.train_sources "[{path: $work/train.jsonl, $keys}]"
+    recipe=smollm2-135m
+    flags=(--data.train_sources "[{path: $work/train.jsonl, $keys}]"
       --data.eval_sources "[{path: $work/held_out.jsonl, $keys}]" --data.max_length 256 --data.on_too_long drop
       --data.micro_batch_tokens 1024 --eval.generate 0)
   else
