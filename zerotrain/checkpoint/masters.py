@@ -6,7 +6,7 @@ sees nothing of the updates of a weight until their sum leaves the cell. In bf16
 needs 25 updates of 1e-5. Here each master begins elsewhere in its cell, so that some weights change
 with the first update:
 
-- at the number in the model's files, if these are more precise than the run, such as fp32 files;
+- at the number in the model's files, if they are in fp32 and 16 bits cannot hold the number;
 - otherwise at a random point of the cell, which depends on the seed, the parameter's name and the
   element's index, but not on the number of ranks, the ZeRO stage or the device.
 
