@@ -146,12 +146,14 @@ class PublishedRun:
             rates=rates,
         )
         tokens = self.sequence * self.micro_batch * self.accumulation * self.gpus
+        flops = self.setup.architecture.flops
         workload = Workload(
             config=self.setup.config,
             architecture=self.setup.architecture,
             tokens=tokens,
             supervised=tokens,
-            pairs=tokens * (self.sequence + 1) / 2,
+            attention=tokens
+            * (flops.of_examples(np.array([self.sequence]), 0) / self.sequence - flops.token),
             recomputed=RECOMPUTED[self.checkpointing],
             steps=1,
         )

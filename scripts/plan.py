@@ -141,7 +141,9 @@ def make_workload(
         model,
         tokens=examples * lengths.mean(),
         supervised=examples * supervised.mean(),
-        pairs=examples * (lengths * (lengths + 1.0) / 2).mean(),
+        attention=examples
+        * (model.flops.of_examples(lengths, 0) - model.flops.token * lengths.sum())
+        / len(lengths),
         recomputed=float(config.model.activation_checkpointing),
         steps=train.steps or (trained and train.epochs * math.ceil(trained / examples)),
     )

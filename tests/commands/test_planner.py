@@ -118,7 +118,7 @@ def workload(tiny_config):
         model,
         tokens=tokens,
         supervised=tokens,
-        pairs=tokens * 125,
+        attention=tokens * 125 * model.flops.pair,
         recomputed=0.0,
         steps=100,
     )

@@ -2,6 +2,7 @@
 
 import shutil
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ from harness.inputs import read_config, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerotrain.config.schema import MAX_INT
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder, derive_key, permute
 from zerotrain.data.loader import load_steps
 from zerotrain.data.plan import Budget, plan_step
@@ -127,6 +129,22 @@ def test_every_first_position_is_equally_likely():
 # Assignment to ranks
 
 
+FULL = Budget(1, 1).windows
+
+
+def test_the_cost_of_attention_is_that_of_each_layer():
+    """Twice the pairs of a query and a key, minus the length; in integers for full attention."""
+    lengths = np.arange(1, 64)
+    full = Budget(2, 64, linear_cost=100)
+    assert (full.cost(lengths) == lengths * (100 + lengths)).all()
+    assert (replace(full, windows=()).cost(lengths) == 100 * lengths).all()
+    three_of_four = replace(full, windows=((16, 0.75), (MAX_INT, 0.25)))
+    for length in lengths:
+        in_window = 2 * sum(min(query, 16) for query in range(1, length + 1)) - length
+        attention = 0.75 * in_window + 0.25 * length**2
+        assert three_of_four.cost(np.array([length])) == 100 * length + int(attention)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=150),
@@ -134,14 +152,13 @@ def test_every_first_position_is_equally_likely():
     cap=st.integers(64, 300),
     packed=st.booleans(),
     k=st.sampled_from([1, 100, 24_576]),
+    windows=st.sampled_from([FULL, ((16, 0.75), (MAX_INT, 0.25)), ()]),
 )
-def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, packed, k):
+def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, packed, k, windows):
     lengths = np.array(lengths, np.int32)
     rows = np.arange(len(lengths))
-    step_plan, other = (
-        plan_step(r, lengths, lengths, Budget(world_size, cap, k, packed))
-        for r in (rows, rows[::-1])
-    )
+    budget = Budget(world_size, cap, k, packed, windows)
+    step_plan, other = (plan_step(r, lengths, lengths, budget) for r in (rows, rows[::-1]))
     groups = groups_of(step_plan)
     for one, of_another_order in zip(groups, groups_of(other), strict=True):
         assert one.tolist() == of_another_order.tolist()

@@ -1,10 +1,14 @@
 """Model FLOPs equal torch's count.    pytest tests/model/test_flops.py"""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -16,6 +20,7 @@ from transformers import (
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import count_flops
 from zerotrain.model.trained import freeze_and_adapt, skeleton_to_train
+from zerotrain.tools.equivalence import small_config
 
 SIZES = {**SMALL_SIZES, "num_hidden_layers": 3}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -58,6 +63,36 @@ def counted_here(architecture, options) -> float:
 def test_a_model_that_is_trained_as_a_whole(family):
     architecture = FAMILIES[family]
     assert counted_here(architecture, ALL) == counted_by_torch(architecture, ALL)
+
+
+KINDS = ["mistral", "gpt_oss", "gemma4_text", "lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid",
+         "nemotron_h", "deepseek_v32"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_windows_and_layers_without_attention(kind):
+    """The numbers of attention weights above 0, and of torch's operations in linear layers. Torch
+    counts a convolution of each channel alone as one of all channels.
+    """
+    torch.manual_seed(0)
+    config = small_config(AutoConfig.for_model(kind, pad_token_id=None))
+    for key in ("sliding_window", "index_topk", "vocab_size_per_layer_input"):
+        setattr(config, key, 16)
+    config.vocab_size, config._experts_implementation = LENGTH + 1, "eager"
+    flops = flops_of(ALL, copy.deepcopy(config))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.arange(LENGTH)[None] % 16
+    attentions = model(ids, use_cache=False, output_attentions=True).attentions
+    weights = [(a[0, 0, :, -LENGTH:] > 0).sum().item() for a in attentions if a is not None]
+    counted = flops.of_examples(np.array([LENGTH]), 0) - LENGTH * flops.token
+    assert counted == pytest.approx(flops.pair * sum(weights) / len(weights))
+    if kind != "deepseek_v32":  # The loss has no gradient for an indexer.
+        with FlopCounterMode(display=False) as counter:
+            model.train()(ids, use_cache=False).logits.sum().backward()
+        operations = counter.get_flop_counts()["Global"]
+        linear = sum(n for name, n in operations.items() if str(name) in ("aten.mm", "aten.addmm"))
+        convolved = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Conv1d))
+        assert LENGTH * (flops.token + flops.supervised_token - 6 * convolved) == linear
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():

@@ -13,8 +13,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zerotrain.config.schema import MAX_INT
+
 # Bucketed examples are padded to a multiple of this length, which suits tensor cores.
 PAD_MULTIPLE = 8
+
+
+def squares(lengths: np.ndarray, window: int) -> np.ndarray:
+    """Return twice the pairs of a query and a key in examples, minus their lengths: L*L for an
+    example of L tokens that fits the window, and less for longer ones.
+
+    Args:
+        window: tokens that a query attends to, its own included.
+    """
+    beyond = np.maximum(lengths - window, 0)
+    return lengths**2 - beyond * (beyond + 1)
 
 
 @dataclass(frozen=True)
@@ -26,9 +39,12 @@ class Budget:
     """Maximum tokens per micro-batch: with padding when bucketed, without when packed."""
     linear_cost: int = 24_576
     """K in the cost K*L + L*L of an example of L tokens. The dense layers of one token cost as much
-    as its attention to K tokens."""
+    as its attention to K tokens, in all layers that have attention."""
     packed: bool = False
     """Concatenate the examples of a micro-batch instead of padding them."""
+    windows: tuple[tuple[int, float], ...] = ((MAX_INT, 1.0),)
+    """The sizes of attention windows, and the share of attention that each has. The cost has the
+    mean of their `squares` in place of L*L."""
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Return the lengths that count against the budget: padded ones when bucketed."""
@@ -36,8 +52,9 @@ class Budget:
         return -(-lengths // multiple) * multiple
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost K*L + L*L of examples of these lengths, in integers."""
-        return lengths * (self.linear_cost + lengths)
+        """Return the costs of examples of these lengths, int64."""
+        attention = sum(share * squares(lengths, window) for window, share in self.windows)
+        return (lengths * self.linear_cost + attention).astype(np.int64)
 
 
 @dataclass(frozen=True)

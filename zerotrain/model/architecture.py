@@ -2,6 +2,7 @@
 cost per token.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from transformers import (
 )
 
 from zerotrain.config.ds_config import offload_devices, secondary_ranks, zero_stage
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import MAX_INT, Config
+from zerotrain.data.plan import squares
 from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
@@ -190,9 +192,11 @@ class ModelFlops:
     on any hardware. A weight of a matrix costs a token 2 forward, 2 for the gradient of its input,
     and 2 for its own gradient if it is trained: 6 if trained, 4 if frozen. A token multiplies
     num_experts_per_tok / num_experts of the experts' weights. The output head counts for supervised
-    tokens only. Causal attention counts 12 x the width of all queries per pair of tokens and layer;
-    sliding windows are ignored. Recomputed activations count once. Padding, look-ups, norms,
-    activation functions and the optimizer do not count.
+    tokens only. Causal attention counts 12 x the width of all queries per layer and pair of a token
+    and itself or an earlier token within the layer's window. A chunk counts as a window of its
+    size; so do the tokens that an indexer chooses. Recomputed activations count once. Padding,
+    look-ups, norms, activation functions, an indexer's scores, the recurrences of linear attention
+    and Mamba, and the optimizer do not count.
     """
 
     token: float
@@ -200,14 +204,16 @@ class ModelFlops:
     supervised_token: float
     """FLOPs of the output head for a token that is a target of the loss."""
     pair: float
-    """FLOPs of attention for a pair of a token and itself or an earlier token."""
+    """FLOPs of attention for a pair of a token and itself or an earlier token, in all layers."""
+    windows: tuple[tuple[int, float], ...]
+    """The sizes of attention windows, and the share of `pair` that the layers with each have."""
     linear_cost: int
     """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
     units of attention to one token.
 
-    A layer's matrices with P parameters cost 2*P*L FLOPs. Its causal attention with hidden size h
-    costs 2*h*L^2 (scores and weighted sum, each over half of the square). Dividing both by 2*h
-    gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
+    Matrices with P parameters for each layer with attention cost 2*P*L FLOPs. Causal attention with
+    hidden size h costs 2*h*L^2 (scores and weighted sum, each over half of the square). Dividing
+    both by 2*h gives K = P/h, about 12*h for a GPT: 24,576 for h = 2048.
     """
 
     def of_examples(self, lengths: np.ndarray, supervised_tokens: float) -> float:
@@ -218,21 +224,18 @@ class ModelFlops:
             supervised_tokens: supervised tokens of all of them.
         """
         length = lengths.astype(np.float64)
+        pairs = sum(share * (squares(length, w) + length).sum() / 2 for w, share in self.windows)
         return (
             self.token * length.sum()
             + self.supervised_token * supervised_tokens
-            + self.pair * (length @ (length + 1)) / 2
+            + self.pair * pairs
         )
 
 
 def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
     """Return the config's value of a name, or each layer's value; empty if it has none."""
-    try:
-        size = getattr(text, name, None)
-    except RuntimeError:  # configs with sizes per layer refuse access to the global size
-        size = [getattr(layer, name, None) for layer in text.per_layer_config]
-    sizes = size if isinstance(size, (list, tuple)) else [size]
-    return [n for n in sizes if isinstance(n, (int, float))]
+    sizes = [getattr(layer, name, None) for layer in text.per_layer_config]
+    return [n for n in np.ravel(sizes).tolist() if isinstance(n, (int, float))]
 
 
 def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
@@ -244,6 +247,15 @@ def heads_divide(skeleton: nn.Module, ranks: int) -> bool:
     return all(n % ranks == 0 for n in heads)
 
 
+WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
+"""Values of layer_types."""
+WINDOWS = {
+    "sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size", "indexed_attention": "index_topk",
+}  # fmt: skip
+"""Value of layer_types -> key of the config with the number of tokens that a token attends to."""
+
+
 def count_flops(skeleton: nn.Module) -> ModelFlops:
     """Return the FLOPs of a model as it is trained.
 
@@ -251,22 +263,29 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
         skeleton: the model on the meta device, with requires_grad as in training.
     """
     text = skeleton.config.get_text_config()
-    layers = int(text.num_hidden_layers)
-    width = hidden = hidden_size(skeleton)
-    heads, head_sizes = (sizes_of(text, name) for name in ("num_attention_heads", "head_dim"))
-    if heads and head_sizes:
-        width = heads[0] * head_sizes[0]
+    hidden = hidden_size(skeleton)
+    # The layers of types without layer_types have a window if the config has one.
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    attending, windows = 0, Counter()
+    for kind, layer in zip(kinds, text.per_layer_config, strict=True):
+        if kind not in WITHOUT_ATTENTION:
+            attending += 1
+            window = getattr(layer, WINDOWS.get(kind, ""), None) or MAX_INT
+            heads = getattr(layer, "num_attention_heads", 1)
+            # Queries may be wider than values. In DeepSeek's configs head_dim is something else.
+            names = ("qk_head_dim", "head_dim", "v_head_dim")
+            sizes = [n for name in names if (n := getattr(layer, name, None))] or [hidden / heads]
+            windows[window] += heads * (sizes[0] + sizes[-1]) / 2
     body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
     of_head = set(skeleton.get_output_embeddings().modules())
-    in_body, trained_in_body = _multiplied_weights(
-        [m for m in body.modules() if m not in of_head], text
-    )
-    in_head, trained_in_head = _multiplied_weights(of_head, text)
+    in_body, token = _multiplied_weights([m for m in body.modules() if m not in of_head], text)
+    width = windows.total()
     return ModelFlops(
-        token=4 * in_body + 2 * trained_in_body,
-        supervised_token=4 * in_head + 2 * trained_in_head,
-        pair=12 * width * layers,
-        linear_cost=max(1, int(in_body) // (layers * hidden)),
+        token=token,
+        supervised_token=_multiplied_weights(of_head, text)[1],
+        pair=12 * width,
+        windows=tuple((window, n / width) for window, n in windows.items()),
+        linear_cost=max(1, int(in_body) // (max(1, attending) * hidden)),
     )
 
 
@@ -278,17 +297,18 @@ def hidden_size(skeleton: nn.Module) -> int:
 def _multiplied_weights(
     modules: Iterable[nn.Module], text: PretrainedConfig
 ) -> tuple[float, float]:
-    """Count the weights that a token is multiplied with, and how many of them are trained."""
-    active = getattr(text, "num_experts_per_tok", None) or 1
-    total = trained = 0.0
+    """Count the weights that a token is multiplied with, and the FLOPs for it."""
+    active, *_ = *sizes_of(text, "num_experts_per_tok"), *sizes_of(text, "top_k_experts"), 1
+    total = flops = 0.0
     for module in modules:
         own = list(module.parameters(recurse=False))
-        is_packed = any(p.dim() == 3 for p in own)  # [experts, rows, columns]
+        # [experts, rows, columns], not [channels, 1, size] of a convolution
+        is_packed = any(p.dim() == 3 and p.shape[1] > 1 for p in own)
         for p in own:
             # Look-ups, norms, biases and the biases of packed experts multiply nothing.
             if isinstance(module, nn.Embedding) or p.dim() < (3 if is_packed else 2):
                 continue
             weights = p.numel() * (active / len(p) if is_packed else 1)
             total += weights
-            trained += weights * p.requires_grad
-    return total, trained
+            flops += weights * (4 + 2 * p.requires_grad)
+    return total, flops

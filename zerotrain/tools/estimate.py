@@ -124,8 +124,8 @@ class Workload:
     """Tokens per optimizer step, without padding."""
     supervised: float
     """Targets of the loss per optimizer step."""
-    pairs: float
-    """Pairs (query, key) of attention per optimizer step: a token, and itself or an earlier one."""
+    attention: float
+    """FLOPs of attention per optimizer step."""
     recomputed: float
     """Share of the forward pass that the backward pass repeats."""
     steps: int | None
@@ -276,7 +276,7 @@ def _compute(
     seconds_at_peak = (
         model.flops.token * workload.tokens * (1 + forward * again) / rates.matmul_share
         # FlashAttention computes the scores once more in its backward pass.
-        + model.flops.pair * workload.pairs * (3.5 + again) / 3 / rates.attention_share
+        + workload.attention * (3.5 + again) / 3 / rates.attention_share
         + model.flops.supervised_token * workload.supervised / rates.head_share
     ) / (cluster.ranks * cluster.gpu.flops_per_s)
     peaks = cluster.gpu.flops_per_s / A100_FLOPS_PER_S

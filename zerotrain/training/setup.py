@@ -82,6 +82,7 @@ class Setup:
             micro_batch_tokens=data.micro_batch_tokens,
             linear_cost=self.architecture.flops.linear_cost,
             packed=data.batching == "packed",
+            windows=self.architecture.flops.windows,
         )
 
 
@@ -130,10 +131,7 @@ def open_run_on_all_ranks(
     setup, tokenizer = world.run_on_all(lambda: open_run(config, machine), first_on_node=True)
     # open_run leaves this out, because tools resolve runs for other machines.
     world.run_on_all(lambda: check_machine(setup.config, setup.ds_config, machine))
-    text = (
-        f"linear_cost: {setup.budget.linear_cost}\n{dump_config(setup.config)}"
-        f"{json.dumps(setup.ds_config, indent=1)}"
-    )
+    text = f"{setup.budget}\n{dump_config(setup.config)}{json.dumps(setup.ds_config, indent=1)}"
     # Nodes may differ in their GPUs, and so in precision, or in versions of libraries.
     world.require_same("the resolved config", text)
     return setup, tokenizer, world.in_groups(*group_sizes(setup.ds_config))
