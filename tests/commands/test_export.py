@@ -159,6 +159,39 @@ def test_adapters_alone_and_merged_into_the_base_wherever_it_is(trained, tmp_pat
     export(str(moved))
 
 
+MIXERS = {
+    "qwen3_5_text": {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                     "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16,
+                         "shared_intermediate_size": 48, "num_local_experts": 0,
+                         "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_adapters_of_mixers_are_merged(trained, tmp_path, sample_tokenizer, kind):
+    special = {n: getattr(sample_tokenizer, n) for n in ("eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(
+        kind, **{"bos_token_id": None, **special, **SMALL_SIZES, **MIXERS[kind]}
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    sample_tokenizer.save_pretrained(tmp_path / "base")
+    checkpoint, logits = trained(tmp_path / "base", "zero2", model__lora={"r": 4})
+    export_checkpoint(checkpoint, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(tmp_path / "merged")[1], logits, rtol=0, atol=1e-5)
+    export_checkpoint(checkpoint, tmp_path / "adapter", only_adapters=True)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(".in_proj" in name and tensor.any() for name, tensor in tensors.items())
+    model, _ = logits_of(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        found = model(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+
+
 def test_a_tied_head_with_an_adapter_is_untied(trained, tmp_path, base):
     """Embeddings are trained as a whole. No file has the random weights."""
     lora = {"r": 4, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]}

@@ -25,6 +25,7 @@ from zerotrain.model.architecture import Counts, count_parameters
 from zerotrain.model.load import quantized
 from zerotrain.model.trained import skeleton_to_train
 from zerotrain.runtime.errors import UserError
+from zerotrain.tools.equivalence import small_config
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 LAYERS, INNER = 4, 1024
@@ -209,11 +210,53 @@ def test_experts_and_routers_have_no_adapters():
     qwen = Qwen3MoeConfig(
         **SMALL_SIZES, moe_intermediate_size=24, num_experts=6, mlp_only_layers=[0]
     )
-    for settings in ({}, {"target_modules": ["q_proj", "gate"]}):
-        with pytest.raises(UserError, match=r"^model\.lora\.target_modules: .* router") as refused:
-            skeleton(qwen, lora=LoraConfig(**settings))
+    with pytest.raises(UserError, match=r"^model\.lora\.target_modules: .* router") as refused:
+        skeleton(qwen, lora=LoraConfig(target_modules=["q_proj", "gate"]))
     layers = re.search(r"name only layers such as \[(.*)\]", str(refused.value))[1].split(", ")
-    skeleton(qwen, lora=LoraConfig(target_modules=layers))
+    named = adapted(qwen, target_modules=layers)
+    # peft would take the names of a dense layer's matrices for the experts of other layers.
+    assert named == adapted(qwen) and {name.split(".")[-1] for name in named} == {*layers}
+
+
+def adapted(architecture, **settings):
+    """The modules that have adapters, in the order in which their weights are drawn."""
+    named = skeleton(architecture, lora=LoraConfig(r=2, **settings)).named_modules()
+    return [name for name, module in named if hasattr(module, "lora_A")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "mistral"])
+def test_by_default_each_matrix_of_a_layer_has_an_adapter(kind):
+    layer = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = AutoConfig.for_model(kind, **SMALL_SIZES)
+    assert adapted(config) == adapted(config, target_modules=layer)
+    assert len(adapted(config)) == 2 * len(layer)
+
+
+@pytest.mark.parametrize("kind, mixer, expected, without", [
+    ("qwen3_5_text", "linear_attn", "in_proj_a in_proj_b in_proj_qkv in_proj_z out_proj", []),
+    ("lfm2", "conv", "in_proj out_proj", []),
+    # A kernel gets out_proj.weight, and so no adapter of it.
+    ("granitemoehybrid", "mamba", "in_proj", ["out_proj"]),
+    ("falcon_h1", "mamba", "in_proj", ["out_proj"]),
+])  # fmt: skip
+def test_mixers_have_adapters_where_kernels_use_them(kind, mixer, expected, without):
+    config = small_config(AutoConfig.for_model(kind))
+    if kind == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    of_mixer = [name for name in adapted(config) if f".{mixer}." in name]
+    assert {name.split(".")[-1] for name in of_mixer} == {*expected.split()}
+    for name in without:
+        with pytest.raises(UserError, match=rf"{mixer}\.{name} cannot have an adapter"):
+            adapted(config, target_modules=["in_proj", name])
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "phimoe", "jetmoe", "gemma4_text", "deepseek_v32"])
+def test_routers_and_indexers_that_are_linear_layers_have_no_adapters(kind):
+    sizes = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    gemma = {"enable_moe_block": True, **sizes} if kind == "gemma4_text" else {}
+    config = small_config(AutoConfig.for_model(kind, **gemma))
+    assert adapted(config)
+    assert not any(re.search("router|indexer", name) for name in adapted(config))
 
 
 def test_a_vision_tower_gets_no_adapters():

@@ -60,7 +60,7 @@ class LoraConfig(Section):
     """Dropout of the adapter's input."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules with adapters, by the ends of their names, such as [q_proj, v_proj]; all-linear:
-    every linear layer except the output head, experts and routers.
+    every linear layer except the output head, experts, routers, and what Mamba's kernels read.
     """
     modules_to_save: list[str] = field(default_factory=list)
     """Modules to train as a whole, without adapters, such as [embed_tokens, lm_head]."""

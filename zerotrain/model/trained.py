@@ -68,19 +68,29 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         UserError: as freeze_and_adapt.
     """
     import peft  # takes a second
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     head = model.get_output_embeddings()
     used = _text_modules(model)
     modules = {name: m for name, m in model.named_modules() if m in used}
     # peft's own all-linear includes routers and experts of some models.
-    if lora.target_modules == "all-linear":
+    all_linear = lora.target_modules == "all-linear"
+    if all_linear:
         targets = [
             name
             for name, module in modules.items()
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+            if isinstance(module, (nn.Linear, Conv1D))
+            and module is not head
+            and {"router", "gate", "indexer"}.isdisjoint(name.split("."))
+            and not _is_bypassed(name, modules)
         ]
     else:
         targets = _matching("lora.target_modules", lora.target_modules, modules, _is_end)
+        if bypassed := [name for name in targets if _is_bypassed(name, modules)]:
+            raise UserError(
+                f"model.lora.target_modules: {bypassed[0]} cannot have an adapter: Mamba's kernels "
+                "read its weight alone; of a Mamba mixer, name only in_proj"
+            )
     _matching("lora.modules_to_save", lora.modules_to_save, modules, _is_end)
     name, revision = split_revision(config.name_or_path)
     settings = peft.LoraConfig(
@@ -94,19 +104,27 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         modules_to_save=lora.modules_to_save or None,
     )
     try:
+        # If a model's experts were modules before transformers 5, peft takes names such as gate and
+        # up_proj for its experts and router, even if other layers have these names.
+        convert_peft_config_for_transformers(settings, model, None)
+        if settings.target_parameters and not all_linear:
+            raise UserError(
+                f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
+                f"{first_of(sorted(settings.target_parameters))}, which are experts or a router "
+                "and cannot have adapters; name only layers such as [q_proj, k_proj, v_proj, "
+                "o_proj]"
+            )
+        settings.target_parameters, settings.rank_pattern, settings.alpha_pattern = None, {}, {}
         with warnings.catch_warnings(action="ignore"):  # about tied weights: an export unties them
-            adapters = peft.LoraModel(model, settings, ADAPTER)
+            return peft.LoraModel(model, settings, ADAPTER)
     except (ValueError, RuntimeError) as error:  # e.g. a 4-bit module in modules_to_save
         raise UserError(f"model.lora: {summarize(error)}") from error
-    # If a model's experts were modules before transformers 5, peft takes names such as gate and
-    # up_proj for its experts and router, even if other layers have these names.
-    if settings.target_parameters or settings.rank_pattern:
-        raise UserError(
-            f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
-            f"{first_of(sorted(settings.target_parameters))}, which are experts or a router and "
-            "cannot have adapters; name only layers such as [q_proj, k_proj, v_proj, o_proj]"
-        )
-    return adapters
+
+
+def _is_bypassed(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Return whether a module belongs to a Mamba mixer, whose kernels read its weight alone."""
+    mixer = modules.get(name.rpartition(".")[0])
+    return hasattr(mixer, "ssm_state_size") and not _is_end("in_proj", name)
 
 
 def _text_modules(model: nn.Module) -> set[nn.Module]:

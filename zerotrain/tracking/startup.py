@@ -39,9 +39,13 @@ def startup_table(
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
     weights = "random" if config.model.from_config else "pretrained"
+    named = setup.architecture.skeleton.named_parameters()
+    adapted = sum(p.numel() for name, p in named if ".base_layer." in name) / counts.total
     rows = {
         "model": f"{config.model.name_or_path}, {weights} weights, {counts.total:,} parameters, "
-        f"{counts.trained:,} of them trained",
+        f"{counts.trained:,} of them trained"
+        + f"; adapters on {adapted:.0%} of the weights"
+        * bool(config.model.lora),
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data, plan, eval_plans),
