@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, Source
+from zerotrain.config.schema import CHAT_TEMPLATES, DataConfig, ModelConfig, Source
 from zerotrain.rows.chat_template import end_answers, fit_template, set_chat_template
 from zerotrain.rows.render import tokenize_row
 from zerotrain.rows.sources import BadRow
@@ -60,7 +60,7 @@ def supervised_turns(tokenizer, messages, supervise="answers", ignore_keys=(), *
     """The text of each run of supervised tokens."""
     config = dataclasses.replace(CONFIG, supervise=supervise, ignore_keys=[*ignore_keys])
     row = {"messages": copy.deepcopy(messages), **more}
-    ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format="messages"), config)
+    ids, mask, *_ = tokenize_row(row, tokenizer, Source("rows", format="messages"), config)
     edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
     return [tokenizer.decode(turn) for turn in np.split(ids, edges)[1::2]]
 
@@ -377,7 +377,7 @@ def test_templates_whose_turns_cannot_be_located_are_refused():
     joined = "m.content.split('<think>') | join(messages[0].content)"
     chat = [CHAT[0], {**CHAT[1], "content": "2<think>2"}, *CHAT[2:]]
     read, by_name = partial(supervised_turns, messages=chat), tokenizer_with(WORDS, None, special)
-    set_chat_template(by_name, "chatml")
+    set_chat_template(by_name, ModelConfig("", chat_template="chatml"))
     for template, problem in (
         (chatml.replace("m.content", joined), "text inside"),
         (chatml.replace(end, next_user), "end-of-turn"),
@@ -441,7 +441,8 @@ def test_an_unknown_name_of_a_template_lists_the_known_ones():
     read = partial(supervised_turns, tokenizer)
     refused("has no chat template, but ... ; set model.chat_template", read, CHAT)
     named = "mistrall is not ... alpaca, ... mean mistral?"
-    refused(named, partial(set_chat_template, tokenizer), "mistrall", "mistral")
+    names = (ModelConfig("", chat_template=name) for name in ("mistrall", "mistral"))
+    refused(named, partial(set_chat_template, tokenizer), *names)
     read(CHAT)
 
 
@@ -480,7 +481,7 @@ def test_rows_without_a_template(tmp_path):
     tokenizer = tokenizer_with(WORDS, None, ["<s>"])
 
     def supervised(row, kind):
-        ids, mask, _ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
+        ids, mask, *_ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
         return tokenizer.decode(ids[mask]), tokenizer.decode(ids)
 
     named = "set eos_token in its tokenizer_config.json"

@@ -27,6 +27,7 @@ from zerotrain.config.schema import Config, DataConfig, ModelConfig, Source, Tra
 from zerotrain.data.cache import hold_out, open_cache
 from zerotrain.data.caches import make_missing_caches, open_caches
 from zerotrain.model.tokenizer import load_tokenizer
+from zerotrain.rows.chat_template import set_chat_template
 from zerotrain.rows.sources import read_rows
 from zerotrain.rows.tokenize import make_caches
 
@@ -453,6 +454,45 @@ def test_rows_without_what_the_generation_prompt_ends_with_are_counted(
     template = GPT_OSS.replace("<|assistant|>{% endif", "<|assistant|>" + thought + "{% endif")
     data = build([{"messages": TURNS}] * 3, tokenizer_with(sample_tokenizer, template))
     assert data.meta.unprompted == ({thought: 3} if thinks else {})
+
+
+EMPTY = "<think>\n\n</think>\n\n"
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}"
+    + EMPTY
+    + "{% endif %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is false %}" + EMPTY + "{% else %}PROMPT{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prompt", ["<think>\n", ""])
+def test_a_server_of_rows_with_empty_thinking_blocks_gets_their_prompt(
+    build, sample_tokenizer, prompt
+):
+    """As in the templates of Qwen3.5 and Nemotron 3, whose prompts open a block, and of Qwen3,
+    whose prompts do not. chat_template_kwargs are in the template that an export gets.
+    """
+    rows = [{"messages": TURNS[:2]}] * 3
+    tokenizer = tokenizer_with(sample_tokenizer, THINKS.replace("PROMPT", prompt))
+    opened = build(rows, tokenizer)
+    assert opened.meta.unprompted == ({prompt: 3} if prompt else {})
+    assert "3 rows have an empty thinking block" in opened.meta.masks
+    set_chat_template(tokenizer, ModelConfig("", chat_template_kwargs={"enable_thinking": False}))
+    closed = build(rows, tokenizer)
+    assert closed.meta.unprompted == {}
+    assert closed.table["input_ids"].equals(opened.table["input_ids"])
+    served = copy.deepcopy(sample_tokenizer)
+    served.chat_template = closed.meta.chat_template
+    text = served.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|assistant|>" + EMPTY)
+
+
+def test_values_for_a_template_need_one(sample_tokenizer):
+    tokenizer = tokenizer_with(sample_tokenizer, None)
+    config = ModelConfig("", chat_template_kwargs={"enable_thinking": False})
+    named = "chat_template_kwargs: ... has no chat template, or several; set model.chat_template"
+    cure = dataclasses.replace(config, chat_template="chatml")
+    refused(named, partial(set_chat_template, tokenizer), config, cure)
 
 
 def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(build, sample_tokenizer):

@@ -48,7 +48,7 @@ OTHER_NAMES = """
 """Names in transformers' Trainer, DeepSpeed and other tools: the key that does the same here."""
 SAID_OF_A_BASE = (
     "model.tokenizer", "model.chat_template", "model.trainable", "data.supervise",
-    "data.ignore_keys", "data.as_chat", "tracking.project",
+    "data.ignore_keys", "data.as_chat", "tracking.project", "model.chat_template_kwargs",
 )  # fmt: skip
 """Keys that a base should not set unnoticed. They fit its own model and rows, and the start-up
 table does not show them.

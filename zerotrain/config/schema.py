@@ -82,6 +82,10 @@ class ModelConfig(Section):
     """Jinja file that replaces the tokenizer's chat template, or the name of one in
     data/chat_templates, such as chatml or llama3.
     """
+    chat_template_kwargs: dict[SetName, bool | str] = field(default_factory=dict)
+    """Values for variables of the chat template, such as {enable_thinking: false}. They are written
+    into the template, so that an export's server uses them, too.
+    """
     attn_implementation: str | None = None
     """sdpa, eager, flash_attention_2 ...; default: chosen by transformers; for packed examples
     packed_examples, from zerotrain/model/packing.py.

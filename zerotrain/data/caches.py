@@ -78,7 +78,8 @@ def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
         [
             CACHE_VERSION,
             given,
-            {key: value for key, value in asdict(data).items() if key not in NOT_OF_TOKENS},
+            {key: value for key, value in asdict(data).items() if key not in NOT_OF_TOKENS}
+            | config.model.chat_template_kwargs,
             template.read_text() if template.is_file() else None,
             tokenizer,
         ]

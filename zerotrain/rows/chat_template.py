@@ -1,11 +1,12 @@
 """Choose the chat template that renders rows. Exports have the same template."""
 
 import contextlib
+import json
 import re
 
 from transformers import PreTrainedTokenizerBase
 
-from zerotrain.config.schema import CHAT_TEMPLATES, chat_template_file
+from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, chat_template_file
 from zerotrain.rows.sources import BadRow
 from zerotrain.rows.turns import locate
 from zerotrain.runtime.errors import UserError, similar
@@ -26,17 +27,24 @@ WRITTEN_ALWAYS = (
 )
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     """Give a tokenizer the chat template of a run, which ends each answer with a token.
 
-    Args:
-        name: a Jinja file, or a name in data/chat_templates; None: the tokenizer's own template.
-
     Raises:
-        UserError: it cannot be read.
+        UserError: model.chat_template cannot be read, or a value of model.chat_template_kwargs is
+            for a tokenizer without one template.
     """
-    if name:
-        tokenizer.chat_template = _read_template(name, tokenizer)
+    if config.chat_template:
+        tokenizer.chat_template = _read_template(config.chat_template, tokenizer)
+    if config.chat_template_kwargs:
+        if not isinstance(tokenizer.chat_template, str):
+            raise UserError(
+                f"model.chat_template_kwargs: tokenizer {tokenizer.name_or_path} has no chat "
+                "template, or several; set model.chat_template"
+            )
+        values = config.chat_template_kwargs.items()
+        written = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in values)
+        tokenizer.chat_template = written + tokenizer.chat_template
     end_answers(tokenizer)
 
 

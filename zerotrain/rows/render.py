@@ -10,7 +10,7 @@ from zerotrain.config.schema import DataConfig, Source
 from zerotrain.rows.messages import canonical_row
 from zerotrain.rows.sources import BadRow, JsonObject
 from zerotrain.rows.tokens import read_tokens
-from zerotrain.rows.turns import Span, locate, special_tokens
+from zerotrain.rows.turns import EMPTY_THOUGHTS, Span, locate, special_tokens
 from zerotrain.runtime.errors import UserError
 
 
@@ -23,6 +23,8 @@ class TokenizedRow(NamedTuple):
     """bool [tokens], True for targets. Nothing predicts token 0, so it never is one."""
     unprompted: str = ""
     """The end of a server's generation prompt that the text before the answers lacks."""
+    is_thoughtless: bool = False
+    """Whether a supervised turn begins with an empty thinking block."""
 
 
 def tokenize_row(
@@ -101,7 +103,8 @@ def _chat(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -
     # The template has already written bos.
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     mask = tokens_within(text, encoded.offsets, spans) ^ (supervise == "all")
-    return TokenizedRow(np.array(encoded.ids, np.int32), mask, unprompted)
+    is_thoughtless = supervise != "all" and any(EMPTY_THOUGHTS.match(text, i) for i, _ in spans)
+    return TokenizedRow(np.array(encoded.ids, np.int32), mask, unprompted, is_thoughtless)
 
 
 def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarray:

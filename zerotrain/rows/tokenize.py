@@ -81,7 +81,7 @@ def make_caches(config: Config, show: Callable[[str, int], None] = print_progres
         require_distinct([*data.train_sources, *given])
     tokenizer = load_tokenizer(config.model)
     key = tokenizer_key(tokenizer)  # The trainer computes it without the run's chat template, too.
-    set_chat_template(tokenizer, config.model.chat_template)
+    set_chat_template(tokenizer, config.model)
     folders = []
     for sources in sets_of(config):
         folder = cache_of(sources, key, config)
@@ -209,6 +209,7 @@ def _content_key(
 # One batch, usually in another process
 
 
+LEARNS_NO_REASONING = "have an empty thinking block: the model learns to answer without reasoning"
 RowBatch = list[tuple[int, RawRow]]
 """Consecutive rows of a source, with their numbers among all rows."""
 
@@ -259,6 +260,7 @@ def tokenize_batch(
         counts.update(("over_length", outcome) for outcome in outcomes)
         if tokens.unprompted:
             counts["unprompted", tokens.unprompted] += 1
+        counts["masks", LEARNS_NO_REASONING] += tokens.is_thoughtless
         for ids, mask in pieces:
             values = (
                 ids,
@@ -381,6 +383,8 @@ def _build_cache(
             counts += of_source
     with pa.memory_map(str(cache / "examples.arrow")) as file:
         described = describe_examples(pa.ipc.open_stream(file).read_all(), tokenizer, config)
+    if thoughtless := counts["masks", LEARNS_NO_REASONING]:
+        described["masks"] += f"; {thoughtless:,} rows {LEARNS_NO_REASONING}"
     meta = Meta(
         version=CACHE_VERSION,
         chat_template=tokenizer.chat_template,

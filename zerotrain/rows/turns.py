@@ -62,6 +62,7 @@ UNLABELED_KEYS = {"role", "id", "tool_call_id", "type"}
 THOUGHTS = re.compile(r"(\s*</?think>\s*)")  # templates split contents at these tags
 # A thinking block, open or empty, that ends a generation prompt. Turns may lack it.
 OPEN_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?$")
+EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>")
 # A bracketed tag, white space, a word, or one other character. Constant texts are compared piece by
 # piece, so that `<|end|>` and `<|endoftext|>` have no common prefix.
 PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|\w+|.", re.DOTALL)
@@ -394,7 +395,11 @@ class Layout:
         if header and header in before:
             # Search from the right: `before` may contain an empty turn with its own header.
             rest = before.rpartition(header)[2]
-            return len(rest), thoughts.removeprefix(shared_pieces(thoughts, rest))
+            # After an open block the server's model would reason. A row with an empty block has
+            # different text, and often different tokens.
+            is_empty = EMPTY_THOUGHTS.match(rest) and not EMPTY_THOUGHTS.match(thoughts)
+            shared = "" if is_empty else shared_pieces(thoughts, rest)
+            return len(rest), thoughts.removeprefix(shared)
         # The header is unknown or differs here: compare with the prompt at this point.
         prompt = self.template.tail(self.messages[:number], prompt=True)
         shared = shared_pieces(prompt, before)

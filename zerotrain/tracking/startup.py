@@ -120,8 +120,8 @@ def data_rows(
         for text, count in data.meta.unprompted.items():
             rows[f"WARNING {i}: {text!r}"] = (
                 f"ends the generation prompt, but {counted(count, 'row')} have no such text before "
-                "an answer. At inference the model would see an unfamiliar prompt; see Reasoning "
-                "in data/README.md"
+                "an answer, or an empty thinking block. At inference the model would see an "
+                "unfamiliar prompt; see Reasoning in data/README.md"
             )
     return rows
 
