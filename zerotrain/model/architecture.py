@@ -233,7 +233,7 @@ class ModelFlops:
 
 
 def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
-    """Return the config's value of a name, or each layer's value; empty if it has none."""
+    """Return each layer's value of a name, which may be several; empty if the config has none."""
     sizes = [getattr(layer, name, None) for layer in text.per_layer_config]
     return [n for n in np.ravel(sizes).tolist() if isinstance(n, (int, float))]
 
@@ -298,6 +298,7 @@ def _multiplied_weights(
     modules: Iterable[nn.Module], text: PretrainedConfig
 ) -> tuple[float, float]:
     """Count the weights that a token is multiplied with, and the FLOPs for it."""
+    # The latter is Gemma 4's name.
     active, *_ = *sizes_of(text, "num_experts_per_tok"), *sizes_of(text, "top_k_experts"), 1
     total = flops = 0.0
     for module in modules:

@@ -73,6 +73,9 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     head = model.get_output_embeddings()
     used = _text_modules(model)
     modules = {name: m for name, m in model.named_modules() if m in used}
+    # A Mamba mixer's kernels get all other weights alone, without their adapters.
+    mixers = tuple(f"{n}." for n, m in modules.items() if hasattr(m, "ssm_state_size"))
+    bypassed = {n for n in modules if n.startswith(mixers) and not _is_end("in_proj", n)}
     # peft's own all-linear includes routers and experts of some models.
     all_linear = lora.target_modules == "all-linear"
     if all_linear:
@@ -82,13 +85,13 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
             if isinstance(module, (nn.Linear, Conv1D))
             and module is not head
             and {"router", "gate", "indexer"}.isdisjoint(name.split("."))
-            and not _is_bypassed(name, modules)
+            and name not in bypassed
         ]
     else:
         targets = _matching("lora.target_modules", lora.target_modules, modules, _is_end)
-        if bypassed := [name for name in targets if _is_bypassed(name, modules)]:
+        if wrong := sorted(bypassed.intersection(targets)):
             raise UserError(
-                f"model.lora.target_modules: {bypassed[0]} cannot have an adapter: Mamba's kernels "
+                f"model.lora.target_modules: {wrong[0]} cannot have an adapter: Mamba's kernels "
                 "read its weight alone; of a Mamba mixer, name only in_proj"
             )
     _matching("lora.modules_to_save", lora.modules_to_save, modules, _is_end)
@@ -119,12 +122,6 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
             return peft.LoraModel(model, settings, ADAPTER)
     except (ValueError, RuntimeError) as error:  # e.g. a 4-bit module in modules_to_save
         raise UserError(f"model.lora: {summarize(error)}") from error
-
-
-def _is_bypassed(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Return whether a module belongs to a Mamba mixer, whose kernels read its weight alone."""
-    mixer = modules.get(name.rpartition(".")[0])
-    return hasattr(mixer, "ssm_state_size") and not _is_end("in_proj", name)
 
 
 def _text_modules(model: nn.Module) -> set[nn.Module]:
