@@ -20,7 +20,7 @@ LIMITS = {
     "tests": 93_300,
     "smallest copy, all but tests": 60_900,
     "smallest copy, tests": 23_200,
-    "settings": 59,
+    "settings": 60,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
 LAYOUT = {
