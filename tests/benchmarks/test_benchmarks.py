@@ -49,6 +49,16 @@ def test_a_simulation_has_every_order(bench, tmp_path):
     assert bench("simulate", "--ranks", 0).code == 2
 
 
+def test_packed_and_bucketed_hybrids_have_the_same_loss(bench, tmp_path):
+    np.save(tmp_path / "lengths.npy", [40, 9, 90])
+    done = bench("hybrids", tmp_path / "lengths.npy", "--hidden", 32, "--tries", 1)
+    assert done.code == 0, done.output
+    _, bucketed, packed, ratio = [line.split() for line in done.output.splitlines()]
+    assert (bucketed[0], packed[0], packed[2]) == ("bucketed", "packed", "139")
+    assert float(bucketed[3]) == pytest.approx(float(packed[3]), rel=1e-6)
+    assert float(ratio[2]) == pytest.approx(float(bucketed[1]) / float(packed[1]), rel=0.5)
+
+
 def test_model_states_are_as_estimated(bench, tmp_path):
     run = REPO / "benchmarks" / "llama_300m"
     small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}

@@ -9,23 +9,26 @@ import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     DogeConfig,
     FalconConfig,
     Gemma2Config,
     GPTBigCodeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     Phi3Config,
     PhimoeConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     RobertaConfig,
 )
 
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model import packing
 from zerotrain.model.architecture import meta_model
+from zerotrain.model.mixers import keep_apart
 from zerotrain.model.packing import PACKED_EXAMPLES, attend_within, resolve_batching
 from zerotrain.model.probes import check_packing
 from zerotrain.runtime.errors import UserError
@@ -50,6 +53,15 @@ FAMILIES = {
         vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0, embd_pdrop=0,
         resid_pdrop=0,
     ),
+    "qwen3_5_text, gated delta nets": Qwen3_5TextConfig(
+        **SIZES, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    ),
+    "granitemoehybrid, mamba-2": GraniteMoeHybridConfig(
+        **SIZES, layer_types=["mamba", "attention"], mamba_n_heads=4, mamba_d_head=16,
+        mamba_n_groups=1, shared_intermediate_size=48, num_local_experts=0,
+    ),
+    "lfm2, convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
 }  # fmt: skip
 
 
@@ -70,6 +82,7 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
     """Compare logits and gradients in fp32, with windows shorter than the examples."""
     own = make(FAMILIES[name])
     ours = make(FAMILIES[name], PACKED_EXAMPLES)
+    keep_apart(ours)
     lengths = [12, 7, 1, 15]
     ids = torch.randint(3, 320, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -197,15 +210,16 @@ def test_sequences_that_cannot_be_shared_are_refused(resolve):
     assert bucketed[:2] == ("bucketed", PACKED_EXAMPLES)
     with pytest.raises(UserError, match=r"sequence_parallel_size 4 .* heads of keys and values"):
         resolve(LLAMA, sequence=4)
+    with pytest.raises(UserError, match=r"sequence_parallel_size 2 .* whole sequences"):
+        resolve(FAMILIES["lfm2, convolutions"], sequence=2)
 
 
 FALCON = FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 BUCKETED = {
-    "Lfm3ForCausalLM has .* layers": AutoConfig.for_model("lfm3"),
-    "FalconForCausalLM computes its attention itself": FALCON,
-    "Gemma2ForCausalLM has attention with soft caps": Gemma2Config(**SIZES, **MIXED),
-    "Phi3ForCausalLM encodes positions by the longest": Phi3Config(
+    ".* type falcon": FALCON,
+    ".* type gemma2": Gemma2Config(**SIZES, **MIXED),
+    "phi3 encodes positions by the longest": Phi3Config(
         **SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=64
     ),
 }

@@ -4,8 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.inputs import read_config, strategy
+import torch
+from harness.inputs import SMALL_SIZES, read_config, strategy
 from harness.runs import read_metrics
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import zerotrain.tools.equivalence
 from zerotrain.config.parse import dump_config
@@ -51,6 +53,25 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
         config, "--ranks", 1, "--ds_configs", l2_decay, "--work", tmp_path / "another"
     )
     assert code == 1 and out.count("  REFUTED\n") == 2, out
+
+
+def test_a_hybrid_equals_plain_torch_at_zero1_and_zero3(
+    equivalence, tiny_config, tmp_path, sample_tokenizer
+):
+    """Two ranks have different numbers of examples, and blocks are computed twice."""
+    torch.manual_seed(0)
+    hybrid = Qwen3_5TextConfig(
+        **SMALL_SIZES, head_dim=8, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, eos_token_id=sample_tokenizer.eos_token_id,
+        pad_token_id=sample_tokenizer.pad_token_id,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(hybrid).save_pretrained(tmp_path / "hybrid")
+    sample_tokenizer.save_pretrained(tmp_path / "hybrid")
+    config = tiny_config(model=tmp_path / "hybrid", model__activation_checkpointing=True)
+    files = [f"ds_configs/zero{stage}.json" for stage in (1, 3)]
+    code, out = equivalence(config, "--ds_configs", *files)
+    assert code == 0 and out.count("  equal\n") == 8 and out.count(", packed,") == 4, out
 
 
 def test_rounding_to_bf16_is_within_its_tolerance(equivalence, tiny_config):

@@ -1,66 +1,126 @@
-"""Every causal model type of transformers, batching auto.
-pytest tests/tools/test_packed_types.py"""
+"""Packed examples of each listed type equal single ones.    pytest tests/tools/test_packed_types.py
 
-import copy
+Types that the installed version of transformers does not have are left out.
+"""
+
+import sys
 from contextlib import suppress
 
+import pytest
 import torch
-from harness.inputs import read_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from zerotrain.model.architecture import meta_model
-from zerotrain.model.packing import PACKED_EXAMPLES, resolve_batching
-from zerotrain.model.probes import check_causal, check_packing
+from zerotrain.model.mixers import KERNELS, keep_apart
+from zerotrain.model.packing import ATTENTION_TYPES, MIXER_TYPES, PACKED_EXAMPLES
+from zerotrain.model.probes import check_packing
 from zerotrain.runtime.errors import UserError
-from zerotrain.runtime.machine import Machine
 from zerotrain.tools.equivalence import small_config
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
-
-def small_models():
-    """{type: a small model} of each causal model of transformers that its default config makes,
-    with a sliding window where the type has one.
-    """
-    found = {}
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        for sizes in ({}, {"head_dim": 8, "num_key_value_heads": 2}):
-            with suppress(Exception):  # a model's own code can raise anything
-                config = small_config(AutoConfig.for_model(kind, **sizes))
-                text = config.get_text_config()
-                text.vocab_size, text.pad_token_id = 320, None
-                for key, value in {"sliding_window": 5, "vocab_size_per_layer_input": 320}.items():
-                    if hasattr(text, key):
-                        setattr(text, key, value)
-                torch.manual_seed(0)
-                found[kind] = AutoModelForCausalLM.from_config(config)
-                break
-    return found
+LAYERS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+EXPERTS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+SIZES = {
+    "axk1": EXPERTS,
+    "bamba": MAMBA,
+    "deepseek_v2": EXPERTS,
+    "granitemoehybrid": MAMBA,
+    "longcat_flash": {"qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
+}
+"""Sizes of small models that do not follow from SMALL_SIZES."""
 
 
-def test_auto_packs_no_type_of_model_wrongly(tiny_config):
-    """A type that neither its config nor its class tells apart is refused by the probe."""
-    run = read_config(tiny_config())
-    packed, refused = [], []
-    for kind, model in small_models().items():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                torch.nn.init.normal_(weight, std=0.1)
-        try:
-            check_causal(model, range(3, 320))
-        except (UserError, RuntimeError, AttributeError):  # an encoder; sizes that do not fit
-            continue
-        try:
-            skeleton = meta_model(copy.deepcopy(model.config), False)
-            batching = resolve_batching(run, skeleton, Machine(1, 1))[0].data.batching
-        except UserError:  # one part of several
-            continue
-        if batching == "packed":
+def small_model(kind):
+    """A small model of a type, with a sliding window where the type has one."""
+    layers = LAYERS if kind in ("lfm2", "lfm2_moe") else {}
+    for sizes in ({}, {"head_dim": 8, "num_key_value_heads": 2}):
+        with suppress(Exception):  # a model's own code can raise anything
+            config = small_config(AutoConfig.for_model(kind, **sizes, **layers))
+            text = config.get_text_config()
+            others = {"sliding_window": 5, "vocab_size_per_layer_input": 320, "num_dense_layers": 1}
+            known = {key: value for key, value in others.items() if hasattr(text, key)}
+            values = {"vocab_size": 320, "pad_token_id": 0, **known, **SIZES.get(kind, {})}
+            for key, value in values.items():
+                setattr(text, key, value)
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    torch.nn.init.normal_(weight, std=0.1)
             model.set_attn_implementation(PACKED_EXAMPLES)
-            try:
+            assert model.config.model_type == kind
+            return model
+    raise AssertionError(f"{kind}: no small model")
+
+
+def test_packed_examples_of_each_listed_type_equal_single_ones():
+    kinds = [*ATTENTION_TYPES.split(), *MIXER_TYPES.split()]
+    assert len(kinds) == len(set(kinds))
+    for kind in set(kinds) & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        model = small_model(kind)
+        if kind in MIXER_TYPES.split():
+            with pytest.raises(UserError, match="packed examples"):
                 check_packing(model, range(3, 320))
-                packed.append(kind)
-            except UserError:
-                refused.append(kind)
-    assert len(packed) > 75 and refused == ["doge"], packed
+        keep_apart(model)
+        check_packing(model, range(3, 320))
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def stand_in(function, keyword, axis):
+    """A kernel that keeps examples apart only if it gets their bounds."""
+
+    def kernel(*args, **kwargs):
+        bounds = kwargs.pop(keyword, None)
+        kwargs = {k: v for k, v in kwargs.items() if not k.startswith(("seq_idx", "cu_seq"))}
+        lengths = [args[0].shape[axis]]
+        if bounds is not None:
+            is_numbers = keyword == "seq_idx"
+            assert bounds.dtype == (torch.int32 if is_numbers else torch.int64)
+            found = bounds[0].unique_consecutive(return_counts=True)[1] if is_numbers else bounds
+            lengths = (found if is_numbers else bounds.diff()).tolist()
+
+        def split(value):
+            is_sequence = isinstance(value, torch.Tensor) and value.dim() > 2
+            return value.split(lengths, axis) if is_sequence else [value] * len(lengths)
+
+        names = list(kwargs)
+        parts = zip(*map(split, [*args, *kwargs.values()]), strict=True)
+        outputs = []
+        for part in parts:
+            options = dict(zip(names, part[len(args) :], strict=True))
+            output = function(*part[: len(args)], **options)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        joined = torch.cat(outputs, axis)
+        return (joined, None) if "delta" in function.__name__ else joined
+
+    return kernel
+
+
+@pytest.mark.parametrize("types", KERNELS)
+def test_kernels_get_the_bounds_that_their_family_needs(types, monkeypatch):
+    """With fla alone the convolution has no kernel."""
+    packages, keywords = KERNELS[types]
+    for kind in types.split():
+        model = small_model(kind)
+        module = sys.modules[type(model).__module__]
+        for name, keyword, axis in (
+            ("causal_conv1d_fn", "seq_idx", 2),
+            ("torch_chunk_gated_delta_rule", "cu_seqlens", 1),
+            ("chunk_kimi_delta_attention", "cu_seqlens", 1),
+            ("mamba2_chunk_scan", "seq_idx", 1),
+        ):
+            function = getattr(module, name, None)
+            if function and ("conv" not in name or "causal_conv1d" in packages):
+                kernel = stand_in(function.__wrapped__, keyword, axis)
+                monkeypatch.setattr(module, name, kernel)
+        with pytest.raises(UserError, match="packed examples"):
+            check_packing(model, range(3, 320))
+        keep_apart(model, keywords.split())
+        check_packing(model, range(3, 320))

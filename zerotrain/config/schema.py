@@ -209,8 +209,8 @@ class DataConfig(Section):
     """
     batching: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: a micro-batch has padded examples of similar length; packed: it has concatenated
-    examples without padding; auto: packed if the model can attend within each example alone, on
-    CUDA in bf16 or fp16 by torch's varlen kernel.
+    examples without padding; auto: packed if the model's type is in the tested list of
+    zerotrain/model/packing.py, on CUDA in bf16 or fp16 by torch's varlen kernel.
     """
     micro_batch_tokens: PositiveInt = 16384
     """Memory budget: the most tokens, including padding, in one micro-batch of one rank."""

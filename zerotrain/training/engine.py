@@ -19,6 +19,7 @@ from zerotrain.config.schema import ModelConfig
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.hub import Base, summarize, weight_files
 from zerotrain.model.load import load_model, set_end_tokens
+from zerotrain.model.mixers import keep_apart, kernel_keywords
 from zerotrain.model.probes import (
     check_causal,
     check_end_tokens,
@@ -106,6 +107,8 @@ def build_engine(
     apply_timeout(config.distributed.timeout_seconds, ranks)  # for DeepSpeed's groups, too
     if ranks.tensor > 1:
         engine.first_dataloader_check.remove()  # it would send inputs as pickles
+    if config.data.batching == "packed":
+        keep_apart(model, kernel_keywords(model))
     loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)  # load_start() sets a checkpoint's count
     engine.train()
