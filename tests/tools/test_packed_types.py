@@ -21,13 +21,14 @@ torch.set_num_threads(1)  # for models this small, threads cost more than they s
 
 LAYERS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 EXPERTS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+HEADS = {"qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "qk_head_dim": 16}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 SIZES = {
     "axk1": EXPERTS,
     "bamba": MAMBA,
     "deepseek_v2": EXPERTS,
     "granitemoehybrid": MAMBA,
-    "longcat_flash": {"qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16},
+    "longcat_flash": HEADS,
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
 }
