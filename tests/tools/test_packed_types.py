@@ -27,6 +27,7 @@ SIZES = {
     "axk1": EXPERTS,
     "bamba": MAMBA,
     "deepseek_v2": EXPERTS,
+    "dots1": {**EXPERTS, "n_shared_experts": 1},
     "granitemoehybrid": MAMBA,
     "longcat_flash": HEADS,
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},

@@ -42,7 +42,7 @@ PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
 ATTENTION_TYPES = """
     afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
-    deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma3
+    deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma3
     gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe
     glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hrm_text
     hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
