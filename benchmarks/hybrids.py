@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, logging
 
 from zerotrain.data.loader import MicroBatch
 from zerotrain.data.plan import Budget, plan_step
@@ -42,6 +42,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=between(1, 1 << 20), default=default, help=text)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.set_verbosity_error()  # It warns that there are no kernels.
     rng = np.random.default_rng(0)
     try:
         lengths = np.load(args.lengths) if args.lengths else rng.lognormal(4.97, 1.12, 50_000)
