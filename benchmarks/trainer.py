@@ -4,10 +4,9 @@
 
 The flags and the work are train.py's. Trainer joins random rows (DataCollatorWithFlattening). A
 micro-batch has as many rows as fit into micro_batch_tokens on average. On a GPU, attention is one
-call of train.py's varlen kernel, without a mask, and Liger kernels are used if liger_kernel is
-installed. model.compile becomes Trainer's torch_compile. OUTPUT_DIR.json gets
-whether Liger was used, the number of micro-steps, the peak memory, and the tokens,
-seconds and end of each step.
+call of train.py's varlen kernel, without a mask, and Liger kernels are used: install liger_kernel.
+model.compile becomes Trainer's torch_compile. OUTPUT_DIR.json gets the number of micro-steps, the
+peak memory, and the tokens, seconds and end of each step.
 """
 
 import json
@@ -33,7 +32,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils import is_liger_kernel_available
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
@@ -98,7 +96,6 @@ def main() -> None:
     first_of_step = range(0, len(tokens), arguments.gradient_accumulation_steps)
     tokens_of_steps = np.add.reduceat(tokens, first_of_step).tolist()
     report = {
-        "liger": arguments.use_liger_kernel,
         "micro_steps": len(tokens),
         "steps": [
             {"step_seconds": ended - began, "time": ended, "tokens": count}
@@ -131,7 +128,7 @@ def make_trainer(config: Config) -> Trainer:
         lr_scheduler_type="constant",
         use_cpu=not on_gpu,
         torch_compile=config.model.compile,
-        use_liger_kernel=on_gpu and is_liger_kernel_available(),
+        use_liger_kernel=on_gpu,
         report_to="none",
         save_strategy="no",
         logging_strategy="no",

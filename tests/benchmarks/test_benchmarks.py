@@ -24,7 +24,7 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     assert figures["tokens_per_s"] > 0 < figures["model_tflops_per_s"]
     assert "0 of 8 steps of the same run, 0 of 3 resumed" in results["resume"][""]["note"]
     assert "mm" in figures["note"]
-    trainer = results["against_trainer"]["Trainer, without Liger"]
+    trainer = results["against_trainer"]["Trainer"]
     page = (tmp_path / "toy_results.md").read_text()
     verdict = "met" if trainer["train_py_over_this"] >= 1.15 else "MISSED"
     assert f"| 1.15: {verdict} |" in page and json.dumps(results, indent=1) in page

@@ -26,7 +26,7 @@ def test_gpu_tests_need_no_other_packages():
     script = """
 import sys
 import pytest
-sys.modules |= dict.fromkeys(["copier", "matplotlib", "plotly", "wandb"])
+sys.modules |= dict.fromkeys(["copier", "kubeflow_trainer_api", "matplotlib", "plotly", "wandb"])
 sys.exit(pytest.main(["-qq", "-m", "gpu", "-n", "0", "--collect-only"]))
 """
     done = run([sys.executable, "-c", script])
