@@ -102,7 +102,8 @@ RATES = {
 }
 """Published rates beside checks whose names begin so, from published_runs.csv."""
 COUNTED = """Model TFLOP/s count 6 per weight and token, and causal attention as half of all pairs.
-Published ones have the output head at all tokens. Here only supervised tokens have logits.
+Published rates follow from tokens/s in the same way, but with the output head at all tokens.
+Here only supervised tokens have logits.
 """
 FAILED = "FAILED"
 """Name of the entry that says why a check has failed."""
@@ -341,7 +342,7 @@ def profile(bench: Bench) -> dict[str, Figures]:
     parts = [f"{share:.1%} {name}" for name, share in shares.items()]
     launches = len(kernels) / sum(step["micro_steps"] for step in steps[2:5])
     figures = {**bench.figures_of(steps), "kernels_per_micro_step": launches}
-    return {"": {**figures, "note": "\n".join(["a profile", *parts])}}
+    return {"": {**figures, "note": "\n".join(parts[::-1])}}  # The page shows the last line.
 
 
 def against_trainer(bench: Bench, compiled: bool = False) -> dict[str, Figures]:
@@ -419,7 +420,11 @@ def rows_of(results: dict[str, Any]) -> Iterator[list[str]]:
                 rate, least = figures["train_py_over_this"], OVER_TRAINER
             yield [
                 ": ".join(filter(None, [name, run, *notes[-1:]])),
-                ", ".join(f"{key} {x:,.4g}" for key, x in figures.items() if isinstance(x, float)),
+                ", ".join(
+                    f"{key} {float(f'{x:.4g}'):,}"
+                    for key, x in figures.items()
+                    if isinstance(x, float)
+                ),
                 f"{least}: {'met' if rate >= least else 'MISSED'}" if least else "",
                 published,
             ]
