@@ -396,7 +396,7 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "profile": (1, profile),
     "against_trainer_compiled": (3, partial(against_trainer, compiled=True)),
     "8b_lora_zero3": (1.5, measured("8b", LONG // 2, stage=3, **LORA)),
-    "8b_part_zero3": (1.5, measured("8b_part", 8192, stage=3)),
+    "8b_part_zero3": (1.5, measured("8b_part", LONG // 2, stage=3)),
     "experts": (1.5, measured("experts")),
     "nf4": (1, {"": {"model.quantization": "nf4", **LORA}}),
 }  # fmt: skip
