@@ -21,7 +21,6 @@ from namespaces import needs_hosts
 from zerotrain.config.schema import DistributedConfig
 from zerotrain.runtime.errors import EXIT_PREEMPTED, EXIT_USER_MISTAKE
 
-models = pytest.importorskip("kubeflow_trainer_api.models")
 pytest_plugins = ["namespaces"]
 DEPLOY = REPO / "deploy"
 CLAIM, JOB_SET, POLICY, DISK = (
