@@ -18,6 +18,8 @@ from harness.repository import REPO
 from harness.runs import checkpoints, logged, read_metrics
 
 pytest.importorskip("wandb")
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.config.parse import check_start
@@ -57,18 +59,24 @@ def assert_no_secret_in(folder):
         assert not any(secret.encode() in content for secret in SECRETS.values()), file
 
 
-def test_wandb_has_every_step_of_a_killed_and_resumed_run(forks, tiny_config, tmp_path):
+def test_trackers_have_every_step_of_a_killed_and_resumed_run(
+    forks, tiny_config, tmp_path, monkeypatch
+):
     """W&B has the steps before the kill, also those after the last checkpoint. The resumed run has
-    the same id, and logs the repeated steps again. No file of the run has a key in it.
+    the same id, and logs the repeated steps again. No file of the run has a key in it. TensorBoard
+    and MLflow show each step in one run.
     """
     folder = tmp_path / "run"
+    server = f"file://{tmp_path}/mlflow"
+    environment = {**SECRETS, "MLFLOW_TRACKING_URI": server, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = tiny_config(
         train__steps=300, checkpoint={"every_steps": 8},
-        eval={"every_steps": 8}, tracking={"wandb": "offline"},
+        eval={"every_steps": 8}, tracking={"wandb": "offline", "also": ["tensorboard", "mlflow"]},
     )  # fmt: skip
-    process = forks.start(config, **SECRETS)
+    process = forks.start(config, **environment)
     process.until(lambda: len(logged(folder)) >= 12)
-    time.sleep(4)  # W&B writes every 2 s
+    time.sleep(4)  # W&B and TensorBoard write every 2 s
     process.kill(0)
     process.wait()
     [(name, rows)] = starts_of(folder)
@@ -76,7 +84,7 @@ def test_wandb_has_every_step_of_a_killed_and_resumed_run(forks, tiny_config, tm
 
     saved = int(checkpoints(folder)[-1].name.removeprefix("step_"))
     last = saved + 10
-    forks.finish(config, "--train.steps", last, **SECRETS)
+    forks.finish(config, "--train.steps", last, **environment)
     _, (again, rows) = starts_of(folder)
     losses = {step["step"]: step["loss"] for step in read_metrics(folder)}
     assert again == name and list(losses) == list(range(1, last + 1))
@@ -85,6 +93,22 @@ def test_wandb_has_every_step_of_a_killed_and_resumed_run(forks, tiny_config, tm
     assert any("eval/eval_loss" in row for row in rows)
     assert [start["step"] for start in read_metrics(folder, "start")] == [0, saved]
     assert_no_secret_in(folder)
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert len(events.Scalars("train/loss")) == last and shown == pytest.approx(losses, 1e-6)
+    client = MlflowClient(server)
+    [run] = client.search_runs([client.get_experiment_by_name("deepspeed-zero").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert {metric.step: metric.value for metric in history} == losses
+
+
+def test_a_tracker_that_fails_is_warned_about_once(forks, tiny_config):
+    """A run goes on if nothing answers, and does not begin if the package is missing."""
+    config = tiny_config(train__steps=3, tracking={"wandb": "disabled", "also": ["mlflow"]})
+    output = forks.finish(config, MLFLOW_TRACKING_URI="http://127.0.0.1:9").output
+    assert output.count("mlflow failed") == 1 and "finished: step 3" in output
+    assert "pip install swanlab" in forks.refusal(config, "--tracking.also", "[swanlab]")
 
 
 @pytest.mark.launch

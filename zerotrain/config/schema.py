@@ -380,7 +380,11 @@ class TrackingConfig(Section):
     and WANDB_DISABLED=true disable it, too.
     """
     project: str = "deepspeed-zero"
-    """W&B project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name the team, the run and its tags."""
+    """Project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name W&B's team, run and tags."""
+    also: tuple[Literal["tensorboard", "mlflow", "trackio", "swanlab"], ...] = ()
+    """Other trackers that get the same numbers. Their own variables, such as MLFLOW_TRACKING_URI,
+    name their servers.
+    """
 
 
 @dataclass(frozen=True)

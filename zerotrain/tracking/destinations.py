@@ -1,4 +1,4 @@
-"""The destinations of a run's records: the console, metrics.jsonl, Weights & Biases.
+"""The destinations of a run's records: the console, metrics.jsonl, W&B and other trackers.
 
 To add a destination, write a class with the methods log and close, and add it in open_metrics.
 """
@@ -28,7 +28,7 @@ def open_metrics(
         This rank's metrics; ranks other than 0 have no sinks.
 
     Raises:
-        UserError: W&B rejects its settings. All ranks raise it.
+        UserError: W&B rejects its settings, or a tracker is not installed. All ranks raise it.
     """
     metrics = Metrics([])
     hosts = ranks.gather_json(f"{socket.gethostname()}: {device_name(ranks.device)}")
@@ -42,6 +42,12 @@ def open_metrics(
             from zerotrain.tracking.wandb import WandbSink
 
             metrics.sinks.append(WandbSink(config, start.wandb_id))
+        if config.tracking.also:
+            from zerotrain.tracking.trackers import TrackerSink
+
+            metrics.sinks += [
+                TrackerSink(name, config, start.wandb_id) for name in config.tracking.also
+            ]
         cluster = {"step": start.step, "world_size": len(hosts), "ranks": Counter(hosts)}
         metrics.log("start", cluster)
 

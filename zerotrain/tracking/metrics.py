@@ -59,6 +59,15 @@ class Metrics:
                 self._failing.add(sink)
 
 
+def numbers(kind: str, values: dict[str, Any]) -> dict[str, float]:
+    """Return a record's numbers but its step, named `kind/name`."""
+    return {
+        f"{kind}/{name}": float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and name != "step"
+    }
+
+
 class JsonlSink:
     """metrics.jsonl: one JSON object per line, with `kind` and `time` (Unix seconds).
 

@@ -15,6 +15,7 @@ import wandb
 
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import EXIT_PREEMPTED, UserError, describe
+from zerotrain.tracking.metrics import numbers
 
 # W&B's default waits 91 s for an unreachable server.
 INIT_SECONDS = 15
@@ -89,11 +90,7 @@ class WandbSink:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
-        row = {
-            f"{kind}/{key}": float(value)
-            for key, value in values.items()
-            if isinstance(value, int | float) and key != "step"
-        }
+        row = numbers(kind, values)
         if kind == "event":
             row[f"event/{values['name']}"] = 1
         if kind == "generations":
