@@ -66,7 +66,14 @@ from zerotrain.tracking.startup import startup_table, write_resolved_configs
 from zerotrain.tracking.steps import PhaseTimer, StepReporter
 from zerotrain.training.engine import build_engine, check_engine
 from zerotrain.training.evaluate import HeldOutSets, Preempted
-from zerotrain.training.guard import MAX_SKIPPED_IN_A_ROW, Problem, apply_update, find_problem
+from zerotrain.training.guard import (
+    MAX_SKIPPED_IN_A_ROW,
+    SPIKE_WINDOW,
+    Problem,
+    apply_update,
+    find_problem,
+    spike_limit,
+)
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
@@ -261,7 +268,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         group["lr"] = lr
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(describe_micro_batch, run.plan, examples):
-        values, problem = train_step(run, batch)
+        values, problem = train_step(run, batch, progress.norms)
     phases = run.timer.take()  # Waits for the device. Rank 0 reports its own.
     values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
     in_a_row = progress.skipped_in_a_row
@@ -277,6 +284,9 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         eval_loss=None,
         skipped_in_a_row=in_a_row,
     )
+    if run.config.train.skip_spikes:
+        norms = (*progress.norms, values["grad_norm"])[-SPIKE_WINDOW:]
+        progress = replace(progress, norms=norms)
     run.reporter.report(batch, values, progress)
     if problem is not None:
         run.reporter.report_problem(problem, batch)
@@ -291,7 +301,9 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     return progress
 
 
-def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Problem | None]:
+def train_step(
+    run: Training, batch: StepBatch, norms: tuple[float, ...]
+) -> tuple[dict[str, float], Problem | None]:
     """Run forward, backward and update on this rank's share of the step.
 
     DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks that
@@ -299,6 +311,9 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
     sum_CE * W / N in every micro-batch then gives exactly the gradient of the mean over tokens, for
     any W and any number of micro-steps. The router loss, one value per micro-batch, is averaged in
     the same way, weighted by tokens without padding.
+
+    Args:
+        norms: gradient norms of the last steps, to which train.skip_spikes compares.
 
     Returns:
         The step's values, and why its update was skipped (None if it was applied). The values are
@@ -325,7 +340,9 @@ def train_step(run: Training, batch: StepBatch) -> tuple[dict[str, float], Probl
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
     # Calls engine.step(), which clips, updates and zeroes the gradients.
-    grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping)
+    train = run.config.train
+    limit = spike_limit(norms, train.skip_spikes)
+    grad_norm, is_applied = apply_update(engine, train.gradient_clipping, limit)
     # The ranks of a tensor-parallel group have the same losses.
     totals = (ranks.sum(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES, chat, read_config, strategy, write_rows
-from harness.runs import checkpoints, read_metrics
+from harness.runs import checkpoints, curve, read_metrics
 
 from zerotrain.tools.open_plans import open_plans
 
@@ -63,6 +63,37 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
         assert json.loads((run / f"changed_{rank}.json").read_text()) == expected
     metrics = read_metrics(run)
     assert [m["step"] for m in metrics if not m["update_skipped"]] == expected
+
+
+SPIKE = 50
+"""Line of a row unlike all others, which comes after step 20."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_spike_is_skipped_and_named(forks, tiny_config, tmp_path, layout):
+    """Weights and optimizer state stay; a resumed run skips the same step."""
+    name, precision = LAYOUTS[layout]
+    rows = [chat("Say it.", "So it is said.")] * 50
+    rows[SPIKE - 1] = chat("Say it.", "QXZ ?! #@ 9471")
+    config = tiny_config(
+        ds_config=strategy(tmp_path, name), checkpoint={"every_steps": 21, "keep_last": 9},
+        data__train_sources=[str(write_rows(tmp_path / "rows.jsonl", rows))],
+        data__eval_sources=None, train__precision=precision, train__epochs=1,
+        train__global_batch_size=2, train__warmup_examples=0, train__skip_spikes=1.5,
+    )  # fmt: skip
+    forks.finish(config, ranks=2, module="changed_weights")
+    run, again = tmp_path / "run", tmp_path / "again"
+    plan = open_plans(read_config(config), 2)[2]
+    [spike] = [k + 1 for k in range(25) if SPIKE - 1 in examples_of(plan, k)]
+    assert 21 < spike < 25
+    [event] = read_metrics(run, "event")
+    assert event["step"] == spike and f"{tmp_path}/rows.jsonl:{SPIKE}" in event["rows"]
+    for rank in (0, 1):
+        changed = json.loads((run / f"changed_{rank}.json").read_text())
+        assert changed == [k for k in range(1, 26) if k != spike]
+    flags = ["--checkpoint.resume", checkpoints(run)[0], "--output_dir", again]
+    forks.finish(config, *flags, ranks=2)
+    assert curve(again, "update_skipped") == curve(run, "update_skipped")[21:]
 
 
 def examples_of(plan, step):

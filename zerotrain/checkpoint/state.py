@@ -77,6 +77,8 @@ class Progress:
     best: Best | None = None
     skipped_in_a_row: int = 0
     """Number of consecutive steps, up to this one, whose update was skipped."""
+    norms: tuple[float, ...] = ()
+    """With train.skip_spikes, the gradient norms of the last steps."""
     wandb_id: str = ""
     plan_start: PlanStart = field(default_factory=PlanStart)
     """The position in the data at which the steps of the run's plan begin."""

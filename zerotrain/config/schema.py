@@ -281,6 +281,10 @@ class TrainConfig(Section):
     """AdamW's betas."""
     gradient_clipping: NonNegativeFloat = 1.0
     """Maximum global L2 norm of the gradient; 0 turns clipping off."""
+    skip_spikes: Annotated[float, Field(gt=1)] | None = None
+    """Skip the update of a step whose gradient norm is above so many times the median of the last
+    100 steps; null: none.
+    """
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute precision: fp32, bf16 or fp16; auto: bf16 on GPUs that support it, else fp16; fp32 on
     CPU.

@@ -10,6 +10,7 @@ from collections import Counter
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
+from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.machine import device_name
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import ConsoleSink
@@ -44,10 +45,13 @@ def open_metrics(
             metrics.sinks.append(WandbSink(config, start.wandb_id))
         if config.tracking.also:
             from zerotrain.tracking.trackers import TrackerSink
-
-            metrics.sinks += [
-                TrackerSink(name, config, start.wandb_id) for name in config.tracking.also
-            ]
+        for name in config.tracking.also:
+            try:
+                metrics.sinks.append(TrackerSink(name, config, start.wandb_id, start.step))
+            except ImportError as error:
+                raise UserError(f"tracking.also: {error}; pip install {name}") from error
+            except Exception as error:  # each tracker has its own errors
+                print(f"WARNING: {name} failed, training continues: {describe(error)}")
         cluster = {"step": start.step, "world_size": len(hosts), "ranks": Counter(hosts)}
         metrics.log("start", cluster)
 
