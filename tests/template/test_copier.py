@@ -49,7 +49,7 @@ def copies(tmp_path_factory, chat_rows, tiny_model):
             "gpus_per_node": 4, "train_data": "rows.jsonl",
         },
         "pages": {
-            "scheduler": "none", "keep": ["docs"], "recipe": "mistral-7b", "gpus_per_node": 2,
+            "scheduler": "none", "keep": ["docs"], "recipe": "ministral-3-8b", "gpus_per_node": 2,
         },
         "hosts": {"scheduler": "ssh", "keep": ["tests"], "train_data": "{hub: my/rows}"},
     }  # fmt: skip
