@@ -280,8 +280,9 @@ def _compute(
         + model.flops.supervised_token * workload.supervised / rates.head_share
     ) / (cluster.ranks * cluster.gpu.flops_per_s)
     peaks = cluster.gpu.flops_per_s / A100_FLOPS_PER_S
-    kept, _ = sizes.layer_bytes
-    moved = kept * sizes.layers * workload.tokens * sizes.tensor / cluster.ranks
+    moved = (
+        _elementwise_bytes(sizes) * sizes.layers * workload.tokens * sizes.tensor / cluster.ranks
+    )
     moved *= (3 + again) * rates.elementwise_passes * (FUSED if setup.config.model.compile else 1)
     launches = sizes.layers * micro_steps * (3 + again) / 4
     if sizes.optimizer_device == "none":
@@ -289,6 +290,16 @@ def _compute(
         moved = moved + UPDATE_BYTES * updated * rates.update_passes
     seconds = seconds_at_peak * peaks**rates.peak_exponent + moved / cluster.gpu.bytes_per_s
     return rates.slowdown * (seconds + launches * rates.launch_seconds)
+
+
+def _elementwise_bytes(sizes: RunSizes) -> float:
+    """Bytes per token in 16 bits that a layer's operations beside products read or write: two
+    norms, rotated states, a gated feed-forward block, and input and output of each expert.
+    """
+    divided = (sizes.queries, sizes.keys, sizes.inner)
+    q, k, f = (width / sizes.tensor for width in divided)
+    of_experts = 4 * sizes.hidden * sizes.experts if sizes.experts > 1 else 0
+    return 16 * sizes.hidden + 6 * q + 4 * k + 8 * f + of_experts
 
 
 def _communication(

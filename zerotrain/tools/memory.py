@@ -1,15 +1,25 @@
 """An estimate of a run's memory, from its config and the architecture alone.
 
-It is arithmetic: nothing is loaded or measured. The estimate leaves out CUDA's context, NCCL's
-buffers, fragmentation in the allocator, dropout masks and dense attention masks (data.batching:
-bucketed). Keep a tenth of a GPU free for them.
+Activations are measured: the model without weights runs once on torch's meta device, and each
+tensor that autograd saves is counted. The rest is arithmetic. The estimate leaves out CUDA's
+context, NCCL's buffers and fragmentation in the allocator. Keep a tenth of a GPU free for them.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
-from transformers import PretrainedConfig
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of
@@ -20,7 +30,14 @@ USED_SHARE = 0.9  # A run fits if it needs at most this share of a GPU's memory.
 MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32
 MASTER = 4  # bytes per trained parameter: ZeRO keeps an fp32 copy even of fp32 weights
 NF4_BYTES = 4.127 / 8  # 4 bits, and scales of blocks of 64 in 8 bits (arXiv:2305.14314, section 3)
-LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
+CPU_LOSS_BYTES = 12  # per logit in the backward pass: fp32 log-probabilities and two gradients
+MEASURED_TOKENS = 1024
+TYPICAL_BYTES = 34
+"""Bytes per token and hidden size that a layer keeps in 16 bits (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.1), for models that cannot run on the meta device.
+"""
+EMPTY_ATTENTION = "empty_attention"
+"""A value of attn_implementation: attention that computes nothing."""
 
 
 class RunSizes:
@@ -46,28 +63,6 @@ class RunSizes:
         inner = next((size for name in names if (size := _mean_size(text, name))), 4 * self.hidden)
         self.inner = inner * self.experts
         """Feed-forward width of all experts that a token visits."""
-
-    @property
-    def layer_bytes(self) -> tuple[float, float]:
-        """Bytes per token that one layer keeps on a rank for its backward pass in 16 bits, and
-        bytes of the gradients that exist at a time there.
-
-        With hidden size h, query width q, key width k and feed-forward width f of the e experts
-        that a token visits:
-
-            16 h            two norms: input in fp32, normalized input, output
-            6 q + 4 k       rotated queries and keys, values, attention's output and its copy
-            8 f             gate, its activation, up, product; 6 f more are their gradients
-            4 h e           input and output of each expert, in mixtures of them
-
-        Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count in this way. Here feed-forward
-        blocks are gated, and attention keeps no scores. Further norms (Qwen 3, Gemma 3) are left
-        out.
-        """
-        divided = (self.queries, self.keys, self.inner)
-        q, k, f = (width / self.tensor for width in divided)
-        of_experts = 4 * self.hidden * self.experts if self.experts > 1 else 0
-        return 16 * self.hidden + 6 * q + 4 * k + 8 * f + of_experts, 6 * f
 
 
 def weight_bytes(ds_config: dict[str, Any]) -> int:
@@ -122,27 +117,153 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     """
     sizes = RunSizes(setup)
     states = _model_states(setup, sizes)
-    on_gpu = dict(states.on_device)
-    if sizes.stage >= 2:
-        on_gpu["buffers"] = _buffers(setup, sizes)
+    held, reduced = _buffers(setup, sizes)
     tokens = setup.config.data.micro_batch_tokens // sizes.sequence
-    kept, gradients = (sizes.weight_bytes / 2 * tokens * n for n in sizes.layer_bytes)
+    kept, largest = _kept_activations(setup, sizes, tokens)
     inputs = sizes.weight_bytes * sizes.layers * sizes.hidden * tokens
     recomputes = setup.config.model.activation_checkpointing
     cpu, nvme = _node_memory(setup, sizes, states)
     readers = 1 if sizes.stage == 3 else setup.machine.local_ranks  # read files at the same time
     return MemoryEstimate(
-        states=on_gpu,
-        kept=sizes.layers * kept,
+        states=states.on_device | {"buffers": held},
+        kept=kept,
         inputs=inputs,
-        activations=inputs if recomputes else sizes.layers * kept,
+        activations=inputs if recomputes else kept,
         loss=_loss(setup, sizes, tokens),
-        layer=gradients + kept * recomputes,
+        # Three gradients as large as the largest activation, such as a gated product's.
+        layer=3 * largest + kept / sizes.layers * recomputes + reduced,
         update=_update(setup, sizes, states),
         cpu=cpu,
         loading=readers * sizes.weight_bytes * setup.architecture.counts.total,
         nvme=nvme,
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Activations
+
+
+class _EmptyAttention(torch.autograd.Function):
+    """Saves what torch's attention kernels save: their inputs, the output, and a sum in fp32 per
+    head and token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        query, _, value, *_ = inputs
+        rows, heads, tokens, _ = query.shape
+        output = query.new_empty(rows, tokens, heads, value.shape[-1])
+        ctx.save_for_backward(*inputs, output, query[..., 0].float())
+        return output
+
+
+def _empty_attention(
+    _module: nn.Module, *states: torch.Tensor | None, is_masked: bool, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Stand in for torch's kernels, which save a mask in the type of the states. With a mask they
+    need as many heads of keys and values as of queries.
+    """
+    query, key, value, _ = states
+    if not is_masked:
+        return _EmptyAttention.apply(query, key, value), None
+    rows, heads, tokens, _ = query.shape
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    mask = query.new_empty(rows, 1, tokens, tokens)
+    return _EmptyAttention.apply(query, key, value, mask), None
+
+
+def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> tuple[float, float]:
+    """Return the bytes that the forward pass keeps without activation checkpointing, and of the
+    largest tensor among them.
+    """
+    model = setup.config.model
+    data = setup.config.data
+    skeleton = setup.architecture.skeleton
+    # Attention in other implementations keeps what its own operations keep.
+    has_kernel = skeleton._supports_sdpa and model.attn_implementation != "eager"
+    is_padded = data.batching == "bucketed"
+
+    def of_row(length: int) -> tuple[float, float]:
+        """Bytes per token in rows of a length."""
+        try:
+            total, largest = measure_saved(
+                skeleton,
+                sizes.weight_bytes,
+                is_padded if has_kernel else None,
+                model.compile,
+                sizes.tensor,
+                length,
+            )
+            return total / length, largest / length
+        except Exception:  # a model's own code may need values, which meta tensors do not have
+            per_token = sizes.hidden * sizes.weight_bytes / 2
+            return TYPICAL_BYTES * sizes.layers * per_token, 8 * per_token
+
+    kept, largest = of_row(MEASURED_TOKENS)
+    if is_padded:
+        # Masks, or scores, grow with the square of a row's length.
+        growth = of_row(2 * MEASURED_TOKENS)[0] - kept
+        kept += growth * (min(tokens, data.max_length) / MEASURED_TOKENS - 1)
+    return tokens * kept, tokens * largest
+
+
+@cache
+def measure_saved(
+    skeleton: PreTrainedModel,
+    weight_bytes: int,
+    is_masked: bool | None,
+    compiled: bool,
+    ranks: int,
+    length: int,
+) -> tuple[float, float]:
+    """Run a model up to its output head, and measure what autograd saves beside the weights.
+
+    Args:
+        skeleton: the model on the meta device.
+        weight_bytes: 2 for 16 bits, 4 for fp32.
+        is_masked: whether attention kernels get masks; None for the model's own attention.
+        compiled: whether blocks are compiled.
+        ranks: of a tensor-parallel group.
+        length: tokens of the only row.
+
+    Returns:
+        The bytes of all tensors, and of the largest.
+    """
+    model = deepcopy(skeleton).to(torch.bfloat16 if weight_bytes == 2 else torch.float32)
+    if is_masked is not None:
+        attention = torch.compiler.disable(partial(_empty_attention, is_masked=is_masked))
+        AttentionInterface.register(EMPTY_ATTENTION, attention)
+        AttentionMaskInterface.register(EMPTY_ATTENTION, lambda **_: None)
+        model.set_attn_implementation(EMPTY_ATTENTION)
+    if compiled:
+        # Inductor's choice of what to save, without its code for a device.
+        for block in model.modules():
+            if isinstance(block, GradientCheckpointingLayer):
+                block.compile(dynamic=True, backend="aot_eager_decomp_partition")
+    saved = {}
+    whole = hidden_size(model)
+
+    def save(activation: torch.Tensor) -> torch.Tensor:
+        storage = activation.untyped_storage()
+        # Each rank of a tensor-parallel group has whole hidden states, and a piece of the others.
+        pieces = 1 if activation.shape[-1:] == (whole,) else ranks
+        saved.setdefault(storage, storage.nbytes() / pieces)
+        return activation
+
+    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    head = model.get_output_embeddings()
+    with (
+        head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:])),
+        saved_tensors_hooks(save, lambda activation: activation),
+    ):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    for weight in model.parameters():
+        saved.pop(weight.untyped_storage(), None)
+    return sum(saved.values()), max(saved.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights, loss and update
 
 
 class _ModelStates(NamedTuple):
@@ -203,15 +324,22 @@ def _model_states(setup: Setup, sizes: RunSizes) -> _ModelStates:
 
 def _loss(setup: Setup, sizes: RunSizes, tokens: int) -> float:
     """Bytes of the logits, and of input and gradient of the output head. The loss over chunks sums
-    the head's gradient in fp32.
+    the head's gradient in fp32. With adapters on the head, the logits of all tokens, those of the
+    targets and their gradients exist at a time.
     """
     skeleton = setup.architecture.skeleton
     vocabulary = int(skeleton.config.get_text_config().vocab_size)
-    logits = min(tokens, chunk_size(setup.machine.device, vocabulary))
     head = skeleton.get_output_embeddings()
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     inputs = 2 * sizes.weight_bytes * sizes.hidden * tokens
-    return LOSS_BYTES * logits * vocabulary + inputs + (4 + sizes.weight_bytes) * trained
+    # On CUDA a kernel keeps the logits and their gradient, without a copy in fp32.
+    on_cuda = setup.machine.device == "cuda"
+    per_logit = 2 * sizes.weight_bytes if on_cuda else CPU_LOSS_BYTES
+    if any(head.children()):
+        per_logit += sizes.weight_bytes
+        return per_logit * tokens * vocabulary + inputs + sizes.weight_bytes * trained
+    logits = min(tokens, chunk_size(setup.machine.device, vocabulary))
+    return per_logit * logits * vocabulary + inputs + (4 + sizes.weight_bytes) * trained
 
 
 def _update(setup: Setup, sizes: RunSizes, states: _ModelStates) -> float:
@@ -228,12 +356,16 @@ def _update(setup: Setup, sizes: RunSizes, states: _ModelStates) -> float:
     return max(root * states.updated, 4 * min(states.trained, 5e8) if sizes.stage < 2 else 0)
 
 
-def _buffers(setup: Setup, sizes: RunSizes) -> float:
-    """Bytes that ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states.
+def _buffers(setup: Setup, sizes: RunSizes) -> tuple[float, float]:
+    """Return the bytes that ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states: all the
+    time, and in the backward pass of layers.
 
     Gradients are reduced in buckets; a gradient larger than a bucket is reduced on its own. Those
-    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 also has the gathered weights.
+    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 also has the gathered weights;
+    on one rank they are the partitions.
     """
+    if sizes.stage < 2:
+        return 0, 0
     zero = setup.ds_config["zero_optimization"]
     width = sizes.weight_bytes
     parameters = list(setup.architecture.skeleton.parameters())
@@ -242,10 +374,11 @@ def _buffers(setup: Setup, sizes: RunSizes) -> float:
     bucket = min(zero.get("reduce_bucket_size", 5e8), sum(trained))
     reduced = (width + 4 if width < 4 else width) * max(bucket, largest)
     if sizes.stage == 2:
-        return width * bucket * (2 if zero.get("overlap_comm") else 1) + reduced
+        return 0, width * bucket * (2 if zero.get("overlap_comm") else 1) + reduced
     live = min(zero.get("stage3_max_live_parameters", 1e9), sum(p.numel() for p in parameters))
+    gathered = live * (setup.machine.ranks > sizes.tensor)
     # The last term is for reduce_scatter_coalesced, which flattens the gradients.
-    return width * (live + bucket) + reduced + 4 * max(bucket, largest)
+    return width * (gathered + bucket), reduced + 4 * max(bucket, largest)
 
 
 def _node_memory(setup: Setup, sizes: RunSizes, states: _ModelStates) -> tuple[float, float]:
