@@ -4,14 +4,17 @@ pytest tests/commands/test_planner.py"""
 import json
 import re
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from harness.inputs import read_config
 from harness.processes import run
 from harness.repository import REPO
-from transformers import LlamaConfig
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from scripts.plan import make_workload
 from zerotrain.config.ds_config import resolve_ds_config
@@ -25,7 +28,7 @@ from zerotrain.tools.estimate import (
     fastest,
     find_gpu,
 )
-from zerotrain.tools.memory import estimate_memory
+from zerotrain.tools.memory import estimate_memory, measure_saved
 from zerotrain.training.setup import Architecture, Setup
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -100,6 +103,29 @@ def test_groups_divide_states_and_nvme_holds_offloaded_states(setup_of):
     assert memory(3, "nvme")[1].nvme == 2 * total / 4 * (2 + 12 + 4)
     _, on_cpu = memory(3, "cpu")
     assert on_cpu.nvme == 0 and on_cpu.cpu == 2 * total / 4 * (2 + 2 + 12 + 4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("trained", ["", "q_proj"])
+def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
+    """Norms, q and k norms, experts; and fewer are saved for frozen weights."""
+    config = AutoConfig.for_model(kind, **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    for name, parameter in skeleton.named_parameters():
+        parameter.requires_grad_(trained in name)
+    model = deepcopy(skeleton).to_empty(device="cpu").bfloat16()
+    saved = {}
+
+    def save(tensor):
+        saved[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+
+    with saved_tensors_hooks(save, lambda _: None):
+        model.get_decoder()(torch.zeros(1, 512, dtype=torch.int64))
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage(), None)
+    measured, _ = measure_saved(skeleton, 2, False, False, 1, 512)
+    assert measured == pytest.approx(sum(saved.values()), rel=0.005)
 
 
 NODE = GpuCluster(1, 4, find_gpu("a100-1gb"))

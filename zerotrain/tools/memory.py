@@ -177,33 +177,21 @@ def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> tuple[float
     largest tensor among them.
     """
     model = setup.config.model
-    data = setup.config.data
     skeleton = setup.architecture.skeleton
+    is_padded = setup.config.data.batching == "bucketed"
     # Attention in other implementations keeps what its own operations keep.
     has_kernel = skeleton._supports_sdpa and model.attn_implementation != "eager"
-    is_padded = data.batching == "bucketed"
-
-    def of_row(length: int) -> tuple[float, float]:
-        """Bytes per token in rows of a length."""
-        try:
-            total, largest = measure_saved(
-                skeleton,
-                sizes.weight_bytes,
-                is_padded if has_kernel else None,
-                model.compile,
-                sizes.tensor,
-                length,
-            )
-            return total / length, largest / length
-        except Exception:  # a model's own code may need values, which meta tensors do not have
-            per_token = sizes.hidden * sizes.weight_bytes / 2
-            return TYPICAL_BYTES * sizes.layers * per_token, 8 * per_token
-
-    kept, largest = of_row(MEASURED_TOKENS)
-    if is_padded:
+    masks = is_padded if has_kernel else None
+    row = partial(measure_saved, skeleton, sizes.weight_bytes, masks, model.compile, sizes.tensor)
+    lengths = MEASURED_TOKENS, 2 * MEASURED_TOKENS
+    try:
+        kept, largest = (size / lengths[0] for size in row(lengths[0]))
         # Masks, or scores, grow with the square of a row's length.
-        growth = of_row(2 * MEASURED_TOKENS)[0] - kept
-        kept += growth * (min(tokens, data.max_length) / MEASURED_TOKENS - 1)
+        growth = row(lengths[1])[0] / lengths[1] - kept if is_padded else 0
+    except Exception:  # a model's own code may need values, which meta tensors do not have
+        layer = TYPICAL_BYTES / 2 * sizes.weight_bytes * sizes.hidden * tokens
+        return sizes.layers * layer, layer
+    kept += growth * (min(tokens, setup.config.data.max_length) / lengths[0] - 1)
     return tokens * kept, tokens * largest
 
 
@@ -253,7 +241,7 @@ def measure_saved(
     ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
     head = model.get_output_embeddings()
     with (
-        head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:])),
+        head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:])),
         saved_tensors_hooks(save, lambda activation: activation),
     ):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -324,8 +312,7 @@ def _model_states(setup: Setup, sizes: RunSizes) -> _ModelStates:
 
 def _loss(setup: Setup, sizes: RunSizes, tokens: int) -> float:
     """Bytes of the logits, and of input and gradient of the output head. The loss over chunks sums
-    the head's gradient in fp32. With adapters on the head, the logits of all tokens, those of the
-    targets and their gradients exist at a time.
+    the head's gradient in fp32. Adapters on the head need the logits of all tokens at a time.
     """
     skeleton = setup.architecture.skeleton
     vocabulary = int(skeleton.config.get_text_config().vocab_size)
@@ -335,10 +322,8 @@ def _loss(setup: Setup, sizes: RunSizes, tokens: int) -> float:
     # On CUDA a kernel keeps the logits and their gradient, without a copy in fp32.
     on_cuda = setup.machine.device == "cuda"
     per_logit = 2 * sizes.weight_bytes if on_cuda else CPU_LOSS_BYTES
-    if any(head.children()):
-        per_logit += sizes.weight_bytes
-        return per_logit * tokens * vocabulary + inputs + sizes.weight_bytes * trained
-    logits = min(tokens, chunk_size(setup.machine.device, vocabulary))
+    chunk = tokens if any(head.children()) else chunk_size(setup.machine.device, vocabulary)
+    logits = min(tokens, chunk)
     return per_logit * logits * vocabulary + inputs + (4 + sizes.weight_bytes) * trained
 
 
