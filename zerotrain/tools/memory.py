@@ -89,7 +89,7 @@ class MemoryEstimate:
     activations: float
     """`inputs` if the run has activation checkpointing, else `kept`."""
     loss: float
-    """What the loss needs beside states and activations."""
+    """What the loss needs beside states and activations, with ZeRO 3's gathered weights."""
     layer: float
     """What the backward pass of one layer, after the loss, needs beside states and activations."""
     update: float
@@ -117,7 +117,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     """
     sizes = RunSizes(setup)
     states = _model_states(setup, sizes)
-    held, reduced = _buffers(setup, sizes)
+    held, gathered, reduced = _buffers(setup, sizes)
     tokens = setup.config.data.micro_batch_tokens // sizes.sequence
     kept, largest = _kept_activations(setup, sizes, tokens)
     inputs = sizes.weight_bytes * sizes.layers * sizes.hidden * tokens
@@ -129,9 +129,9 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
         kept=kept,
         inputs=inputs,
         activations=inputs if recomputes else kept,
-        loss=_loss(setup, sizes, tokens),
+        loss=_loss(setup, sizes, tokens) + gathered,
         # Three gradients as large as the largest activation, such as a gated product's.
-        layer=3 * largest + kept / sizes.layers * recomputes + reduced,
+        layer=3 * largest + kept / sizes.layers * recomputes + gathered + reduced,
         update=_update(setup, sizes, states),
         cpu=cpu,
         loading=readers * sizes.weight_bytes * setup.architecture.counts.total,
@@ -341,16 +341,16 @@ def _update(setup: Setup, sizes: RunSizes, states: _ModelStates) -> float:
     return max(root * states.updated, 4 * min(states.trained, 5e8) if sizes.stage < 2 else 0)
 
 
-def _buffers(setup: Setup, sizes: RunSizes) -> tuple[float, float]:
+def _buffers(setup: Setup, sizes: RunSizes) -> tuple[float, float, float]:
     """Return the bytes that ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states: all the
-    time, and in the backward pass of layers.
+    time, for gathered weights, and for gradients in the backward pass of layers.
 
     Gradients are reduced in buckets; a gradient larger than a bucket is reduced on its own. Those
-    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 also has the gathered weights;
-    on one rank they are the partitions.
+    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 gathers weights from the forward
+    pass to the end of the backward pass; on one rank they are the partitions.
     """
     if sizes.stage < 2:
-        return 0, 0
+        return 0, 0, 0
     zero = setup.ds_config["zero_optimization"]
     width = sizes.weight_bytes
     parameters = list(setup.architecture.skeleton.parameters())
@@ -359,11 +359,11 @@ def _buffers(setup: Setup, sizes: RunSizes) -> tuple[float, float]:
     bucket = min(zero.get("reduce_bucket_size", 5e8), sum(trained))
     reduced = (width + 4 if width < 4 else width) * max(bucket, largest)
     if sizes.stage == 2:
-        return 0, width * bucket * (2 if zero.get("overlap_comm") else 1) + reduced
+        return 0, 0, width * bucket * (2 if zero.get("overlap_comm") else 1) + reduced
     live = min(zero.get("stage3_max_live_parameters", 1e9), sum(p.numel() for p in parameters))
     gathered = live * (setup.machine.ranks > sizes.tensor)
     # The last term is for reduce_scatter_coalesced, which flattens the gradients.
-    return width * (gathered + bucket), reduced + 4 * max(bucket, largest)
+    return width * bucket, width * gathered, reduced + 4 * max(bucket, largest)
 
 
 def _node_memory(setup: Setup, sizes: RunSizes, states: _ModelStates) -> tuple[float, float]:
