@@ -124,7 +124,7 @@ def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
         model.get_decoder()(torch.zeros(1, 512, dtype=torch.int64))
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage(), None)
-    measured, _ = measure_saved(skeleton, 2, False, False, 1, 512)
+    measured, _ = measure_saved(skeleton, 2, False, False, 1, 1, 512)
     assert measured == pytest.approx(sum(saved.values()), rel=0.005)
 
 

@@ -182,7 +182,9 @@ def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> tuple[float
     # Attention in other implementations keeps what its own operations keep.
     has_kernel = skeleton._supports_sdpa and model.attn_implementation != "eager"
     masks = is_padded if has_kernel else None
-    row = partial(measure_saved, skeleton, sizes.weight_bytes, masks, model.compile, sizes.tensor)
+    row = partial(
+        measure_saved, skeleton, sizes.weight_bytes, masks, model.compile, sizes.tensor, sizes.stage
+    )
     lengths = MEASURED_TOKENS, 2 * MEASURED_TOKENS
     try:
         kept, largest = (size / lengths[0] for size in row(lengths[0]))
@@ -202,6 +204,7 @@ def measure_saved(
     is_masked: bool | None,
     compiled: bool,
     ranks: int,
+    stage: int,
     length: int,
 ) -> tuple[float, float]:
     """Run a model up to its output head, and measure what autograd saves beside the weights.
@@ -212,12 +215,17 @@ def measure_saved(
         is_masked: whether attention kernels get masks; None for the model's own attention.
         compiled: whether blocks are compiled.
         ranks: of a tensor-parallel group.
+        stage: of ZeRO.
         length: tokens of the only row.
 
     Returns:
         The bytes of all tensors, and of the largest.
     """
     model = deepcopy(skeleton).to(torch.bfloat16 if weight_bytes == 2 else torch.float32)
+    for module in model.modules():
+        if stage == 3 and isinstance(module, nn.Linear):
+            # ZeRO 3's linear function saves its input even if the weight is frozen.
+            module.weight.requires_grad_(True)
     if is_masked is not None:
         attention = torch.compiler.disable(partial(_empty_attention, is_masked=is_masked))
         AttentionInterface.register(EMPTY_ATTENTION, attention)
