@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig
 
+from zerotrain.model.architecture import auto_class
 from zerotrain.model.mixers import KERNELS, keep_apart
 from zerotrain.model.packing import ATTENTION_TYPES, MIXER_TYPES, PACKED_EXAMPLES
 from zerotrain.model.probes import check_packing
@@ -28,11 +28,15 @@ SIZES = {
     "bamba": MAMBA,
     "deepseek_v2": EXPERTS,
     "dots1": {**EXPERTS, "n_shared_experts": 1},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+    },
     "granitemoehybrid": MAMBA,
     "longcat_flash": HEADS,
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
-}
+}  # fmt: skip
 """Sizes of small models that do not follow from SMALL_SIZES."""
 
 
@@ -49,7 +53,7 @@ def small_model(kind):
             for key, value in values.items():
                 setattr(text, key, value)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
             for weight in model.parameters():
                 if weight.dim() > 1:
                     torch.nn.init.normal_(weight, std=0.1)
@@ -62,7 +66,7 @@ def small_model(kind):
 def test_packed_examples_of_each_listed_type_equal_single_ones():
     kinds = [*ATTENTION_TYPES.split(), *MIXER_TYPES.split()]
     assert len(kinds) == len(set(kinds))
-    for kind in set(kinds) & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+    for kind in set(kinds) & set(CONFIG_MAPPING.keys()):
         model = small_model(kind)
         if kind in MIXER_TYPES.split():
             with pytest.raises(UserError, match="packed examples"):

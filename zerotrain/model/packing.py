@@ -41,20 +41,22 @@ from zerotrain.runtime.machine import Machine
 PACKED_EXAMPLES = "packed_examples"
 """The implementation's name, a value of attn_implementation."""
 ATTENTION_TYPES = """
-    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
-    deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma3
-    gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe
-    glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hrm_text
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
-    laguna llama longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3
-    mistral mixtral modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2
-    olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe
-    seed_oss smollm3 solar_open starcoder2 youtu
+    afmoe apertus arcee aria_text axk1 aya_vision beam bitnet cohere cohere2 cohere2_moe
+    cohere2_vision ctrl cwm deepseek_v2 deepseek_v3 deepseek_vl diffllama dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma3 gemma3_text gemma4 gemma4_text
+    gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox
+    granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax idefics3 internlm3 internvl iquestcoder jais2 jetmoe kimi_k25 kolibri1 laguna llama
+    llava llava_next longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mistral3 mixtral modernbert-decoder moshi moss_transcribe_diarize nanochat
+    nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_audio
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 smolvlm solar_open starcoder2 voxtral youtu
 """
 """Values of model_type whose examples are packed, and in which attention alone mixes tokens."""
 MIXER_TYPES = """
     bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe
-    lfm3 mamba mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2
+    lfm3 mamba mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba
+    zamba2
 """
 """The same with mixers, which zerotrain/model/mixers.py keeps apart. For each type of both lists a
 test compares packed examples with single ones. All other types are bucketed.
@@ -118,11 +120,11 @@ def _packing_problem(skeleton: nn.Module, max_length: int, sequence: int) -> str
     """Say why packed examples would not train like the same examples alone; None if they do.
     probes.check_packing then tests the loaded model.
     """
-    kind = skeleton.config.model_type
-    if kind not in (ATTENTION_TYPES + MIXER_TYPES).split():
-        return f"packed examples have not been tested with models of type {kind}"
-    if sequence > 1 and kind in MIXER_TYPES.split():
-        return f"the mixers of {kind} need whole sequences"
+    for kind in (skeleton.config.model_type, skeleton.config.get_text_config().model_type):
+        if kind not in (ATTENTION_TYPES + MIXER_TYPES).split():
+            return f"packed examples have not been tested with models of type {kind}"
+        if sequence > 1 and kind in MIXER_TYPES.split():
+            return f"the mixers of {kind} need whole sequences"
     rope = getattr(skeleton.config.get_text_config(), "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings", max_length)
     if rope.get("rope_type") == "longrope" and max_length > limit:
@@ -146,6 +148,10 @@ class Examples:
     """The ranks that have the other slices of the sequence."""
     window: int = 0
     """Attention window in tokens, own position included; 0 for the whole example."""
+
+    def __getitem__(self, part: Any) -> "Examples":
+        """Layers that share keys and values (Gemma 4 E4B) take all queries of their mask."""
+        return self
 
 
 # transformers passes nothing from the call of the model to packed_mask, which therefore reads this.
