@@ -268,7 +268,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         group["lr"] = lr
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(describe_micro_batch, run.plan, examples):
-        values, problem = train_step(run, batch, progress.norms)
+        limit = spike_limit(progress.norms, run.config.train.skip_spikes)
+        values, problem = train_step(run, batch, limit)
     phases = run.timer.take()  # Waits for the device. Rank 0 reports its own.
     values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
     in_a_row = progress.skipped_in_a_row
@@ -283,10 +284,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         tokens=progress.tokens + batch.plan.tokens,
         eval_loss=None,
         skipped_in_a_row=in_a_row,
+        norms=(*progress.norms, values["grad_norm"])[-SPIKE_WINDOW:],
     )
-    if run.config.train.skip_spikes:
-        norms = (*progress.norms, values["grad_norm"])[-SPIKE_WINDOW:]
-        progress = replace(progress, norms=norms)
     run.reporter.report(batch, values, progress)
     if problem is not None:
         run.reporter.report_problem(problem, batch)
@@ -302,7 +301,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
 
 
 def train_step(
-    run: Training, batch: StepBatch, norms: tuple[float, ...]
+    run: Training, batch: StepBatch, limit: float
 ) -> tuple[dict[str, float], Problem | None]:
     """Run forward, backward and update on this rank's share of the step.
 
@@ -313,7 +312,7 @@ def train_step(
     the same way, weighted by tokens without padding.
 
     Args:
-        norms: gradient norms of the last steps, to which train.skip_spikes compares.
+        limit: the gradient norm above which the update is skipped.
 
     Returns:
         The step's values, and why its update was skipped (None if it was applied). The values are
@@ -340,15 +339,13 @@ def train_step(
         engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
     # Calls engine.step(), which clips, updates and zeroes the gradients.
-    train = run.config.train
-    limit = spike_limit(norms, train.skip_spikes)
-    grad_norm, is_applied = apply_update(engine, train.gradient_clipping, limit)
+    grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping, limit)
     # The ranks of a tensor-parallel group have the same losses.
     totals = (ranks.sum(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens
     problem = None
     if not is_applied:
-        problem = find_problem(mean_loss, grad_norm, losses, ranks, engine.fp16_enabled())
+        problem = find_problem(mean_loss, grad_norm, losses, engine.fp16_enabled())
     timer.mark("optimizer")
     values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
     if loss_sum.router_coefficient:

@@ -66,9 +66,9 @@ def points_in_cells(
             count.
         index: int64 [n], ascending: which numbers to take from the random sequence of the key.
     """
-    first, last = index[[0, -1]].tolist()
+    first = int(index[0])
     generator = np.random.PCG64(xxhash.xxh3_64_intdigest(key.encode())).advance(first)
-    sequence = np.random.Generator(generator).random(last + 1 - first)
+    sequence = np.random.Generator(generator).random(index[-1] + 1 - first)
     position = torch.from_numpy(sequence[index - first]).to(values)
     bits = values.to(dtype).view(torch.int16)
     # The magnitudes of 16-bit numbers are ordered like their bits.

@@ -78,7 +78,7 @@ class Progress:
     skipped_in_a_row: int = 0
     """Number of consecutive steps, up to this one, whose update was skipped."""
     norms: tuple[float, ...] = ()
-    """With train.skip_spikes, the gradient norms of the last steps."""
+    """The gradient norms of the last steps, for train.skip_spikes."""
     wandb_id: str = ""
     plan_start: PlanStart = field(default_factory=PlanStart)
     """The position in the data at which the steps of the run's plan begin."""

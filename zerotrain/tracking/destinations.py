@@ -15,6 +15,7 @@ from zerotrain.runtime.machine import device_name
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import ConsoleSink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
+from zerotrain.tracking.trackers import TrackerSink
 
 
 def open_metrics(
@@ -43,8 +44,6 @@ def open_metrics(
             from zerotrain.tracking.wandb import WandbSink
 
             metrics.sinks.append(WandbSink(config, start.wandb_id))
-        if config.tracking.also:
-            from zerotrain.tracking.trackers import TrackerSink
         for name in config.tracking.also:
             try:
                 metrics.sinks.append(TrackerSink(name, config, start.wandb_id, start.step))

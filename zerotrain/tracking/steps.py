@@ -139,9 +139,10 @@ class StepReporter:
         the step.
         """
         micro_batches = batch.plan.micro_batches
-        suspects = [micro_batches[i][rank] for i, rank in sorted(problem.micro_batches)]
-        examples = np.concatenate(suspects or [*chain(*micro_batches)])
-        rows = [self._plan.data.place_of(example) for example in examples]
+        own = [micro_batches[i][self._ranks.data_rank].tolist() for i in problem.micro_steps]
+        suspects = [*chain(*self._ranks.gather_json(own))]
+        examples = {*chain(*(suspects or chain(*micro_batches)))}
+        rows = [self._plan.data.place_of(example) for example in sorted(examples)]
         text = f"{problem.reason}; the update is skipped"
         event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
         self._metrics.log("event", event)

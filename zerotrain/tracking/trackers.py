@@ -24,14 +24,14 @@ class TrackerSink:
             run_id: the same for all starts of a run.
             first_step: the step after which this start begins.
         """
-        project = config.tracking.project
-        folder = Path(config.output_dir)
+        project, folder = config.tracking.project, Path(config.output_dir)
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             # It hides what the steps from purge_step on have logged before.
-            options = {"purge_step": first_step + 1, "flush_secs": FLUSH_SECONDS}
-            writer = SummaryWriter(folder / name, **options)
+            writer = SummaryWriter(
+                folder / name, purge_step=first_step + 1, flush_secs=FLUSH_SECONDS
+            )
             self._log = lambda row, step: [writer.add_scalar(*item, step) for item in row.items()]
             self._finish = writer.close
             return
@@ -41,17 +41,14 @@ class TrackerSink:
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
             tracker.config.enable_async_logging()
             tracker.set_experiment(project)
-            begun = tracker.search_runs(
-                filter_string=f"tags.run = '{run_id}'", output_format="list"
-            )
+            same = f"tags.run = '{run_id}'"
+            begun = tracker.search_runs(filter_string=same, output_format="list")
             known = begun[0].info.run_id if begun else None  # MLflow chooses ids itself.
             tracker.start_run(known, run_name=folder.name, tags={"run": run_id})
             self._log, self._finish = tracker.log_metrics, tracker.end_run
             return
-        id_ = {"name": f"{folder.name}-{run_id}"}
-        if name == "swanlab":
-            id_ = {"experiment_name": folder.name, "id": run_id}
-        tracker.init(project=project, resume="allow", **id_)
+        same = {"id": run_id} if name == "swanlab" else {}  # trackio knows a run by its name
+        tracker.init(project=project, name=f"{folder.name}-{run_id}", resume="allow", **same)
         self._log, self._finish = tracker.log, tracker.finish
 
     def log(self, kind: str, values: dict[str, Any]) -> None:

@@ -1,38 +1,32 @@
 """The update of a step, which is skipped if the gradient is not finite or is a spike."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import nn
-
-from zerotrain.runtime.ranks import Ranks
 
 MAX_SKIPPED_IN_A_ROW = 5
 SPIKE_WINDOW = 100  # steps whose median norm a spike is compared with
 MIN_WINDOW = 20  # the first steps have no median yet
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The reason why the update of a step was skipped."""
 
     reason: str
-    micro_batches: set[tuple[int, int]]
-    """Micro-step and data rank of each micro-batch whose loss was not finite."""
+    micro_steps: list[int]
+    """The micro-steps in which a loss of this rank was not finite."""
 
 
 def find_problem(
-    loss: float, norm: float, micro_losses: torch.Tensor, ranks: Ranks, is_fp16: bool
+    loss: float, norm: float, micro_losses: torch.Tensor, is_fp16: bool
 ) -> Problem | None:
     """Return why an update was skipped, or None if fp16 has skipped it to find its loss scale.
 
-    All ranks call it and get the same result.
+    All ranks get the same reason.
 
     Args:
         loss: the step's loss over all ranks.
@@ -41,11 +35,8 @@ def find_problem(
     """
     if is_fp16 and math.isfinite(loss) and not math.isfinite(norm):
         return None
-    # The micro-steps in which a loss of this rank is not finite.
-    bad = (~micro_losses.isfinite().all(0)).nonzero().flatten().tolist()
-    of_ranks = ranks.gather_json([(step, ranks.data_rank) for step in bad])
-    pairs = {tuple(pair) for pairs in of_ranks for pair in pairs}
-    return Problem(f"loss {loss:.4f}, gradient norm {norm}", pairs)
+    is_bad = ~micro_losses.isfinite().all(0)
+    return Problem(f"loss {loss:.4f}, gradient norm {norm}", is_bad.nonzero().flatten().tolist())
 
 
 def spike_limit(norms: tuple[float, ...], times: float | None) -> float:
@@ -53,33 +44,26 @@ def spike_limit(norms: tuple[float, ...], times: float | None) -> float:
     return median(norms) * times if times and len(norms) >= MIN_WINDOW else math.inf
 
 
-@contextmanager
-def spikes_skipped(engine: DeepSpeedEngine, limit: float) -> Iterator[None]:
-    """Within it, an update whose gradient's norm is above `limit` changes nothing.
+def step_below(engine: DeepSpeedEngine, limit: float) -> None:
+    """Call engine.step(). It changes nothing if the gradient's norm is above `limit`.
 
-    The norm is known only when DeepSpeed calls the optimizer. An optimizer skips weights without a
-    gradient, moments included. So the gradients are hidden while it is called.
+    The norm is known only when DeepSpeed calls the optimizer. So a spike leaves the optimizer
+    without parameters while it is called.
     """
-    hidden = []
+    optimizer = engine.basic_optimizer
+    groups = optimizer.param_groups
 
-    def hide(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def hide(*_: Any) -> None:
         if engine.optimizer._global_grad_norm > limit:
-            hidden.extend((p, p.grad) for group in optimizer.param_groups for p in group["params"])
-            for p, _ in hidden:
-                p.grad = None
+            optimizer.param_groups = []
 
     def show(*_: Any) -> None:
-        for p, gradient in hidden:
-            p.grad = gradient
-        hidden.clear()
+        optimizer.param_groups = groups
 
-    optimizer = engine.basic_optimizer
     hooks = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(show)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    engine.step()
+    for hook in hooks:
+        hook.remove()
 
 
 def apply_update(
@@ -99,14 +83,13 @@ def apply_update(
         The global L2 norm before clipping, and whether the update was applied.
     """
     if engine.optimizer is not engine.basic_optimizer:  # it is wrapped
-        with spikes_skipped(engine, limit):
-            engine.step()
-        is_applied = engine.was_step_applied()
+        step_below(engine, limit)
+        norm = float(engine.get_global_grad_norm())
+        is_applied = engine.was_step_applied() and norm <= limit
         if not is_applied and getattr(engine.optimizer, "cpu_offload", False):
             # At stage 2 DeepSpeed keeps these gradients, and would add the next ones to NaN.
             engine.optimizer.averaged_gradients.clear()
-        norm = float(engine.get_global_grad_norm())
-        return norm, is_applied and norm <= limit
+        return norm, is_applied
     trained = [p for p in engine.module.parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in trained]
     norm = torch.linalg.vector_norm(torch.stack(norms))
