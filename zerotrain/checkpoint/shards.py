@@ -108,12 +108,15 @@ def collect(engine: DeepSpeedEngine, has_whole: bool, base: Base | None) -> Shar
             parts[name] = start, states
     persistent = engine.module.state_dict()
     scaler = loss_scaler(engine)
-    split = {name: split_dimension(p) for name, p in parameters.items()}
     return Shard(
         parts=parts,
         shapes={name: full_shape(p) for name, p in parameters.items()},
         tensor=max(1, engine.autotp_size()),
-        split={name: dimension for name, dimension in split.items() if dimension is not None},
+        split={
+            name: dimension
+            for name, p in parameters.items()
+            if (dimension := split_dimension(p)) is not None
+        },
         trained=[name for name, p in parameters.items() if p.requires_grad],
         # contiguous: the file would lack elements of an expanded one
         buffers={n: b.contiguous() for n, b in engine.module.named_buffers() if n in persistent},

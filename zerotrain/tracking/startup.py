@@ -39,13 +39,9 @@ def startup_table(
         ratio = f"{plan.mean_batch:,.6g} / {train.reference_global_batch}"
         rate += f" = {train.learning_rate:g} x {train.lr_scaling}({ratio})"
     weights = "random" if config.model.from_config else "pretrained"
-    named = setup.architecture.skeleton.named_parameters()
-    adapted = sum(p.numel() for name, p in named if ".base_layer." in name) / counts.total
     rows = {
         "model": f"{config.model.name_or_path}, {weights} weights, {counts.total:,} parameters, "
-        f"{counts.trained:,} of them trained"
-        + f"; adapters on {adapted:.0%} of the weights"
-        * bool(config.model.lora),
+        f"{counts.trained:,} of them trained",
         "ranks": f"{setup.machine.ranks} on {setup.machine.device}, {train.precision}, ZeRO stage "
         f"{zero_stage(setup.ds_config)} ({config.ds_config})",
         **data_rows(config.data, plan, eval_plans),
@@ -63,6 +59,10 @@ def startup_table(
         f"{plan.steps_per_epoch:,}; seed {train.seed}",
         "output": config.output_dir,
     }
+    if config.model.lora:
+        named = architecture.skeleton.named_parameters()
+        adapted = sum(p.numel() for name, p in named if ".base_layer." in name)
+        rows["adapters"] = f"on {adapted / counts.total:.0%} of the weights"
     if is_multimodal(architecture.model_config):
         is_whole = is_multimodal(architecture.skeleton.config)
         rows["images and audio"] = "their modules are frozen" if is_whole else "left out"

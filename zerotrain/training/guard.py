@@ -1,9 +1,9 @@
 """The update of a step, which is skipped if the gradient is not finite or is a spike."""
 
 import math
-from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import nn
@@ -41,7 +41,8 @@ def find_problem(
 
 def spike_limit(norms: tuple[float, ...], times: float | None) -> float:
     """Return the largest norm that is no spike: `times` the median of the last steps' norms."""
-    return median(norms) * times if times and len(norms) >= MIN_WINDOW else math.inf
+    # A bad step's norm may be NaN.
+    return np.nanmedian(norms) * times if times and len(norms) >= MIN_WINDOW else math.inf
 
 
 def step_below(engine: DeepSpeedEngine, limit: float) -> None:
