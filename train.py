@@ -69,9 +69,8 @@ from zerotrain.training.evaluate import HeldOutSets, Preempted
 from zerotrain.training.guard import (
     MAX_SKIPPED_IN_A_ROW,
     SPIKE_WINDOW,
-    Problem,
     apply_update,
-    find_problem,
+    is_bad_step,
     spike_limit,
 )
 from zerotrain.training.loss import SupervisedLoss
@@ -269,14 +268,11 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(describe_micro_batch, run.plan, examples):
         limit = spike_limit(progress.norms, run.config.train.skip_spikes)
-        values, problem = train_step(run, batch, limit)
+        values, losses = train_step(run, batch, limit)
     phases = run.timer.take()  # Waits for the device. Rank 0 reports its own.
     values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
-    in_a_row = progress.skipped_in_a_row
-    if problem is not None:
-        in_a_row += 1
-    elif not values["update_skipped"]:
-        in_a_row = 0
+    is_bad = is_bad_step(values, run.engine.fp16_enabled())
+    in_a_row = progress.skipped_in_a_row + is_bad if values["update_skipped"] else 0
     progress = replace(
         progress,
         step=batch.global_step + 1,
@@ -287,12 +283,13 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         norms=(*progress.norms, values["grad_norm"])[-SPIKE_WINDOW:],
     )
     run.reporter.report(batch, values, progress)
-    if problem is not None:
-        run.reporter.report_problem(problem, batch)
+    if is_bad:
+        reason = f"loss {values['loss']:.4f}, gradient norm {values['grad_norm']}"
+        run.reporter.report_skipped(batch, losses, reason)
         if in_a_row >= MAX_SKIPPED_IN_A_ROW:
             run.saver.finish()
             raise RunFailed(
-                f"step {progress.step:,}: {problem.reason}; {in_a_row} steps in a row were "
+                f"step {progress.step:,}: {reason}; {in_a_row} steps in a row were "
                 f"skipped. Check the rows listed in {METRICS}. Start in another output_dir with a "
                 "lower train.learning_rate. To begin there at an earlier checkpoint, name it in "
                 "checkpoint.resume, and set checkpoint.allow_plan_change to true"
@@ -302,7 +299,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
 
 def train_step(
     run: Training, batch: StepBatch, limit: float
-) -> tuple[dict[str, float], Problem | None]:
+) -> tuple[dict[str, float], torch.Tensor]:
     """Run forward, backward and update on this rank's share of the step.
 
     DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks that
@@ -315,10 +312,10 @@ def train_step(
         limit: the gradient norm above which the update is skipped.
 
     Returns:
-        The step's values, and why its update was skipped (None if it was applied). The values are
-        loss, in nats per supervised token of the global batch; grad_norm, before clipping;
-        update_skipped, which is also true while fp16 looks for its loss scale; and router_loss of
-        mixtures of experts, without its coefficient.
+        The step's values: loss, in nats per supervised token of the global batch; grad_norm, before
+        clipping; update_skipped, which is also true while fp16 looks for its loss scale; and
+        router_loss of mixtures of experts, without its coefficient. And the losses of this rank's
+        micro-steps, float64 [2, micro-steps].
     """
     engine = run.engine
     loss_sum = run.loss
@@ -343,14 +340,11 @@ def train_step(
     # The ranks of a tensor-parallel group have the same losses.
     totals = (ranks.sum(losses.sum(1)) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens
-    problem = None
-    if not is_applied:
-        problem = find_problem(mean_loss, grad_norm, losses, engine.fp16_enabled())
     timer.mark("optimizer")
     values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
     if loss_sum.router_coefficient:
         values["router_loss"] = totals[1] / batch.plan.tokens
-    return values, problem
+    return values, losses
 
 
 def agree_on_requests(run: Training, step: int) -> tuple[str, bool]:

@@ -119,7 +119,7 @@ INTERNALS = {
     """,
     "zerotrain/training/guard.py": """
         deepspeed.runtime.engine: basic_optimizer
-        deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload
+        deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload _global_grad_norm
     """,
     "zerotrain/training/optimizer.py": """
         deepspeed.runtime.zero.partition_parameters: ds_shape

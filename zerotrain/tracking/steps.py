@@ -18,7 +18,6 @@ from zerotrain.runtime.machine import GIB, device_name, gpu_health, peak_flops_p
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.metrics import Metrics
 from zerotrain.tracking.profiler import trace_on_request
-from zerotrain.training.guard import Problem
 from zerotrain.training.setup import Setup
 
 # Each rank's times are reported as means over so many steps.
@@ -132,17 +131,21 @@ class StepReporter:
         by_rank = ranks.gather_json(measured)  # Uses gloo, so it costs no GPU time.
         self._metrics.log("ranks", {"step": step, "step_seconds": step_seconds, "ranks": by_rank})
 
-    def report_problem(self, problem: Problem, batch: StepBatch) -> None:
+    def report_skipped(self, batch: StepBatch, losses: torch.Tensor, reason: str) -> None:
         """Report a step whose update was skipped, with FILE:LINE of its suspicious rows.
 
         These are the rows of the micro-batches whose own loss was not finite, or else all rows of
         the step.
+
+        Args:
+            losses: the losses of this rank's micro-steps, [losses, micro-steps].
         """
         micro_batches = batch.plan.micro_batches
-        own = [micro_batches[i][self._ranks.data_rank].tolist() for i in problem.micro_steps]
+        bad = (~losses.isfinite().all(0)).nonzero().flatten().tolist()
+        own = [micro_batches[i][self._ranks.data_rank].tolist() for i in bad]
         suspects = [*chain(*self._ranks.gather_json(own))]
         examples = {*chain(*(suspects or chain(*micro_batches)))}
         rows = [self._plan.data.place_of(example) for example in sorted(examples)]
-        text = f"{problem.reason}; the update is skipped"
+        text = f"{reason}; the update is skipped"
         event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
         self._metrics.log("event", event)

@@ -56,8 +56,7 @@ class WandbSink:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         folder = Path(config.output_dir)
-        mode = config.tracking.wandb
-        for attempt in dict.fromkeys((mode, "offline")):
+        for attempt in dict.fromkeys((config.tracking.wandb, "offline")):
             try:
                 start_service()
                 self.run = wandb.init(

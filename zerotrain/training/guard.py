@@ -1,7 +1,7 @@
 """The update of a step, which is skipped if the gradient is not finite or is a spike."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,30 +13,14 @@ SPIKE_WINDOW = 100  # steps whose median norm a spike is compared with
 MIN_WINDOW = 20  # the first steps have no median yet
 
 
-class Problem(NamedTuple):
-    """The reason why the update of a step was skipped."""
-
-    reason: str
-    micro_steps: list[int]
-    """The micro-steps in which a loss of this rank was not finite."""
-
-
-def find_problem(
-    loss: float, norm: float, micro_losses: torch.Tensor, is_fp16: bool
-) -> Problem | None:
-    """Return why an update was skipped, or None if fp16 has skipped it to find its loss scale.
-
-    All ranks get the same reason.
+def is_bad_step(values: dict[str, float], is_fp16: bool) -> bool:
+    """Return whether an update was skipped, and not by fp16 to find its loss scale.
 
     Args:
-        loss: the step's loss over all ranks.
-        norm: the gradient's norm over all ranks, before clipping.
-        micro_losses: this rank's losses, float64 [losses, micro-steps].
+        values: the step's loss, grad_norm and update_skipped.
     """
-    if is_fp16 and math.isfinite(loss) and not math.isfinite(norm):
-        return None
-    is_bad = ~micro_losses.isfinite().all(0)
-    return Problem(f"loss {loss:.4f}, gradient norm {norm}", is_bad.nonzero().flatten().tolist())
+    is_search = is_fp16 and math.isfinite(values["loss"]) and not math.isfinite(values["grad_norm"])
+    return values["update_skipped"] and not is_search
 
 
 def spike_limit(norms: tuple[float, ...], times: float | None) -> float:
