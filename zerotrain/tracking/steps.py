@@ -143,9 +143,8 @@ class StepReporter:
         micro_batches = batch.plan.micro_batches
         bad = (~losses.isfinite().all(0)).nonzero().flatten().tolist()
         own = [micro_batches[i][self._ranks.data_rank].tolist() for i in bad]
-        suspects = [*chain(*self._ranks.gather_json(own))]
-        examples = {*chain(*(suspects or chain(*micro_batches)))}
-        rows = [self._plan.data.place_of(example) for example in sorted(examples)]
+        suspects = [*chain(*self._ranks.gather_json(own))] or chain(*micro_batches)
+        rows = [self._plan.data.place_of(example) for example in sorted({*chain(*suspects)})]
         text = f"{reason}; the update is skipped"
         event = {"step": batch.global_step + 1, "name": "skipped_step", "text": text, "rows": rows}
         self._metrics.log("event", event)
