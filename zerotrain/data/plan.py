@@ -19,15 +19,20 @@ from zerotrain.config.schema import MAX_INT
 PAD_MULTIPLE = 8
 
 
-def squares(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return twice the pairs of a query and a key in examples, minus their lengths: L*L for an
-    example of L tokens that fits the window, and less for longer ones.
+Windows = tuple[tuple[int, float], ...]
+"""Sizes of attention windows, in tokens with the query's own, and the share of attention of each.
+"""
 
-    Args:
-        window: tokens that a query attends to, its own included.
+
+def squares(lengths: np.ndarray, windows: Windows) -> np.ndarray:
+    """Return twice the pairs of a query and a key in examples, minus their lengths, as the mean
+    over windows: L*L for an example of L tokens that fits the window, and less for longer ones.
     """
-    beyond = np.maximum(lengths - window, 0)
-    return lengths**2 - beyond * (beyond + 1)
+    mean = 0
+    for window, share in windows:
+        beyond = np.maximum(lengths - window, 0)
+        mean = mean + share * (lengths**2 - beyond * (beyond + 1))
+    return mean
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,8 @@ class Budget:
     as its attention to K tokens, in all layers that have attention."""
     packed: bool = False
     """Concatenate the examples of a micro-batch instead of padding them."""
-    windows: tuple[tuple[int, float], ...] = ((MAX_INT, 1.0),)
-    """The sizes of attention windows, and the share of attention that each has. The cost has the
-    mean of their `squares` in place of L*L."""
+    windows: Windows = ((MAX_INT, 1.0),)
+    """With windows the cost has `squares` in place of L*L."""
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Return the lengths that count against the budget: padded ones when bucketed."""
@@ -53,8 +57,7 @@ class Budget:
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
         """Return the costs of examples of these lengths, int64."""
-        attention = sum(share * squares(lengths, window) for window, share in self.windows)
-        return (lengths * self.linear_cost + attention).astype(np.int64)
+        return (lengths * self.linear_cost + squares(lengths, self.windows)).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from transformers import (
 
 from zerotrain.config.ds_config import offload_devices, secondary_ranks, zero_stage
 from zerotrain.config.schema import MAX_INT, Config
-from zerotrain.data.plan import squares
+from zerotrain.data.plan import Windows, squares
 from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
@@ -89,6 +89,13 @@ def meta_model(
 def is_multimodal(model_config: PretrainedConfig) -> bool:
     """Return whether the model has other parts than its language model, e.g. a vision tower."""
     return model_config.get_text_config() is not model_config
+
+
+def text_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a model uses for text, so not a vision tower, for example."""
+    if not is_multimodal(model.config):
+        return [*model.modules()]
+    return [*model.get_decoder().modules(), *model.get_output_embeddings().modules()]
 
 
 def check_model_fits(
@@ -205,8 +212,8 @@ class ModelFlops:
     """FLOPs of the output head for a token that is a target of the loss."""
     pair: float
     """FLOPs of attention for a pair of a token and itself or an earlier token, in all layers."""
-    windows: tuple[tuple[int, float], ...]
-    """The sizes of attention windows, and the share of `pair` that the layers with each have."""
+    windows: Windows
+    """The share of `pair` that the layers with each window have."""
     linear_cost: int
     """K in the cost K*L + L^2 of an example of L tokens: the cost of one token's dense layers, in
     units of attention to one token.
@@ -224,12 +231,9 @@ class ModelFlops:
             supervised_tokens: supervised tokens of all of them.
         """
         length = lengths.astype(np.float64)
-        pairs = sum(share * (squares(length, w) + length).sum() / 2 for w, share in self.windows)
-        return (
-            self.token * length.sum()
-            + self.supervised_token * supervised_tokens
-            + self.pair * pairs
-        )
+        pairs = (squares(length, self.windows) + length) / 2
+        of_tokens = self.token * length + self.pair * pairs
+        return of_tokens.sum() + self.supervised_token * supervised_tokens
 
 
 def sizes_of(text: PretrainedConfig, name: str) -> list[float]:
@@ -272,13 +276,13 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
             attending += 1
             window = getattr(layer, WINDOWS.get(kind, ""), None) or MAX_INT
             heads = getattr(layer, "num_attention_heads", 1)
+            size = getattr(layer, "head_dim", None) or hidden / heads
             # Queries may be wider than values. In DeepSeek's configs head_dim is something else.
-            names = ("qk_head_dim", "head_dim", "v_head_dim")
-            sizes = [n for name in names if (n := getattr(layer, name, None))] or [hidden / heads]
-            windows[window] += heads * (sizes[0] + sizes[-1]) / 2
-    body = skeleton.get_decoder() if is_multimodal(skeleton.config) else skeleton
+            both = getattr(layer, "qk_head_dim", size) + getattr(layer, "v_head_dim", size)
+            windows[window] += heads * both / 2
     of_head = set(skeleton.get_output_embeddings().modules())
-    in_body, token = _multiplied_weights([m for m in body.modules() if m not in of_head], text)
+    body = [m for m in text_modules(skeleton) if m not in of_head]
+    in_body, token = _multiplied_weights(body, text)
     width = windows.total()
     return ModelFlops(
         token=token,

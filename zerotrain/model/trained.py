@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import is_multimodal, meta_model
+from zerotrain.model.architecture import meta_model, text_modules
 from zerotrain.model.hub import split_revision, summarize
 from zerotrain.runtime.errors import UserError, first_of, similar
 
@@ -52,7 +52,7 @@ def freeze_and_adapt(model: nn.Module, config: ModelConfig) -> None:
         for name in _matching("trainable", config.trainable, named, re.search):
             named[name].requires_grad_(True)
     # Parameters that text does not use get no gradient: weight decay alone would change them.
-    used = {p for module in _text_modules(model) for p in module.parameters(recurse=False)}
+    used = {p for module in text_modules(model) for p in module.parameters(recurse=False)}
     for parameter in set(model.parameters()) - used:
         parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
@@ -71,11 +71,11 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     head = model.get_output_embeddings()
-    used = _text_modules(model)
+    used = set(text_modules(model))
     modules = {name: m for name, m in model.named_modules() if m in used}
     # A Mamba mixer's kernels get all other weights alone, without their adapters.
-    mixers = tuple(f"{n}." for n, m in modules.items() if hasattr(m, "ssm_state_size"))
-    bypassed = {n for n in modules if n.startswith(mixers) and not _is_end("in_proj", n)}
+    mixers = [m for m in used if hasattr(m, "ssm_state_size")]
+    bypassed = {part for m in mixers for part in m.children() if part is not m.in_proj}
     # peft's own all-linear includes routers and experts of some models.
     all_linear = lora.target_modules == "all-linear"
     if all_linear:
@@ -83,13 +83,12 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
             name
             for name, module in modules.items()
             if isinstance(module, (nn.Linear, Conv1D))
-            and module is not head
+            and module not in {head, *bypassed}
             and {"router", "gate", "indexer"}.isdisjoint(name.split("."))
-            and name not in bypassed
         ]
     else:
         targets = _matching("lora.target_modules", lora.target_modules, modules, _is_end)
-        if wrong := sorted(bypassed.intersection(targets)):
+        if wrong := [name for name in targets if modules[name] in bypassed]:
             raise UserError(
                 f"model.lora.target_modules: {wrong[0]} cannot have an adapter: Mamba's kernels "
                 "read its weight alone; of a Mamba mixer, name only in_proj"
@@ -122,13 +121,6 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
             return peft.LoraModel(model, settings, ADAPTER)
     except (ValueError, RuntimeError) as error:  # e.g. a 4-bit module in modules_to_save
         raise UserError(f"model.lora: {summarize(error)}") from error
-
-
-def _text_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that a model uses for text, so not a vision tower, for example."""
-    if not is_multimodal(model.config):
-        return set(model.modules())
-    return {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
 
 
 def _matching(
