@@ -17,7 +17,7 @@ from zerotrain.model.hub import summarize
 from zerotrain.model.packing import attend_within
 from zerotrain.runtime.errors import UserError
 
-PROBE_TOKENS = 24
+PROBE_TOKENS = 12
 
 # Limits for changes of logits, relative to their range.
 # In check_causal decoders change by 0, encoders with random weights by 1e-3 to 5e-3, trained
@@ -51,9 +51,9 @@ def check_causal(forward: nn.Module, tokens: Sequence[int]) -> None:
     Raises:
         UserError: the logits differ.
     """
-    before, after, other = draw(tokens, *[PROBE_TOKENS // 2] * 3)
-    ids = torch.cat([before.expand(3, -1), torch.cat([after, other, after])], 1)
-    halves = compute_logits(forward, ids)[:, : PROBE_TOKENS // 2]  # [3, half, vocabulary]
+    before, after, other = draw(tokens, 3)
+    ids = torch.stack([torch.cat([before, second]) for second in (after, other, after)])
+    halves = compute_logits(forward, ids)[:, :PROBE_TOKENS]  # [3, half, vocabulary]
     leak, noise = (_change(half, halves[0]) for half in halves[1:])
     if leak > SEEN_AHEAD + 10 * noise:
         raise UserError(
@@ -81,18 +81,18 @@ def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
         UserError: the logits differ.
     """
     model = getattr(forward, "module", forward)
-    *firsts, probe = draw(tokens, *[PROBE_TOKENS // 2] * 3)
-    positions = np.arange(PROBE_TOKENS)[None] % (PROBE_TOKENS // 2)
+    *firsts, probe = draw(tokens, 3)
+    positions = np.tile(np.arange(PROBE_TOKENS), 2)[None]
     packed = []
     for first in firsts:
-        ids = torch.cat([first, probe], 1).numpy()
+        ids = torch.cat([first, probe])[None].numpy()
         batch = MicroBatch.of(ids, positions < 0, position_ids=positions)
         with attend_within(batch.to(forward.device)) as inputs:
             logits = compute_logits(forward, batch.input_ids, **inputs)
-        packed.append(logits[:, PROBE_TOKENS // 2 :])
+        packed.append(logits[:, PROBE_TOKENS:])
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")  # which every model has, also its audio tower
-    alone = compute_logits(forward, probe)
+    alone = compute_logits(forward, probe[None])
     model.set_attn_implementation(own)
     leak, difference = (_change(logits, packed[0]) for logits in (packed[1], alone))
     dtype = next(model.parameters()).dtype
@@ -126,7 +126,7 @@ def check_end_tokens(
     head = getattr(forward, "module", forward).get_output_embeddings()
     if any(p.requires_grad for p in head.parameters()):
         return
-    [ids] = draw(ordinary_tokens(tokenizer), PROBE_TOKENS)
+    ids = draw(ordinary_tokens(tokenizer), 2).view(1, -1)
     [logits] = compute_logits(forward, ids)  # [tokens, vocabulary]
     spread = (logits - logits.median()).abs().median()  # some models mask logits with -3e38
     for end in trained:
@@ -142,11 +142,11 @@ def check_end_tokens(
             )
 
 
-def draw(tokens: Sequence[int], *lengths: int) -> list[torch.Tensor]:
-    """Return random tokens, int64 [1, length] for each length, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.as_tensor(tokens)
-    return [ids[torch.randint(len(ids), (1, n), generator=generator)] for n in lengths]
+def draw(tokens: Sequence[int], examples: int) -> torch.Tensor:
+    """Return random tokens, int64 [examples, PROBE_TOKENS], the same on every rank."""
+    size = examples, PROBE_TOKENS
+    choice = torch.randint(len(tokens), size, generator=torch.Generator().manual_seed(0))
+    return torch.as_tensor(tokens)[choice]
 
 
 @torch.no_grad()
