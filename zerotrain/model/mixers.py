@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -83,17 +82,15 @@ def keep_apart(model: nn.Module, keywords: Sequence[str] = ()) -> None:
             return None
         [hidden] = args or [inputs["hidden_states"]]
         padded = F.pad(hidden[0], (0, 0, 0, 1))  # [T + 1, h], zeros at T
-        rows = {"hidden_states": padded[layout.calls[0]], "attention_mask": None}
-        return (), inputs | layout.bounds | rows
+        first = {"hidden_states": padded[layout.calls[0]], "attention_mask": None}
+        return (), inputs | layout.bounds | first
 
     @torch.compiler.disable
     def join(mixer: nn.Module, _args: tuple, inputs: dict[str, Any], output: Any) -> Any:
         if layout is None:
             return None
-        outputs = [output]
-        for call in layout.calls[1:]:
-            outputs.append(mixer.forward(**inputs | {"hidden_states": padded[call]}))
-        return torch.cat([x.flatten(0, 1) for x in outputs])[layout.order][None]
+        others = [mixer.forward(**inputs | {"hidden_states": padded[c]}) for c in layout.calls[1:]]
+        return torch.cat([x.flatten(0, 1) for x in (output, *others)])[layout.order][None]
 
     model.register_forward_pre_hook(begin)
     for mixer in model.modules():
@@ -132,12 +129,16 @@ def make_layout(examples: Examples, keywords: Sequence[str]) -> Layout:
         order = torch.cat([call.flatten() for call in calls]).argsort()[:tokens]
         ends = examples.ends + GAP * torch.arange(len(examples.ends))
         numbers = torch.bucketize(torch.arange(calls[0].numel()), ends[1:], right=True)
-    bounds = {"cu_seq_lens_q": ends, "cu_seqlens": ends, "seq_idx": numbers[None].int()}
-    return Layout(calls, order, {name: bounds[name] for name in keywords})
+    numbers = numbers[None].int()
+    bounds = {name: numbers if name == "seq_idx" else ends for name in keywords}
+    return Layout(calls, order, bounds)
 
 
 def halve(spans: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Cut a list of spans, the longest first, where it saves most padding."""
-    saved = [(len(spans[0]) - len(span)) * (len(spans) - i) for i, span in enumerate(spans)]
-    cut = int(np.argmax(saved or [0]))
+
+    def saved(cut: int) -> int:
+        return (len(spans[0]) - len(spans[cut])) * (len(spans) - cut)
+
+    cut = max(range(len(spans)), key=saved, default=0)
     return spans[:cut], spans[cut:]
