@@ -139,18 +139,17 @@ def open_run_on_all_ranks(
 
 def pin_sources(setup: Setup, caches: Iterable[TokenizedRows]) -> Setup:
     """Return the run with the commits of the hub data sets from which its caches were made."""
+    left = iter(caches)  # of the training rows, then of each held-out set
 
-    def pinned(sources: list[Source], rows: TokenizedRows) -> list[Source]:
-        pairs = zip(sources, rows.meta.revisions, strict=True)
+    def pinned(sources: list[Source]) -> list[Source]:
+        pairs = zip(sources, next(left).meta.revisions, strict=True)
         return [replace(source, revision=commit) for source, commit in pairs]
 
-    train_rows, *eval_rows = caches
     data = setup.config.data
-    held_out = zip(data.eval_sources.items(), eval_rows, strict=True)
     data = replace(
         data,
-        train_sources=pinned(data.train_sources, train_rows),
-        eval_sources={name: pinned(sources, rows) for (name, sources), rows in held_out},
+        train_sources=pinned(data.train_sources),
+        eval_sources={name: pinned(sources) for name, sources in data.eval_sources.items()},
     )
     return replace(setup, config=replace(setup.config, data=data))
 
