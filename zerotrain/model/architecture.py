@@ -278,8 +278,8 @@ def count_flops(skeleton: nn.Module) -> ModelFlops:
             heads = getattr(layer, "num_attention_heads", 1)
             size = getattr(layer, "head_dim", None) or hidden / heads
             # Queries may be wider than values. In DeepSeek's configs head_dim is something else.
-            both = getattr(layer, "qk_head_dim", size) + getattr(layer, "v_head_dim", size)
-            windows[window] += heads * both / 2
+            both = (getattr(layer, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
+            windows[window] += heads * sum(both) / 2
     of_head = set(skeleton.get_output_embeddings().modules())
     body = [m for m in text_modules(skeleton) if m not in of_head]
     in_body, token = _multiplied_weights(body, text)
