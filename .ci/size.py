@@ -14,13 +14,13 @@ from pathlib import Path
 
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 40_000,
-    "the program for rows": 12_400,
-    "all but tests": 96_200,
-    "tests": 93_300,
-    "smallest copy, all but tests": 60_900,
-    "smallest copy, tests": 23_200,
-    "settings": 60,
+    "train.py and its imports": 42_900,
+    "the program for rows": 12_600,
+    "all but tests": 101_700,
+    "tests": 97_300,
+    "smallest copy, all but tests": 64_400,
+    "smallest copy, tests": 23_900,
+    "settings": 63,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
 LAYOUT = {
