@@ -11,6 +11,7 @@ estimates of GPU and CPU are added up.
 
 import gc
 import json
+import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -61,9 +62,9 @@ def main(config: Config) -> None:
             config=setup.config, engine=engine, loss=loss, ranks=ranks, timer=watch
         )  # fmt: skip
         batches = load_steps(plan, ranks.data_rank, 0, 2, part=ranks.sequence_part)
-        train.train_step(run, next(batches))
+        train.train_step(run, next(batches), math.inf)
         with record_function("second step"):
-            train.train_step(run, next(batches))
+            train.train_step(run, next(batches), math.inf)
     if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
         trace.parent.mkdir(parents=True, exist_ok=True)

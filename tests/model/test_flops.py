@@ -20,7 +20,7 @@ from transformers import (
 from zerotrain.config.schema import LoraConfig, ModelConfig
 from zerotrain.model.architecture import count_flops
 from zerotrain.model.trained import freeze_and_adapt, skeleton_to_train
-from zerotrain.tools.equivalence import small_config
+from zerotrain.tools.small_config import small_config
 
 SIZES = {**SMALL_SIZES, "num_hidden_layers": 3}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}

@@ -32,7 +32,7 @@ from zerotrain.model.probes import check_causal, check_end_tokens
 from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
-from zerotrain.tools.equivalence import small_config
+from zerotrain.tools.small_config import small_config
 from zerotrain.training.engine import change_blocks
 
 torch.set_num_threads(1)

@@ -101,6 +101,7 @@ INTERNALS = {
         transformers.generation.configuration_utils: _from_model_config _original_object_hash
     """,
     "zerotrain/model/packing.py": """
+        transformers.modeling_utils: _supports_sdpa
         transformers.masking_utils: eager_mask
         transformers.integrations.sdpa_attention: sdpa_attention_forward
         deepspeed.sequence.layer: DistributedAttention

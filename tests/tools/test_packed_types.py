@@ -15,7 +15,7 @@ from zerotrain.model.mixers import KERNELS, keep_apart
 from zerotrain.model.packing import ATTENTION_TYPES, MIXER_TYPES, PACKED_EXAMPLES
 from zerotrain.model.probes import check_packing
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.equivalence import small_config
+from zerotrain.tools.small_config import small_config
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 

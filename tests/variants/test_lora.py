@@ -25,7 +25,7 @@ from zerotrain.model.architecture import Counts, count_parameters
 from zerotrain.model.load import quantized
 from zerotrain.model.trained import skeleton_to_train
 from zerotrain.runtime.errors import UserError
-from zerotrain.tools.equivalence import small_config
+from zerotrain.tools.small_config import small_config
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 LAYERS, INNER = 4, 1024

@@ -132,6 +132,11 @@ def _packing_problem(skeleton: nn.Module, max_length: int, sequence: int) -> str
     return None
 
 
+def has_sdpa(model: nn.Module) -> bool:
+    """Return whether a model's attention can be torch's kernels."""
+    return model._supports_sdpa
+
+
 # --------------------------------------------------------------------------------------------------
 # Attention
 

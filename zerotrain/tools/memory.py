@@ -5,6 +5,7 @@ tensor that autograd saves is counted. The rest is arithmetic. The estimate leav
 context, NCCL's buffers and fragmentation in the allocator. Keep a tenth of a GPU free for them.
 """
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of
+from zerotrain.model.packing import has_sdpa
 from zerotrain.training.loss import chunk_size
 from zerotrain.training.setup import Setup
 
@@ -180,19 +182,18 @@ def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> tuple[float
     skeleton = setup.architecture.skeleton
     is_padded = setup.config.data.batching == "bucketed"
     # Attention in other implementations keeps what its own operations keep.
-    has_kernel = skeleton._supports_sdpa and model.attn_implementation != "eager"
+    has_kernel = has_sdpa(skeleton) and model.attn_implementation != "eager"
     masks = is_padded if has_kernel else None
     row = partial(
         measure_saved, skeleton, sizes.weight_bytes, masks, model.compile, sizes.tensor, sizes.stage
     )
     lengths = MEASURED_TOKENS, 2 * MEASURED_TOKENS
-    try:
-        kept, largest = (size / lengths[0] for size in row(lengths[0]))
-        # Masks, or scores, grow with the square of a row's length.
-        growth = row(lengths[1])[0] / lengths[1] - kept if is_padded else 0
-    except Exception:  # a model's own code may need values, which meta tensors do not have
+    kept, largest = (size / lengths[0] for size in row(lengths[0]))
+    if math.isnan(kept):  # mixers of hybrids, and some models' own code
         layer = TYPICAL_BYTES / 2 * sizes.weight_bytes * sizes.hidden * tokens
         return sizes.layers * layer, layer
+    # Masks, or scores, grow with the square of a row's length.
+    growth = row(lengths[1])[0] / lengths[1] - kept if is_padded else 0
     kept += growth * (min(tokens, setup.config.data.max_length) / lengths[0] - 1)
     return tokens * kept, tokens * largest
 
@@ -219,7 +220,7 @@ def measure_saved(
         length: tokens of the only row.
 
     Returns:
-        The bytes of all tensors, and of the largest.
+        The bytes of all tensors, and of the largest. NaN if the model cannot run without values.
     """
     model = deepcopy(skeleton).to(torch.bfloat16 if weight_bytes == 2 else torch.float32)
     for module in model.modules():
@@ -252,7 +253,10 @@ def measure_saved(
         head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:])),
         saved_tensors_hooks(save, lambda activation: activation),
     ):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        try:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        except Exception:  # some models need values, which meta tensors do not have
+            return math.nan, math.nan
     for weight in model.parameters():
         saved.pop(weight.untyped_storage(), None)
     return sum(saved.values()), max(saved.values())
