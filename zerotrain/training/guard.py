@@ -24,7 +24,7 @@ def is_bad_step(values: dict[str, float], is_fp16: bool) -> bool:
 
 
 def spike_limit(norms: tuple[float, ...], times: float | None) -> float:
-    """Return the largest norm that is no spike: `times` the median of the last steps' norms."""
+    """Return the norm above which a gradient is a spike: `times` the median of the last norms."""
     # A bad step's norm may be NaN.
     return np.nanmedian(norms) * times if times and len(norms) >= MIN_WINDOW else math.inf
 
