@@ -71,7 +71,8 @@ def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
 
     Some models silently ignore position_ids (in transformers 5.23 Falcon in its masks, BioGPT in
     its embeddings). Others do not pass their masks on to attention. So the logits must also be
-    close to those of the example alone, with the model's own attention and positions.
+    close to those of the example alone, which the model computes with its eager attention and its
+    own positions.
 
     Args:
         forward: the engine (or the model) to call.
