@@ -56,10 +56,19 @@ def write(tiny_config, base):
     return with_lora
 
 
-def with_peft(model):
+def with_peft(model, **options):
     torch.manual_seed(7)  # train.seed
-    kind = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
-    return peft.get_peft_model(model, kind)
+    kind = {"r": 4, "lora_alpha": 8, "target_modules": LORA["target_modules"], **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**kind))
+
+
+def assert_same_logits(folder, model):
+    """A model folder must compute the same as a plain loop's model, whose adapters are merged."""
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        expected, merged = (m(ids).logits for m in (model, exported))
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
 
 
 def assert_only_trained(checkpoint, bytes_trained):
@@ -69,25 +78,60 @@ def assert_only_trained(checkpoint, bytes_trained):
 
 
 @pytest.mark.parametrize(
-    "name, ranks, checkpointing", [("zero1", 1, True), ("zero2", 2, False), ("zero3", 2, True)]
+    "name, ranks, checkpointing, options",
+    [
+        ("zero1", 1, True, {"init_lora_weights": "gaussian"}),
+        ("zero1", 2, False, {"init_lora_weights": "olora", "use_rslora": True}),
+        ("zero2", 2, False, {"init_lora_weights": "orthogonal", "use_dora": True}),
+        ("zero3", 2, True, {"init_lora_weights": "pissa", "use_dora": True}),
+    ],
 )
 def test_lora_equals_a_plain_loop_with_peft(
-    forks, write, tmp_path, plain_once, name, ranks, checkpointing
+    forks, write, tmp_path, sample_tokenizer, name, ranks, checkpointing, options
 ):
+    """The run stops after one step and is resumed."""
     # ZeRO-3 shall keep no weights gathered for a later use.
     keys = ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
     file = strategy(tmp_path, name, {f"zero_optimization.stage3_{key}": 0 for key in keys})
-    config = write(ds_config=file, model__activation_checkpointing=checkpointing)
-    plain = plain_once(config, with_peft)
-    module = "gathered" if name == "zero3" else "train"
-    forks.finish(config, ranks=ranks, module=module)
+    config = write(
+        ds_config=file, model__activation_checkpointing=checkpointing,
+        model__lora={**LORA, "options": options},
+    )  # fmt: skip
+    made = []
+    plain = plainly(
+        config, sample_tokenizer, lambda model: made.append(with_peft(model, **options)) or made[0]
+    )
+    stop_after_one_step(tmp_path / "run")
+    forks.finish(config, ranks=ranks)
+    forks.finish(config, ranks=ranks, module="gathered" if name == "zero3" else "train")
     assert_same(tmp_path / "run", plain)
-    assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
+    assert_same_logits(export(tmp_path / "run", tmp_path / "hf"), made[0])
+    if ranks == 1:
+        assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
     for counted in (tmp_path / "run").glob("gathered_*.json"):
         counts = json.loads(counted.read_text())
         assert counts["after_backward"] == counts["after_a_step"] == 0, "frozen ones too"
         # A layer that recomputes its activations has all its weights for that time.
         assert counts["largest"] < counts["in_a_pass"] < counts["whole"] / LAYERS
+
+
+def test_adapters_of_experts_equal_a_plain_loop(forks, write, tmp_path, sample_tokenizer):
+    folder = tmp_path / "base"
+    torch.manual_seed(0)
+    experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+    architecture = Qwen3MoeConfig(**SMALL_SIZES, **experts, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(architecture).save_pretrained(folder)
+    sample_tokenizer.save_pretrained(folder)
+    options = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    lora = {**LORA, "target_modules": ["q_proj"], "options": options}
+    config = write(model=folder, model__lora=lora, ds_config=strategy(tmp_path, "zero3"))
+    made, kind = [], {"target_modules": ["q_proj"], **options}
+    plain = plainly(
+        config, sample_tokenizer, lambda model: made.append(with_peft(model, **kind)) or made[0]
+    )
+    forks.finish(config, ranks=2)
+    assert_same(tmp_path / "run", plain)
+    assert_same_logits(export(tmp_path / "run", tmp_path / "hf"), made[0])
 
 
 def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
@@ -123,17 +167,22 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
     forks.finish(config, *out, tmp_path / "new", "--model.lora.alpha", "16", *one_step)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_dora": True, "use_rslora": True}])
 def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
-    forks, write, tmp_path, base, sample_tokenizer, monkeypatch
+    forks, write, tmp_path, base, sample_tokenizer, monkeypatch, options
 ):
+    made = []
+
     def in_4_bits(_model):
-        options = quantized(torch.float32, "cpu")
-        return with_peft(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **options))
+        in_nf4 = quantized(torch.float32, "cpu")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **in_nf4)
+        made.append(with_peft(model, **options))
+        return made[0]
 
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     config = write(
         model__quantization="nf4", ds_config=strategy(tmp_path, "zero2"),
-        train__precision="fp32",
+        train__precision="fp32", model__lora={**LORA, "options": options},
     )  # fmt: skip
     expected = plainly(config, sample_tokenizer, in_4_bits)
     allowed = {
@@ -143,7 +192,9 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     }
     forks.finish(config, ranks=2, module="engine_logits", patches=allowed)
     assert_same(tmp_path / "run", expected)
-    assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
+    assert_same_logits(export(tmp_path / "run", tmp_path / "hf"), made[0])
+    if not options:
+        assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
     assert "model.quantization: needs an NVIDIA GPU" in forks.refusal(config)
 
 

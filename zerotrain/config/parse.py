@@ -155,7 +155,7 @@ def settings_table() -> Iterator[str]:
             # No setting has another exclusive minimum.
             value + " > 0" * ("exclusiveMinimum" in kind)
             for kind in schema.get("anyOf", [schema])
-            for value in kind.get("enum", [kind.get("const", kind["type"])])
+            for value in kind.get("enum", [kind.get("const", kind.get("type", "object"))])
         )
         default = "required"
         if not field.is_required():

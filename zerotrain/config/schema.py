@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
 
 MAX_INT = 2**40
 """Larger integers would overflow somewhere."""
@@ -46,6 +47,15 @@ class Section:
     )
 
 
+class LoraOptions(TypedDict, total=False):
+    """Options of peft's LoraConfig, by its names; ds_configs/README.md describes them."""
+
+    use_rslora: bool
+    use_dora: bool
+    target_parameters: list[str]
+    init_lora_weights: Literal["gaussian", "orthogonal", "olora", "pissa", "pissa_niter_16"]
+
+
 @dataclass(frozen=True)
 class LoraConfig(Section):
     """Low-rank adapters (arXiv:2106.09685), by peft. In place of a frozen matrix W, the model uses
@@ -64,6 +74,15 @@ class LoraConfig(Section):
     """
     modules_to_save: list[str] = field(default_factory=list)
     """Modules to train as a whole, without adapters, such as [embed_tokens, lm_head]."""
+    options: LoraOptions = field(default_factory=dict)
+    """Options of peft's LoraConfig: use_rslora, use_dora, init_lora_weights (gaussian, orthogonal,
+    olora, pissa, pissa_niter_16), target_parameters for experts. See ds_configs/README.md.
+    """
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether the adapters begin as parts of the frozen weights, which lose these parts."""
+        return self.options.get("init_lora_weights", "").startswith(("olora", "pissa"))
 
 
 @dataclass(frozen=True)
@@ -118,6 +137,8 @@ class ModelConfig(Section):
             raise ValueError("give lora or trainable; lora.modules_to_save trains whole modules")
         if self.quantization and (self.lora is None or self.from_config):
             raise ValueError("quantization needs lora, and pretrained weights")
+        if self.quantization and "init_lora_weights" in self.lora.options:
+            raise ValueError("quantization does not work with init_lora_weights; remove one")
         for pattern in self.trainable:
             try:
                 re.compile(pattern)

@@ -118,7 +118,7 @@ def load_model(
                 f"model.name_or_path: {name} has adapters next to its weights, which transformers "
                 "loads too; save the merged model in another folder, or remove adapter_config.json"
             )
-        base = describe_base(name)
+        base = None if config.lora and config.lora.changes_base else describe_base(name)
     if config.quantization:  # a checkpoint's config.json describes the export, in 16 bits
         del model.config.quantization_config
     # Drawing and loading weights may have used other numbers on each rank.

@@ -63,6 +63,7 @@ def freeze_and_adapt(model: nn.Module, config: ModelConfig) -> None:
 
 def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> "LoraModel":
     """Insert the adapters of model.lora into a model; return peft's handle, which can merge them.
+    Options such as init_lora_weights: pissa also change the weights of the model.
 
     Raises:
         UserError: as freeze_and_adapt.
@@ -76,6 +77,10 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
     # A Mamba mixer's kernels get all other weights alone, without their adapters.
     mixers = [m for m in used if hasattr(m, "ssm_state_size")]
     bypassed = {part for m in mixers for part in m.children() if part is not m.in_proj}
+    if lora.changes_base or lora.options.get("use_dora"):
+        # DoRA would read the head while ZeRO 3 has it partitioned. PiSSA and OLoRA would change
+        # tied embeddings, too.
+        bypassed.add(head)
     # peft's own all-linear includes routers and experts of some models.
     all_linear = lora.target_modules == "all-linear"
     if all_linear:
@@ -91,9 +96,14 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         if wrong := [name for name in targets if modules[name] in bypassed]:
             raise UserError(
                 f"model.lora.target_modules: {wrong[0]} cannot have an adapter: Mamba's kernels "
-                "read its weight alone; of a Mamba mixer, name only in_proj"
+                "read its weight alone, and DoRA, PiSSA and OLoRA do not work on an output head; "
+                "of a Mamba mixer, name only in_proj"
             )
     _matching("lora.modules_to_save", lora.modules_to_save, modules, _is_end)
+    options = dict(lora.options)
+    patterns = options.pop("target_parameters", [])
+    weights = [name for name, _ in model.named_parameters() if ".experts." in name]
+    experts = _matching("lora.options.target_parameters", patterns, weights, _is_end)
     name, revision = split_revision(config.name_or_path)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -104,6 +114,7 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         lora_dropout=lora.dropout,
         target_modules=targets,
         modules_to_save=lora.modules_to_save or None,
+        **options,
     )
     try:
         # If a model's experts were modules before transformers 5, peft takes names such as gate and
@@ -112,14 +123,16 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         if settings.target_parameters and not all_linear:
             raise UserError(
                 f"model.lora.target_modules: peft takes names of {type(model).__name__} for "
-                f"{first_of(sorted(settings.target_parameters))}, which are experts or a router "
-                "and cannot have adapters; name only layers such as [q_proj, k_proj, v_proj, "
-                "o_proj]"
+                f"{first_of(sorted(settings.target_parameters))}, which are experts or a router; "
+                "name only layers such as [q_proj, k_proj, v_proj, o_proj], and experts in "
+                "model.lora.options.target_parameters"
             )
-        settings.target_parameters, settings.rank_pattern, settings.alpha_pattern = None, {}, {}
+        settings.target_parameters = experts
+        settings.rank_pattern, settings.alpha_pattern = {}, {}
         with warnings.catch_warnings(action="ignore"):  # about tied weights: an export unties them
             return peft.LoraModel(model, settings, ADAPTER)
-    except (ValueError, RuntimeError) as error:  # e.g. a 4-bit module in modules_to_save
+    # e.g. a 4-bit module in modules_to_save, dropout for experts, an odd r for orthogonal
+    except (ValueError, RuntimeError) as error:
         raise UserError(f"model.lora: {summarize(error)}") from error
 
 

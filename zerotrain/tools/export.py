@@ -91,6 +91,11 @@ def export_checkpoint(
     if only_adapters and not has_adapters:
         raise UserError(f"{checkpoint} has no adapters, only whole weights; omit --adapter")
     shards = Shards(checkpoint)
+    if only_adapters and shards.first.base is None:
+        raise UserError(
+            f"{checkpoint}: its adapters belong to weights that only the checkpoint has (random "
+            "ones, or as init_lora_weights changed them); omit --adapter"
+        )
     files = filter(SMALL_FILE.fullmatch, read_manifest(checkpoint).files)
     names = [file.removeprefix("model/") for file in files]
     target = getattr(torch, dtype) if dtype else DTYPES[run.precision]
@@ -224,6 +229,8 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
     base = shards.first.base or {"name_or_path": "", "revision": None}
     try:
         lora = LoraConfig(**run.settings["model.lora"])
+        # The checkpoint has the adapters, and the weights that they have changed at the start.
+        lora.options.pop("init_lora_weights", None)
         config = ModelConfig(source_of(base), lora=lora)
         return insert_adapters(model, config, lora)
     except UserError:
@@ -238,12 +245,14 @@ def _insert_adapters(model: nn.Module, run: RunIdentity, shards: Shards) -> "Lor
 def _check_shapes(model: nn.Module, shards: Shards) -> None:
     """Raise UserError unless checkpoint and model have parameters of the same names and shapes. A
     split parameter has the shape of its piece in the checkpoint; `_fill` compares its whole shape.
+    Frozen weights that the checkpoint leaves out may have had 4 bits, in a flat tensor.
     """
     saved = shards.first
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     for name in sorted({*shapes, *saved.shapes, *saved.trained}):
         was, now = saved.shapes.get(name), shapes.get(name)
-        if was is None or now is None or (was != now and name not in saved.split):
+        is_compared = shards.holds(name) and name not in saved.split
+        if was is None or now is None or (was != now and is_compared):
             raise _misfit(name, was, now)
 
 

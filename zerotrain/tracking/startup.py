@@ -68,10 +68,13 @@ def startup_table(
         rows["images and audio"] = "their modules are frozen" if is_whole else "left out"
     if train.precision != "fp32" and start.checkpoint is None:
         masters = f"the {train.precision} weights"
-        if train.masters == "spread" and not config.model.lora:
+        is_spread = train.masters == "spread"
+        if is_spread and not config.model.lora:
             masters = f"random points that round to {masters}"
             if architecture.model_config.dtype == torch.float32 and weights == "pretrained":
                 masters = "the numbers of the model's fp32 files"
+        elif is_spread and config.model.lora.modules_to_save:
+            masters += "; of modules_to_save, at random points that round to them"
         rows["masters begin"] = f"at {masters}"
     # A user's own rows are often few, and the recipes are made for many. train.steps is meant.
     enough = train.steps or max(steps, FEW_STEPS)
