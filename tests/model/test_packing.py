@@ -3,11 +3,14 @@
 import copy
 import inspect
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config
+from torch.nn.attention import restore_flash_attention_impl
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -163,6 +166,22 @@ def test_varlen_kernels_of_torch_2_11_and_newer_accept_the_call(names, monkeypat
     examples = packing.Examples([3, 7], ends, None, 5)
     output = packing._varlen_attention(query, *keys, examples, 0.5)
     assert torch.equal(output, query.transpose(1, 2))
+
+
+@pytest.mark.parametrize("capability, package, kernel", [
+    (8, "", "FA2"), (9, "", "FA2"), (9, "flash_attn_interface", "FA3"),
+    (10, "flash_attn.cute.interface", "FA4"),
+])  # fmt: skip
+def test_a_newer_kernel_needs_its_gpu_and_package(capability, package, kernel, monkeypatch):
+    """The package is a stand-in, which torch's own function accepts."""
+    stub = SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=None)
+    operators = torch.library.Library("flash_attn_3", "FRAGMENT")
+    for name in ("fwd", "bwd"):
+        operators.define(f"{name}(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, package or "unused", stub)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
+    assert packing.activate_kernel() == kernel
+    restore_flash_attention_impl(False)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ slices of the sequence for heads, and afterwards back: DeepSpeed-Ulysses (arXiv:
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -139,6 +140,19 @@ def has_sdpa(model: nn.Module) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # Attention
+
+NEWER_KERNELS = {9: "FA3", 10: "FA4"}
+"""Compute capability: the FlashAttention that was written for it (Hopper, Blackwell)."""
+
+
+def activate_kernel() -> str:
+    """Have torch's varlen attention use FlashAttention 3 or 4, if the GPU has one of them and its
+    package is installed. Return the name of the kernel that is used.
+    """
+    # KeyError: another GPU. RuntimeError: a package without the kernels.
+    with suppress(ImportError, KeyError, RuntimeError):
+        activate_flash_attention_impl(NEWER_KERNELS[torch.cuda.get_device_capability()[0]])
+    return current_flash_attention_impl() or "FA2"
 
 
 @dataclass  # Frozen, it would make torch 2.11 compile again for each number of examples.

@@ -20,6 +20,7 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.hub import Base, summarize, weight_files
 from zerotrain.model.load import load_model, set_end_tokens
 from zerotrain.model.mixers import keep_apart, kernel_keywords
+from zerotrain.model.packing import activate_kernel
 from zerotrain.model.probes import (
     check_causal,
     check_end_tokens,
@@ -28,6 +29,7 @@ from zerotrain.model.probes import (
 )
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, rank_prefix
 from zerotrain.runtime.process_group import apply_timeout
+from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.runtime.seeding import rank_seed, seed_everything
 from zerotrain.training.loss import SupervisedLoss
@@ -109,6 +111,8 @@ def build_engine(
         engine.first_dataloader_check.remove()  # it would send inputs as pickles
     if config.data.batching == "packed":
         keep_apart(model, kernel_keywords(model))
+        if ranks.device.type == "cuda":
+            print_line(f"attention kernel: {activate_kernel()}")
     loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)  # load_start() sets a checkpoint's count
     engine.train()
