@@ -169,7 +169,7 @@ def test_varlen_kernels_of_torch_2_11_and_newer_accept_the_call(names, monkeypat
 
 
 @pytest.mark.parametrize("capability, package, kernel", [
-    (8, "", "FA2"), (9, "", "FA2"), (9, "flash_attn_interface", "FA3"),
+    (8, "flash_attn_interface", "FA2"), (9, "", "FA2"), (9, "flash_attn_interface", "FA3"),
     (10, "flash_attn.cute.interface", "FA4"),
 ])  # fmt: skip
 def test_a_newer_kernel_needs_its_gpu_and_package(capability, package, kernel, monkeypatch):

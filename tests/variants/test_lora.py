@@ -62,12 +62,24 @@ def with_peft(model, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**kind))
 
 
-def assert_same_logits(folder, model):
-    """A model folder must compute the same as a plain loop's model, whose adapters are merged."""
-    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.arange(40)[None]
+def assert_same_as_peft(run_folder, config, tokenizer, load=lambda model: model, **options):
+    """A run, and its export, must equal a plain loop with peft.
+
+    Args:
+        load: gets the loop's model, and returns it or another.
+        options: of peft's LoraConfig.
+    """
+    models = []
+
+    def prepare(model):
+        models.append(with_peft(load(model), **options))
+        return models[0]
+
+    assert_same(run_folder, plainly(config, tokenizer, prepare))
+    folder = export(run_folder, run_folder / "hf")
+    models.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     with torch.no_grad():
-        expected, merged = (m(ids).logits for m in (model, exported))
+        expected, merged = (model(torch.arange(40)[None]).logits for model in models)
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
 
 
@@ -89,7 +101,6 @@ def assert_only_trained(checkpoint, bytes_trained):
 def test_lora_equals_a_plain_loop_with_peft(
     forks, write, tmp_path, sample_tokenizer, name, ranks, checkpointing, options
 ):
-    """The run stops after one step and is resumed."""
     # ZeRO-3 shall keep no weights gathered for a later use.
     keys = ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
     file = strategy(tmp_path, name, {f"zero_optimization.stage3_{key}": 0 for key in keys})
@@ -97,15 +108,13 @@ def test_lora_equals_a_plain_loop_with_peft(
         ds_config=file, model__activation_checkpointing=checkpointing,
         model__lora={**LORA, "options": options},
     )  # fmt: skip
-    made = []
-    plain = plainly(
-        config, sample_tokenizer, lambda model: made.append(with_peft(model, **options)) or made[0]
-    )
-    stop_after_one_step(tmp_path / "run")
-    forks.finish(config, ranks=ranks)
-    forks.finish(config, ranks=ranks, module="gathered" if name == "zero3" else "train")
-    assert_same(tmp_path / "run", plain)
-    assert_same_logits(export(tmp_path / "run", tmp_path / "hf"), made[0])
+    module = "train"
+    if name == "zero3":  # its checkpoint has the weights that PiSSA changes
+        stop_after_one_step(tmp_path / "run")
+        forks.finish(config, ranks=ranks)
+        module = "gathered"
+    forks.finish(config, ranks=ranks, module=module)
+    assert_same_as_peft(tmp_path / "run", config, sample_tokenizer, **options)
     if ranks == 1:
         assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
     for counted in (tmp_path / "run").glob("gathered_*.json"):
@@ -125,13 +134,9 @@ def test_adapters_of_experts_equal_a_plain_loop(forks, write, tmp_path, sample_t
     options = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     lora = {**LORA, "target_modules": ["q_proj"], "options": options}
     config = write(model=folder, model__lora=lora, ds_config=strategy(tmp_path, "zero3"))
-    made, kind = [], {"target_modules": ["q_proj"], **options}
-    plain = plainly(
-        config, sample_tokenizer, lambda model: made.append(with_peft(model, **kind)) or made[0]
-    )
     forks.finish(config, ranks=2)
-    assert_same(tmp_path / "run", plain)
-    assert_same_logits(export(tmp_path / "run", tmp_path / "hf"), made[0])
+    options |= {"target_modules": ["q_proj"]}
+    assert_same_as_peft(tmp_path / "run", config, sample_tokenizer, **options)
 
 
 def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
@@ -171,28 +176,22 @@ def test_lora_resumes_with_other_ranks_and_stages_and_only_on_its_base(
 def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     forks, write, tmp_path, base, sample_tokenizer, monkeypatch, options
 ):
-    made = []
-
     def in_4_bits(_model):
         in_nf4 = quantized(torch.float32, "cpu")
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **in_nf4)
-        made.append(with_peft(model, **options))
-        return made[0]
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **in_nf4)
 
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     config = write(
         model__quantization="nf4", ds_config=strategy(tmp_path, "zero2"),
         train__precision="fp32", model__lora={**LORA, "options": options},
     )  # fmt: skip
-    expected = plainly(config, sample_tokenizer, in_4_bits)
     allowed = {
         "zerotrain.training.setup.check_machine": "lambda *_: None",
         # packing for evaluation on CPUs with AVX-512
         "bitsandbytes.nn.modules.has_avx512bf16": "lambda: False",
     }
     forks.finish(config, ranks=2, module="engine_logits", patches=allowed)
-    assert_same(tmp_path / "run", expected)
-    assert_same_logits(export(tmp_path / "run", tmp_path / "hf"), made[0])
+    assert_same_as_peft(tmp_path / "run", config, sample_tokenizer, in_4_bits, **options)
     if not options:
         assert_only_trained(checkpoints(tmp_path / "run")[-1], 4 * TRAINED)
     assert "model.quantization: needs an NVIDIA GPU" in forks.refusal(config)
@@ -252,6 +251,13 @@ def test_names_that_the_model_does_not_have_are_one_line(base, key, name, meant)
     with pytest.raises(UserError, match=rf"^model\.{key}: .* {name}; .*did you mean {meant}\?$"):
         name_modules(name)
     name_modules(meant)
+
+
+def test_options_that_read_or_change_a_tied_head_are_refused(base):
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        lora = LoraConfig(target_modules=["lm_head"], options=options)
+        with pytest.raises(UserError, match="lm_head cannot have an adapter"):
+            skeleton(AutoConfig.from_pretrained(base), lora=lora)
 
 
 def test_experts_and_routers_have_no_adapters():

@@ -68,13 +68,12 @@ def startup_table(
         rows["images and audio"] = "their modules are frozen" if is_whole else "left out"
     if train.precision != "fp32" and start.checkpoint is None:
         masters = f"the {train.precision} weights"
-        is_spread = train.masters == "spread"
-        if is_spread and not config.model.lora:
+        if train.masters == "spread" and config.model.lora:
+            masters += "; of model.lora.modules_to_save, at random points that round to them"
+        elif train.masters == "spread":
             masters = f"random points that round to {masters}"
             if architecture.model_config.dtype == torch.float32 and weights == "pretrained":
                 masters = "the numbers of the model's fp32 files"
-        elif is_spread and config.model.lora.modules_to_save:
-            masters += "; of modules_to_save, at random points that round to them"
         rows["masters begin"] = f"at {masters}"
     # A user's own rows are often few, and the recipes are made for many. train.steps is meant.
     enough = train.steps or max(steps, FEW_STEPS)
