@@ -117,12 +117,12 @@ class ForkServer:
             processes.append(({k: str(v) for k, v in launched.items()} | variables, node))
         return self._start(module, ["--config", config, *flags], processes, patches)
 
-    def script(self, module, *args, code=None, **variables):
+    def script(self, module, *args, code=None, patches=None, **variables):
         """Run `python -m MODULE ARGS` to its end, with its imports already done."""
         variables["TORCHDYNAMO_DISABLE"] = (
             "1"  # for the processes that it starts, as in `environment`
         )
-        return self._start(module, args, [(variables, None)]).wait(code)
+        return self._start(module, args, [(variables, None)], patches).wait(code)
 
     def _start(self, module, argv, processes, patches=None):
         """Start a module in forks with the given (environment variables, node)."""
