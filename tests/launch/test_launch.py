@@ -19,7 +19,7 @@ from harness.cures import refused
 from harness.processes import environment, run, wait_until
 from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, read_metrics
-from namespaces import left_on, needs_hosts, start
+from namespaces import left_on_hosts, needs_hosts, start
 
 from zerotrain.launch.hostfile import read_hosts
 from zerotrain.launch.job import job_of, job_parser
@@ -300,7 +300,7 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
         assert "NOT_FOR_THEM" not in seen["environment"]
         assert seen["arguments"] == AWKWARD and seen["host"] == f"node-{host}"
         assert not any("s3cret" in line for line in seen["command_lines"])
-    assert not left_on(hosts, str(script))
+    assert not left_on_hosts(str(script))
 
 
 SLEEP = """
@@ -315,50 +315,62 @@ def kill(pattern):
     return f"pkill -KILL -f {shlex.quote(pattern)}"
 
 
-def interrupt_twice(hosts, process):
-    process.send_signal(signal.SIGINT)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
+@pytest.fixture
+def sleeping(hosts, hostfile, tmp_path):
+    """Starts ranks that ignore SIGTERM on both hosts: (launch.sh, its log, their script)."""
+    started = []
+
+    def start_one(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        script, log = folder / f"sleep_{name}.py", folder / "log"
+        script.write_text(SLEEP)
+        job = start(hosts, log, LAUNCH, "--hostfile", hostfile, "--", script, folder)
+        started.append(job)
+        wait_until(lambda: len([*folder.glob("started_?")]) == 2, job, log)
+        return job, log, script
+
+    yield start_one
+    for job in started:
+        job.kill()
 
 
-ENDINGS = {  # action, exit code, printed line
-    "a rank is killed": (
-        lambda hosts, process: hosts.run(2, kill("[s]leep.py")),
-        137, "launch: node-2: rank 1 ended with exit code 137 (SIGKILL)"),
-    "a link is cut": (lambda hosts, process: hosts.cut(2), 1, "launch: node-2 is lost"),
-    "launch.sh is killed": (lambda hosts, process: process.kill(), -9, ""),
-    "Ctrl-C, twice": (interrupt_twice, 130, ""),
-}  # fmt: skip
+def assert_none_left(script, until):
+    """Wait for the end of a script on all hosts."""
+    while left := left_on_hosts(str(script)):
+        assert time.monotonic() < until, left
+        time.sleep(0.5)
 
 
-@pytest.mark.parametrize("case", ENDINGS)
 @needs_hosts
-def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(
-    hosts, hostfile, tmp_path, case
-):
-    """Within a minute, although the ranks ignore SIGTERM."""
-    script, log = tmp_path / "sleep.py", tmp_path / "log"
-    script.write_text(SLEEP)
+def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(hosts, sleeping):
+    """A rank is killed, launch.sh is killed, or it gets Ctrl-C twice."""
     other = subprocess.Popen(hosts.ssh(1, "exec -a 'python -u train.py' sleep 300"))
-    process = start(hosts, log, LAUNCH, "--hostfile", hostfile, "--", script, tmp_path)
-    try:
-        wait_until(lambda: len([*tmp_path.glob("started_?")]) == 2, process, log)
-        act, expected, line = ENDINGS[case]
-        began = time.monotonic()
-        act(hosts, process)
-        assert process.wait(200) == expected, log.read_text()
-        time.sleep(max(0, began + 60 - time.monotonic()) if case == "a link is cut" else 0)
-        hosts.mend(2)
-        assert line in log.read_text()
-        looked = time.monotonic()
-        while left := left_on(hosts, str(script)):
-            assert looked < began + 64, left  # 60 s, and 4 s for signals
-            time.sleep(0.5)
-            looked = time.monotonic()
-        assert other.poll() is None, "another job's process"
-    finally:
-        process.kill()
-        other.kill()
+    jobs = [sleeping(name) for name in ("rank", "launcher", "user")]
+    (rank, log, _), (launcher, *_), (user, *_) = jobs
+    hosts.run(2, kill("[s]leep_rank.py"))
+    launcher.kill()
+    user.send_signal(signal.SIGINT)
+    time.sleep(1)
+    user.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert user.wait(200) == 130
+    assert rank.wait(200) == 137, log.read_text()
+    said = "launch: node-2: rank 1 ended with exit code 137 (SIGKILL)"
+    assert said in log.read_text()
+    for *_, script in jobs:
+        assert_none_left(script, began + 60)
+    assert other.poll() is None, "another job's process"
+    other.kill()
+
+
+@needs_hosts
+def test_a_host_behind_a_cut_link_ends_its_ranks_within_a_minute(hosts, sleeping):
+    job, log, script = sleeping("cut")
+    began = time.monotonic()
+    hosts.cut(2)
+    assert job.wait(200) == 1 and "launch: node-2 is lost" in log.read_text(), log.read_text()
+    assert_none_left(script, began + 64)  # 60 s, and 4 s for signals
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,28 +382,52 @@ def at_step(folder, step):
 
 
 @needs_hosts
-def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
-    forks, hosts, hostfile, tiny_config, tmp_path, tiny_model_with_dropout
+def test_a_run_continues_without_a_lost_host_takes_it_back_and_resumes_under_deepspeed(
+    forks, hosts, hostfile, tiny_config, tmp_path
 ):
-    """DeepSpeed's launcher starts on the first host, as in its README."""
+    """A link is cut and every process behind it is killed, so no process reports it. The job stops
+    on the other host and continues there alone. The lost host returns, and the next restart uses
+    both. Then the job is preempted, and bare deepspeed finishes it. DeepSpeed's launcher starts on
+    the first host, as in its README.
+    """
     config = tiny_config(
-        model=tiny_model_with_dropout, train__steps=30,
-        eval__every_steps=7, checkpoint={"every_steps": 5},
-        ds_config="ds_configs/zero1.json",
-    )  # fmt: skip
-    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
-    log = tmp_path / "log"
-    process = start(
-        hosts, log, LAUNCH, "--hostfile", hostfile, "--", "train.py", "--config", config
+        train__steps=90, checkpoint={"every_steps": 5}, ds_config="ds_configs/zero1.json"
     )
-    wait_until(at_step(tmp_path / "run", 10), process, log)
-    while process.poll() is None:
-        process.terminate()
-        time.sleep(0.02)
+    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
+    log, folder = tmp_path / "log", tmp_path / "run"
+    options = ["--max_restarts", "1", "--restart_wait_seconds", "0"]
+    process = start(
+        hosts, log, LAUNCH, "--hostfile", hostfile, *options, "--", "train.py", "--config", config
+    )
+
+    def restarts():
+        return log.read_text().count("launch: restart from step_")
+
+    def new_checkpoint():
+        done = read_metrics(folder)[-1]["step"]
+        wait_until(at_step(folder, done // 5 * 5 + 10), process, log)
+
+    try:
+        wait_until(at_step(folder, 10), process, log)
+        hosts.cut(2)
+        hosts.kill(2)
+        wait_until(lambda: "launch: continuing on node-1" in log.read_text(), process, log)
+        hosts.mend(2)
+        hosts.boot(2)
+        wait_until(restarts, process, log)
+        new_checkpoint()
+        hosts.run(1, kill("[t]rain.py --config"))
+        wait_until(lambda: restarts() == 2, process, log)
+        new_checkpoint()
+        while process.poll() is None:
+            process.terminate()
+            time.sleep(0.02)
+    finally:
+        process.kill()
     assert process.returncode == 75, log.read_text()
-    done = read_metrics(tmp_path / "run")[-1]["step"]
-    assert 10 <= done < 30 and at_step(tmp_path / "run", done)()
-    assert not left_on(hosts, str(config))
+    done = read_metrics(folder)[-1]["step"]
+    assert done < 90 and at_step(folder, done)()
+    assert not left_on_hosts(str(config))
 
     (tmp_path / "env").write_text(
         "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"
@@ -403,46 +439,8 @@ def test_preempted_under_launch_and_resumed_under_bare_deepspeed(
         "--no_ssh_check", "train.py", "--config", config,
     ]  # fmt: skip
     resumed = run(hosts.ssh(1, shlex.join(map(str, deepspeed))), code=0)
-    assert "resuming from" in resumed.output, resumed.output
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole"), "bit for bit"
-    assert not left_on(hosts, str(config))
-
-
-@needs_hosts
-def test_a_run_continues_without_a_lost_host_and_takes_it_back(
-    forks, hosts, hostfile, tiny_config, tmp_path
-):
-    """A link is cut and every process behind it is killed, so no process reports it. The job stops
-    on the other host and continues there alone. The lost host returns, and the next restart uses
-    both.
-    """
-    config = tiny_config(train__steps=90, checkpoint={"every_steps": 5})
-    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
-    log, run = tmp_path / "log", tmp_path / "run"
-    options = ["--max_restarts", "1", "--restart_wait_seconds", "0"]
-    process = start(
-        hosts, log, LAUNCH, "--hostfile", hostfile, *options, "--", "train.py", "--config", config
-    )
-
-    def printed(text):
-        return lambda: text in log.read_text()
-
-    try:
-        wait_until(at_step(run, 10), process, log)
-        hosts.cut(2)
-        hosts.kill(2)
-        wait_until(printed("launch: continuing on node-1"), process, log)
-        hosts.mend(2)
-        hosts.boot(2)
-        wait_until(printed("launch: restart from step_"), process, log)
-        alone = read_metrics(run)[-1]["step"]
-        wait_until(at_step(run, alone // 5 * 5 + 10), process, log)
-        hosts.run(1, kill("[t]rain.py --config"))
-        assert process.wait(300) == 0, log.read_text()
-    finally:
-        process.kill()
-    assert log.read_text().count("launch: restart from step_") == 2, "each after progress"
-    assert_each_step_once(run)
-    assert len(curve(run)) == 90
-    np.testing.assert_allclose(curve(run)[:40], curve(tmp_path / "whole")[:40], rtol=1e-5)
-    assert not left_on(hosts, str(config))
+    assert f"step_{done:08d}: step {done}" in resumed.output, resumed.output
+    assert_each_step_once(folder)
+    assert len(curve(folder)) == 90
+    np.testing.assert_allclose(curve(folder)[:40], curve(tmp_path / "whole")[:40], rtol=1e-5)
+    assert not left_on_hosts(str(config))

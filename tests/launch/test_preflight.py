@@ -102,4 +102,4 @@ def test_faults_of_a_host_are_found_before_a_job(hosts, hostfile, tiny_config, t
     finally:
         namespaces.sh(f"ip -n {node_1} route del {no_answers}")
     assert "error: ports: node-2: " in blocked.output
-    assert not namespaces.left_on(hosts, str(links))
+    assert not namespaces.left_on_hosts(str(links))
