@@ -48,7 +48,7 @@ FILLED_IN = {  # placeholders and slow options, and their values in the test
     r"\b(RUN|RUN_OR_CHECKPOINT|runs/(before|after|other))\b": "runs/mine",
     r"seq 300": "seq 40",
     r"\bOUT\b|\S+(?= --dtype)": "runs/mine/again",
-    r"\s+# .*|\\\n|(?<=^tail) -f": "",
+    r"\s+# .*|\\\n|(?<=^tail) -f|(?<=bfloat16) --verify": "",
 }
 if not shutil.which("ssh-keygen"):
     NOT_RUN["ssh-keygen"] = "openssh-client"

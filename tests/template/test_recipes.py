@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,17 +212,25 @@ def test_the_overfit_recipe_memorizes_one_batch(forks, small_run, tmp_path):
 @pytest.mark.timeout(7200)
 def test_first_run_shows_answers_before_and_after(small_run, tmp_path):
     """With SMOLLM2="FOLDER ROWS" the model is the real one, and learns to write calculations as
-    gsm8k does. Otherwise it is small, with random weights, for three steps.
+    gsm8k does. Otherwise it is small, with random weights, for three steps on one rank: deepspeed,
+    which demo.sh also starts, imports everything twice more.
     """
     given = os.environ.get("SMOLLM2", "").split()
+    copy, venv = tmp_path / "copy", Path(sys.prefix)
+    copy_repository(copy)
     if not given:
         small_run("HuggingFaceTB/SmolLM2-135M-Instruct")
         rows = [{"question": f"{i}?", "answer": f"It is {i}."} for i in range(60)]
         given = [tmp_path / "model", write_rows(tmp_path / "rows.jsonl", rows)]
         given += ["--train.steps", "3", "--eval.max_new_tokens", "4"]
-    copy = tmp_path / "copy"
-    copy_repository(copy)
-    (copy / ".venv").symlink_to(sys.prefix)
+        venv = tmp_path / "venv"
+        (venv / "bin").mkdir(parents=True)
+        for name in ("lib", "pyvenv.cfg", "bin/python"):
+            (venv / name).symlink_to(Path(sys.prefix, name))
+        deepspeed = venv / "bin" / "deepspeed"
+        deepspeed.write_text('#!/bin/bash\nexec python "${@:7}"\n')  # after six options
+        deepspeed.chmod(0o755)
+    (copy / ".venv").symlink_to(venv)
     done = run(["scripts/first_run.sh", *given], timeout=7000, cwd=copy)
     assert done.code == 0, done.output
     [folder] = (copy / "runs").iterdir()

@@ -55,9 +55,7 @@ def test_a_small_copy_equals_plain_torch_and_another_update_does_not(
     assert code == 1 and out.count("  REFUTED\n") == 2, out
 
 
-def test_a_hybrid_equals_plain_torch_at_zero1_and_zero3(
-    equivalence, tiny_config, tmp_path, sample_tokenizer
-):
+def test_a_hybrid_equals_plain_torch_at_zero3(equivalence, tiny_config, tmp_path, sample_tokenizer):
     """Two ranks have different numbers of examples, and blocks are computed twice."""
     torch.manual_seed(0)
     hybrid = Qwen3_5TextConfig(
@@ -69,9 +67,8 @@ def test_a_hybrid_equals_plain_torch_at_zero1_and_zero3(
     AutoModelForCausalLM.from_config(hybrid).save_pretrained(tmp_path / "hybrid")
     sample_tokenizer.save_pretrained(tmp_path / "hybrid")
     config = tiny_config(model=tmp_path / "hybrid", model__activation_checkpointing=True)
-    files = [f"ds_configs/zero{stage}.json" for stage in (1, 3)]
-    code, out = equivalence(config, "--ds_configs", *files)
-    assert code == 0 and out.count("  equal\n") == 8 and out.count(", packed,") == 4, out
+    code, out = equivalence(config, "--ds_configs", "ds_configs/zero3.json")
+    assert code == 0 and out.count("  equal\n") == 4 and out.count(", packed,") == 2, out
 
 
 def test_rounding_to_bf16_is_within_its_tolerance(equivalence, tiny_config):
@@ -80,13 +77,14 @@ def test_rounding_to_bf16_is_within_its_tolerance(equivalence, tiny_config):
     assert code == 0 and out.count("  equal\n") == 2 and out.endswith("\nproved\n"), out
 
 
-def test_what_cannot_run_proves_nothing(equivalence, tiny_config, tmp_path, monkeypatch):
-    """On forked ranks, and with the launcher."""
+def test_what_cannot_run_proves_nothing(forks, equivalence, tiny_config, tmp_path, monkeypatch):
+    """On forked ranks, and on real ones."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     file = strategy(tmp_path, "zero0", {"compile.deepcompile": True})
     config = tiny_config(ds_config=file)
     with pytest.raises(UserError, match="nothing could be run"):
         equivalence(config, "--ranks", 1, "--ds_configs", file)
+    forks.make_cache(config)
     config = read_config(config)
     code, output = start_training(replace(config, ds_config="none.json"), 1)
     assert code == 2 and "error: " in output == Path(f"{config.output_dir}.log").read_text()
