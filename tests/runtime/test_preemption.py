@@ -162,9 +162,8 @@ def ranks_in(processes):
 @pytest.mark.parametrize(
     "victim, number, ranks, trains",
     [
-        ("deepspeed", signal.SIGKILL, 1, False),
         ("torchrun", signal.SIGKILL, 1, False),
-        ("deepspeed", signal.SIGTERM, 2, True),  # its launcher and the ranks go on
+        ("deepspeed", signal.SIGTERM, 1, True),  # its launcher and the ranks go on
         ("deepspeed's launcher", signal.SIGKILL, 2, True),
         ("torchrun", signal.SIGKILL, 1, True),
         ("torchrun", signal.SIGTERM, 1, True),  # it ends its ranks, and kills them 30 s later
@@ -173,19 +172,16 @@ def ranks_in(processes):
 def test_ranks_whose_launcher_is_ended_save_and_end(
     left_running, tiny_config, tmp_path, victim, number, ranks, trains
 ):
-    """Otherwise they would train for ever, with the GPUs and the lock of the folder. One of the
-    runs has W&B's processes too.
-    """
+    """Otherwise they would train for ever, with the GPUs and the lock of the folder."""
     folder = tmp_path / "run"
-    wandb = "offline" if trains and victim == "deepspeed" else "disabled"
-    config = tiny_config(train__steps=100_000, tracking__wandb=wandb)
+    config = tiny_config(train__steps=100_000)
     started = start(config, ranks=ranks, launcher=victim.split("'")[0])
     wait_until(lambda: logged(folder, "train") or not trains, started)
     found = wait_until(lambda: ranks_in(left_running())[ranks - 1 :], started, interval=0.2)
     os.kill(found[0].ppid() if "'" in victim else started.pid, number)
     code = started.wait(200)
     assert code or number == signal.SIGKILL
-    deadline = time.monotonic() + 120  # W&B's own process ends 20 s after the last rank
+    deadline = time.monotonic() + 120
     while left_running() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left_running()
@@ -226,7 +222,7 @@ def test_a_shell_that_has_the_name_of_a_launcher_is_none(tmp_path):
 def test_torchrun_gets_75_however_many_signals_a_rank_gets(left_running, tiny_config, tmp_path):
     log = tmp_path / "log"
     config = tiny_config(train__steps=100_000)
-    started = start(config, ranks=2, launcher="torchrun", stdout=log.open("w"))
+    started = start(config, ranks=1, launcher="torchrun", stdout=log.open("w"))
     wait_until(lambda: logged(tmp_path / "run", "train"), started)
     rank = ranks_in(left_running())[0]
     while started.poll() is None:
