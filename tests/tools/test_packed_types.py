@@ -23,11 +23,19 @@ LAYERS = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 EXPERTS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
 HEADS = {"qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "qk_head_dim": 16}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+OPTIONAL = {
+    "sliding_window": 5, "vocab_size_per_layer_input": 320, "num_dense_layers": 1,
+    "linear_num_heads": 4, "linear_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "mamba_d_state": 16, "mamba_chunk_size": 16, "ssm_state_size": 16, "chunk_size": 16,
+}  # fmt: skip
+"""Sizes that not every type has. The defaults of mixers take seconds."""
 SIZES = {
     "axk1": EXPERTS,
     "bamba": MAMBA,
     "deepseek_v2": EXPERTS,
     "dots1": {**EXPERTS, "n_shared_experts": 1},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -35,6 +43,7 @@ SIZES = {
     "granitemoehybrid": MAMBA,
     "longcat_flash": HEADS,
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
 }  # fmt: skip
 """Sizes of small models that do not follow from SMALL_SIZES."""
@@ -47,8 +56,7 @@ def small_model(kind):
         with suppress(Exception):  # a model's own code can raise anything
             config = small_config(AutoConfig.for_model(kind, **sizes, **layers))
             text = config.get_text_config()
-            others = {"sliding_window": 5, "vocab_size_per_layer_input": 320, "num_dense_layers": 1}
-            known = {key: value for key, value in others.items() if hasattr(text, key)}
+            known = {key: value for key, value in OPTIONAL.items() if hasattr(text, key)}
             values = {"vocab_size": 320, "pad_token_id": 0, **known, **SIZES.get(kind, {})}
             for key, value in values.items():
                 setattr(text, key, value)
