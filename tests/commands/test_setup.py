@@ -153,14 +153,21 @@ def contents(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-def test_an_install_checks_hashes_and_is_not_repeated(checkout):
-    lock = checkout / "requirements.lock"
+def test_an_install_checks_hashes_ends_at_a_section_and_is_not_repeated(checkout):
+    listed, lock = checkout / "requirements.txt", checkout / "requirements.lock"
+    later = wheel(checkout / "wheels", "later", "1.0")
+    for file, last in ((listed, "later==1.0\n"), (lock, later)):
+        file.write_text(f"# [first]\n{file.read_text()}\n# [second]\n{last}")
+    hashes = lock.read_text()
+    assert "first second" in set_up(checkout, 2, UP_TO="third").error
     lock.write_text(f"locked==1.0 --hash=sha256:{'0' * 64}\n")
     line = set_up(checkout, 2).error
     assert "scripts/lock.sh" in line and "NO_LOCK=1" in line
-    with (checkout / "requirements.txt").open("a") as file:  # without the lock
-        file.write(f"setuptools=={importlib.metadata.version('setuptools')}\n")
+    lock.write_text(hashes)
+    set_up(checkout, UP_TO="first")
+    assert not [*checkout.glob(".venv/lib/*/site-packages/later.py")]
     assert "no hashes are checked" in set_up(checkout, NO_LOCK="1").output
+    assert [*checkout.glob(".venv/lib/*/site-packages/later.py")]
     made = contents(checkout / ".venv")
     assert set_up(checkout).output == "" and contents(checkout / ".venv") == made
 
@@ -172,17 +179,6 @@ def test_an_install_checks_hashes_and_is_not_repeated(checkout):
     made = contents(checkout / "elsewhere")
     assert ".venv is a link to elsewhere" in set_up(checkout, 2).error
     assert contents(checkout / "elsewhere") == made
-
-
-def test_the_sections_up_to_one_are_installed(checkout):
-    entry = wheel(checkout / "wheels", "later", "1.0")
-    for name, last in (("requirements.txt", "later==1.0\n"), ("requirements.lock", entry)):
-        file = checkout / name
-        file.write_text(f"# [first]\n{file.read_text()}\n# [second]\n{last}")
-    assert "first second" in set_up(checkout, 2, UP_TO="third").error
-    for variables, count in (({"UP_TO": "first"}, 0), ({}, 1)):
-        set_up(checkout, **variables)
-        assert len([*(checkout / ".venv").glob("lib/*/site-packages/later.py")]) == count
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "file"])
