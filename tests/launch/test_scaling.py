@@ -26,7 +26,7 @@ def test_a_slow_link_shows_and_a_failed_size_is_a_line(hosts, tmp_path, tiny_con
     weights_of = {"resume": tmp_path / "other_run", "weights_only": True}
     done = namespaces.run(
         hosts, sys.executable, *SCRIPT, "--hostfile", tmp_path / "hostfile",
-        "--nodes", "1", "2", "3", "--steps", "15", "--output", tmp_path / "out", "--",
+        "--nodes", "1", "2", "3", "--steps", "10", "--output", tmp_path / "out", "--",
         "train.py", "--config", tiny_config(checkpoint=weights_of),
         code=1,
     )  # fmt: skip

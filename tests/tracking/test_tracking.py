@@ -130,7 +130,7 @@ def test_ctrl_c_under_deepspeed_closes_the_run_of_wandb(tiny_config, tmp_path):
     )
     log = tmp_path / "log"
     with log.open("w") as stdout:
-        run = start(config, ranks=2, stdout=stdout)
+        run = start(config, ranks=1, stdout=stdout)
         wait_until(lambda: len(logged(folder)) > 4, run)
         started = psutil.Process(run.pid).children(recursive=True)
         os.killpg(run.pid, signal.SIGINT)
@@ -173,6 +173,7 @@ def test_a_server_that_does_not_answer_delays_no_step_and_no_exit(
 
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.delenv("WANDB_MODE", raising=False)
+        monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 6)
         sink = WandbSink(config, "earlier")
         assert "W&B: tracking is offline" in capsys.readouterr().out
         assert (new_connections() > 0) == (answers == "is silent")

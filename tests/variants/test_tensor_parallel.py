@@ -82,11 +82,7 @@ def test_equals_a_plain_loop_and_resumes_on_other_ranks(
 
     assert_same(run_folder, plain)
     assert len(read_metrics(run_folder, "eval")) == 2
-    out = tmp_path / "hf"
-    if kind == "llama":
-        export(run_folder, out)
-    else:
-        forks.script("scripts.export", run_folder, out, "--verify", code=0)
+    out = export(run_folder, tmp_path / "hf")
     assert_same_weights(out, plain)
     rows = read_metrics(run_folder, "generations")[-1]["rows"]
     prompts = [row["prompt"] for row in rows]
