@@ -10,8 +10,7 @@ from harness.repository import REPO
 @pytest.fixture
 def bench(forks):
     """A function that runs a file of benchmarks/. It and the commands that it runs are forks."""
-    forked = {"zerotrain.tools.local_ranks.subprocess": "__import__('harness.forked_python')"
-              ".forked_python"}  # fmt: skip
+    forked = {"zerotrain.tools.local_ranks.subprocess": "__import__('forked_python')"}
     return lambda name, *args: forks.script(f"benchmarks.{name}", *args, patches=forked)
 
 
