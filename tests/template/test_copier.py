@@ -141,7 +141,7 @@ def test_the_commands_in_a_copys_readme_train_a_model(copies, tmp_path):
         for command in (
             *commands_in((copy / "README.md").read_text()),
             ".venv/bin/ruff check --no-cache .",
-            f".venv/bin/pytest -q -n 0 -o cache_dir={tmp_path} tests -k test_layers",
+            f".venv/bin/pytest -q -n 0 -o cache_dir={tmp_path} tests/repository/test_layers.py",
         ):
             done = run_command(command, forks)
             assert done.code == 0, done.output
