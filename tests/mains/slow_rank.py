@@ -1,5 +1,5 @@
 """train.py with a slow rank, for test_steps.py. Rank 1 waits for the file go_on before its fourth
-step, and takes 30 ms longer for each forward pass. A compiler's lock lies beside the run while its
+step, and takes 0.1 s longer for each forward pass. A compiler's lock lies beside the run while its
 engine is built.
 """
 
@@ -16,7 +16,7 @@ from zerotrain.training import engine
 
 
 def main(config, dry_run):
-    """Train. Hangs are reported after 2 s, locks after 0.5 s, and windows have 25 steps."""
+    """Train. Hangs are reported after 2 s, locks after 0.5 s, and windows have 10 steps."""
     load_steps = train.load_steps
 
     def load_late(plan, rank, *options, **named):
@@ -33,12 +33,12 @@ def main(config, dry_run):
         time.sleep(float(os.environ.get("COMPILES_SECONDS", 1)))
         started = initialize(**options)
         if os.environ["RANK"] == "1":
-            started[0].module.register_forward_hook(lambda *_: time.sleep(0.03))
+            started[0].module.register_forward_hook(lambda *_: time.sleep(0.1))
         return started
 
     deepspeed.initialize = initialize_late
     train.load_steps = load_late
     train.HangWatch = lambda timeout_seconds: HangWatch(2)
-    steps.WINDOW_STEPS = 25
+    steps.WINDOW_STEPS = 10
     engine.LOCK_SECONDS = 0.5 if "COMPILES_SECONDS" not in os.environ else 0.05
     train.main(config, dry_run)

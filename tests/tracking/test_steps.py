@@ -50,14 +50,14 @@ def test_a_lock_that_no_compiler_removes_ends_the_run(forks, tiny_config, tmp_pa
 @pytest.fixture(scope="module")
 def finished(forks, tmp_path_factory, chat_rows, tiny_model):
     """The run folder and the output of a run in which rank 1 is late for its fourth step, until its
-    stack is reported, and 30 ms slower in every forward pass.
+    stack is reported, and 0.1 s slower in every forward pass.
     """
     folder = tmp_path_factory.mktemp("slow")
     run = folder / "run"
     run.mkdir()
     for name in ("profile_now", "lock"):
         (run / name).touch()
-    config = write_tiny_config(folder, chat_rows, tiny_model, "config.yaml", train__steps=100)
+    config = write_tiny_config(folder, chat_rows, tiny_model, "config.yaml", train__steps=40)
     ranks = forks.start(config, ranks=2, module="slow_rank", TORCH_EXTENSIONS_DIR=str(run))
     prefix = re.escape(f"[rank 1 @ {socket.gethostname()}] ")
     ranks.until(
