@@ -3,6 +3,7 @@
 pytest tests/kubernetes/test_orchestrators.py
 """
 
+import json
 import os
 import shlex
 import subprocess
@@ -122,10 +123,19 @@ class Nodes:
         return started
 
 
+LOOK = """
+import json, os, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+folder.mkdir()
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+(folder / "seen.json").write_text(json.dumps([os.environ[name] for name in names]))
+"""
+
+
 @needs_hosts
 def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_path):
-    """The pods' command is preempted and resumed. Its result equals, bit for bit, the result of the
-    task, which runs without an interruption.
+    """The pods' command is preempted. A resumed run equals, bit for bit, one without interruptions.
+    In the task, train.py is replaced: the pods' ranks have trained.
     """
     config = tiny_config(
         # Saves take longer than steps, so the signal arrives before the end.
@@ -144,17 +154,25 @@ def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_pa
     pattern = "'^[^ ]*python -u -m zerotrain.launch.node'"  # until none is left
     hosts.run(2, f"while pkill -TERM -f {pattern}; do sleep 0.05; done")
     assert [pod.wait(240) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
-    resumed = forks.finish(config, "--output_dir", folder, ranks=2)  # quicker to start
-    assert "resuming from" in resumed.output, resumed.output
+    for at in (folder, tmp_path / "whole"):
+        output = forks.finish(config, "--output_dir", at, ranks=2).output  # quicker to start
+        assert ("resuming from" in output) == (at == folder), output
+    whole = determined(tmp_path / "whole")
+    assert determined(folder) == whole and len(whole) == 50
 
     # Under SkyPilot, each node has its own folder of the bucket as its disk.
-    addresses = "\n".join(f"{namespaces.PREFIX}.{i}" for i in (1, 2))
+    look = tmp_path / "look.py"
+    look.write_text(LOOK)
+    for i in (1, 2):
+        hosts.run(i, f"mount --bind {look} {REPO}/train.py")
+    addresses = [f"{namespaces.PREFIX}.{i}" for i in (1, 2)]
     environments = [
-        {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": addresses,
+        {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "\n".join(addresses),
          "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
         for rank in range(2)
     ]  # fmt: skip
     started = nodes.start(["bash", "-c", SKYPILOT["run"]], environments)
     assert [node.wait(240) for node in started] == [0, 0], nodes.log.read_text()
-    in_one_go = determined(nodes.disk / "node_0" / "demo")
-    assert determined(folder) == in_one_go and len(in_one_go) == 50
+    for rank in range(2):
+        seen = json.loads((nodes.disk / f"node_{rank}" / "demo" / "seen.json").read_text())
+        assert seen == [str(rank), "0", "2", addresses[0]]
